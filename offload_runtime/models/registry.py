@@ -1,40 +1,49 @@
 """Which families there are, and from configurations in the form of `config.json` to a `ModelConfig`.
 
 A family is a file of this folder and a line of `FAMILIES`. Refusals matter more than the translation: an option that
-the layers would silently ignore gives wrong tokens. Families that do not run are refused before torch is imported.
+the layers would silently ignore gives wrong tokens. Families that do not run are refused before torch is imported,
+with the reason and a comparable model that does, told by what a configuration says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from offload_runtime.errors import CheckpointError, OptionError
-from offload_runtime.fields import Fields
-from offload_runtime.models.unsupported import unsupported_model
+from offload_runtime.errors import CheckpointError, OptionError, UnsupportedArchitectureError
+from offload_runtime.fields import Fields, shown
 
 if TYPE_CHECKING:
     from offload_runtime.models.config import ModelConfig
 
-# By transformers' model_type, which is the name of the file: transformers' class, and llama.cpp's architectures.
-FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
-    "llama": ("LlamaForCausalLM", ("llama",)),
-    "mistral": ("MistralForCausalLM", ()),  # llama.cpp's are called llama, too
-    "qwen2": ("Qwen2ForCausalLM", ("qwen2", "qwen2vl")),
-    "qwen3": ("Qwen3ForCausalLM", ("qwen3", "qwen3vl")),
-    "smollm3": ("SmolLM3ForCausalLM", ("smollm3",)),
-    "olmo2": ("Olmo2ForCausalLM", ("olmo2",)),
-    "olmo3": ("Olmo3ForCausalLM", ()),  # llama.cpp's are called olmo2, too
-    "granite": ("GraniteForCausalLM", ("granite",)),
-    "gemma2": ("Gemma2ForCausalLM", ("gemma2",)),
-    "gemma3_text": ("Gemma3ForCausalLM", ("gemma3",)),
-    "gemma4_text": ("Gemma4ForCausalLM", ("gemma4",)),
-    "cohere2": ("Cohere2ForCausalLM", ("cohere2",)),
-    "glm4": ("Glm4ForCausalLM", ("glm4",)),
-    "phi3": ("Phi3ForCausalLM", ("phi3",)),
-    "ministral3": ("Ministral3ForCausalLM", ("mistral3",)),
+
+class Known(NamedTuple):
+    """What a family is called by people, by transformers (its class) and by llama.cpp (its architectures)."""
+
+    title: str
+    architecture: str
+    gguf: tuple[str, ...]
+
+
+FAMILIES = {  # by transformers' model_type, which is the name of the file
+    "llama": Known("Llama", "LlamaForCausalLM", ("llama",)),
+    "mistral": Known("Mistral", "MistralForCausalLM", ()),  # llama.cpp's are called llama, too
+    "qwen2": Known("Qwen2, Qwen2.5", "Qwen2ForCausalLM", ("qwen2", "qwen2vl")),
+    "qwen3": Known("Qwen3", "Qwen3ForCausalLM", ("qwen3", "qwen3vl")),
+    "smollm3": Known("SmolLM3", "SmolLM3ForCausalLM", ("smollm3",)),
+    "olmo2": Known("OLMo 2", "Olmo2ForCausalLM", ("olmo2",)),
+    "olmo3": Known("OLMo 3", "Olmo3ForCausalLM", ()),  # llama.cpp's are called olmo2, too
+    "granite": Known("Granite 3", "GraniteForCausalLM", ("granite",)),
+    "gemma2": Known("Gemma 2", "Gemma2ForCausalLM", ("gemma2",)),
+    "gemma3_text": Known("Gemma 3", "Gemma3ForCausalLM", ("gemma3",)),
+    "gemma4_text": Known("Gemma 4", "Gemma4ForCausalLM", ("gemma4",)),
+    "cohere2": Known("Cohere 2", "Cohere2ForCausalLM", ("cohere2",)),
+    "glm4": Known("GLM-4", "Glm4ForCausalLM", ("glm4",)),
+    "phi3": Known("Phi-3, Phi-4", "Phi3ForCausalLM", ("phi3",)),
+    "ministral3": Known("Ministral 3", "Ministral3ForCausalLM", ("mistral3",)),
 }
 _SLIDING = {"llama": "mistral", "olmo2": "olmo3"}  # whose files say the same but for the windows
 # The text parts of models that read images, and whose they are like: of text, whose positions are the same on all three
@@ -89,7 +98,7 @@ def family_named(model_type: str) -> Family:
 
 def gguf_family(arch: str, *, slides: bool) -> str | None:
     """The family of one of llama.cpp's architectures, which may have sliding windows; None of those that do not run."""
-    found = next((name for name, (_, archs) in FAMILIES.items() if arch in archs), None)
+    found = next((name for name, known in FAMILIES.items() if arch in known.gguf), None)
     return _SLIDING.get(found or "", found) if slides else found
 
 
@@ -109,7 +118,7 @@ def language_settings(settings: dict[str, Any], where: str) -> dict[str, Any]:
     return {
         **{name: settings[name] for name in _OF_WHOLE if settings.get(name) is not None},
         **{name: value for name, value in part.items() if name != "vision_config"},
-        "model_type": family, "architectures": [FAMILIES[family][0]], "text_part_of": outer,
+        "model_type": family, "architectures": [FAMILIES[family].architecture], "text_part_of": outer,
         # Whoever saves a head of its own says so, or it is seen from the head.
         "tie_word_embeddings": any(ties) if ties else True,
     }  # fmt: skip
@@ -122,7 +131,7 @@ def require_family(fields: Fields) -> str:
         UnsupportedArchitectureError: It does not run; says why, and what does.
     """
     family = fields.text("model_type", "")
-    name = FAMILIES.get(family, ("", ()))[0]
+    name = FAMILIES[family].architecture if family in FAMILIES else ""
     # A configuration made by hand has no list of class names; a base model's head is seen from its tensors.
     found = fields.items("architectures", str) or [name]
     if not name or not {name, name.replace("ForCausalLM", "Model")}.intersection(found):
@@ -144,7 +153,9 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
     name = require_family(Fields(reference, raw))
     family = family_named(name)
     sizes = family.text_sizes if "text_part_of" in raw else {}
-    fields = Fields(reference, {**_DEFAULTS, **family.defaults, **sizes, **raw, "architecture": FAMILIES[name][0]})
+    fields = Fields(
+        reference, {**_DEFAULTS, **family.defaults, **sizes, **raw, "architecture": FAMILIES[name].architecture}
+    )
     if "hidden_size" not in fields.values:  # what some repositories of GGUF files have beside them
         raise CheckpointError(
             f"{reference} has a config.json without sizes, as those of GGUF files may be: name the file, on a hub as "
@@ -154,3 +165,105 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
         return family.model(fields)
     except OptionError as error:
         raise CheckpointError(f"{reference} describes an impossible model: {error}") from error
+
+
+class _Reason(NamedTuple):
+    """Why models do not run: those that have one of `keys`, in `config.json` or in GGUF behind the architecture's name,
+    or layers of one of `layers`, or are called as one of `names` or by that and more behind a `_` or `-`."""
+
+    why: str
+    keys: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+
+
+# The most telling first.
+_REASONS = (
+    _Reason("is an encoder-decoder model, and only decoders run", ("is_encoder_decoder",), (
+        "t5", "mt5", "umt5", "t5gemma", "bart", "mbart", "whisper", "pegasus", "marian", "m2m_100", "encoder-decoder")),
+    _Reason("makes images, sound or embeddings, and no text", ("_diffusers_version", "projector_type"), (
+        "clip", "siglip", "vit", "dinov2", "flux", "sd1", "sd3", "sdxl", "wan", "ltxv", "hidream", "lumina2", "cosmos",
+        "hyvid", "bert", "roberta", "xlm-roberta", "modernbert", "modern-bert", "nomic-bert", "jina-bert", "t5encoder",
+        "mpnet", "distilbert", "wav2vec2", "gemma-embedding")),
+    _Reason("is a mixture of experts, and only dense models run", (
+        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_count"), (
+        "mixtral", "gpt-oss", "gpt_oss", "dbrx", "grok", "llama4", "arctic")),
+    _Reason("is a hybrid with linear attention or a state space, and models of attention alone run", (
+        "linear_num_value_heads", "mamba_d_state", "mamba_num_heads", "ssm_state_size", "state_size", "conv_L_cache",
+        "hybrid_override_pattern", "ssm.state_size", "shortconv.l_cache", "wkv.head_size"), (
+        "mamba", "mamba2", "rwkv", "jamba", "recurrent_gemma", "zamba2"), ("linear", "mamba", "conv", "recurrent")),
+    _Reason("has latent attention, which does not run", ("kv_lora_rank", "attention.kv_lora_rank")),
+    _Reason("has embeddings for each layer, which do not run", (
+        "hidden_size_per_layer_input", "embedding_length_per_layer_input"), ("gemma3n",)),
+    _Reason("attends to images in some of its layers, which does not run", (
+        "cross_attention_layers", "attention.cross_attention_layers"), ("mllama",)),
+)  # fmt: skip
+_OTHER_LAYERS = "has layers of another kind (other norms, activations or attention), which do not run"
+_HEADS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "RewardModel", "ForRetrieval")
+# What to take instead, up to so many billions of parameters of a dense model about as good.
+_COMPARABLE = {
+    2.5: "Qwen3-1.7B or Llama-3.2-1B", 6: "Qwen3-4B or SmolLM3-3B", 11: "Qwen3-8B or Llama-3.1-8B",
+    20: "Qwen3-14B or Mistral-Nemo-12B", 48: "Qwen3-32B or Mistral-Small-24B",
+    math.inf: "Llama-3.3-70B or Qwen2.5-72B",
+}  # fmt: skip
+
+
+def _says(value: Any) -> bool:
+    return value not in (None, False, 0, 1, "") and value != [] and value != {}
+
+
+def _why(values: Mapping[str, Any], names: Iterable[str]) -> str:
+    """The first reason that a configuration and the names of a model's parts and classes give."""
+    kinds = values.get("layer_types")
+    layers = {str(kind).split("_")[0] for kind in kinds} if isinstance(kinds, list) else set()
+    for reason in _REASONS:
+        called = any(name == one or name.startswith((f"{one}_", f"{one}-")) for name in names for one in reason.names)
+        if called or layers.intersection(reason.layers) or any(_says(values.get(key)) for key in reason.keys):
+            return reason.why
+    return "has another head than a language model's" if any(name.endswith(_HEADS) for name in names) else _OTHER_LAYERS
+
+
+def _comparable(values: Mapping[str, Any]) -> str:
+    """Supported models about as good as one of these sizes: a mixture counts as the geometric mean of all its weights
+    and those that a token uses, as is usually said of them."""
+
+    def size(*names: str) -> float:
+        found = [
+            item
+            for name in names
+            for item in (values[name] if isinstance(values.get(name), list) else [values.get(name)])
+        ]
+        return max((float(item) for item in found if isinstance(item, (int, float)) and 0 < item < 1e6), default=0.0)
+
+    layers, hidden = size("num_hidden_layers", "block_count"), size("hidden_size", "embedding_length")
+    dense = size("intermediate_size", "feed_forward_length")
+    inner = size("moe_intermediate_size", "expert_feed_forward_length") or dense
+    experts = size("num_experts", "num_local_experts", "n_routed_experts", "expert_count")
+    used = size("num_experts_per_tok", "expert_used_count") or 1.0
+    widths = (inner * experts, inner * used) if experts > 1 else (dense, dense)
+    whole, active = (layers * hidden * (2.5 * hidden + 3 * width) for width in widths)
+    billions = math.sqrt(whole * active) / 1e9 or 8.0  # of a usual size where none is said
+    return next(name for most, name in _COMPARABLE.items() if billions <= most)
+
+
+def unsupported_model(fields: Fields) -> UnsupportedArchitectureError:
+    """The error for a model that the decoder does not implement.
+
+    Args:
+        fields: What its `config.json` says; or the metadata of a GGUF file about the model, with its architecture as
+            `model_type`.
+    """
+    part, classes = fields.mapping("text_config"), fields.items("architectures", str)
+    outer, inner = fields.text("model_type", ""), part.get("model_type")
+    what = ", ".join(shown(name)[1:-1] for name in classes[:3]) or f"model_type {shown(outer)}"
+    if not (classes or outer or inner):
+        return UnsupportedArchitectureError(
+            f"{fields.where} does not say what model it is (no model_type, no general.architecture): give a checkpoint "
+            "of transformers, or a GGUF file of a model"
+        )
+    values, names = {**fields.values, **part}, [outer, *([inner] if isinstance(inner, str) else []), *classes]
+    which = f"{what}'s text part ({shown(inner)[1:-1]})" if part and isinstance(inner, str) else what
+    return UnsupportedArchitectureError(
+        f"{fields.where}: {which} {_why(values, names)}: take another model, such as {_comparable(values)} "
+        f"({', '.join(known.title for known in FAMILIES.values())} run)"
+    )

@@ -106,7 +106,11 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
     if isinstance(slides, (list, bool)):  # of each layer, or of all
         slides = slides if isinstance(slides, list) else [slides] * shape["num_hidden_layers"]
         settings["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
-    settings |= {"model_type": family, "architectures": [FAMILIES[family][0]], "sliding_window": window or None}
+    settings |= {
+        "model_type": family,
+        "architectures": [FAMILIES[family].architecture],
+        "sliding_window": window or None,
+    }
     return settings | dict(one.of_gguf(fields, header.tensors.keys()))
 
 

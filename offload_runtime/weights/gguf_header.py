@@ -19,8 +19,7 @@ import gguf
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import Fields, HeaderError, shortened, shown
-from offload_runtime.models.registry import gguf_family
-from offload_runtime.models.unsupported import unsupported_model
+from offload_runtime.models.registry import gguf_family, unsupported_model
 from offload_runtime.weights.header import GGUF_MAGIC, HeaderReader, StoredTensor, open_header
 
 _VERSIONS = (2, 3)

@@ -158,7 +158,7 @@ def usual_draft(target: DescribedModel) -> UsualDraft | None:
     name, shape = _USUAL.get((config.architecture, config.vocab_size), (None, _LLAMA))
     if config.vocab_size == 32000 and config.attention.num_heads == 4 * config.attention.num_kv_heads:
         name = None  # the first of Mistral's models, whose tokens are not Llama 2's
-    families = {architecture: family for family, (architecture, _) in FAMILIES.items()}
+    families = {known.architecture: family for family, known in FAMILIES.items()}
     family = families[config.architecture] if name else "llama"  # of a model that may exist the simplest
     settings: dict[str, Any] = {
         "model_type": family, "vocab_size": config.vocab_size, "sliding_window": None,
