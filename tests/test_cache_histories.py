@@ -19,9 +19,9 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.kv import BlockLayout, BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
-from offload_runtime.kv.block_store import SavedBlock, first_whole_block
 from offload_runtime.kv.device import StreamingDraftCache, block_shapes, kept_positions, num_blocks
 from offload_runtime.kv.retrieval import RetrievedChunks, RetrievedDraftCache
+from offload_runtime.kv.saved_blocks import SavedBlock, first_whole_block
 from offload_runtime.memory import DeviceBudget
 from offload_runtime.models.registry import model_config_from_json
 from tests.helpers.attention_cases import int32

@@ -1,4 +1,7 @@
-"""From a `RuntimeConfig` to a loaded runtime: open, plan, reserve, load; on a machine that plays another one, too.
+"""From a `RuntimeConfig` to a loaded runtime: open, plan, reserve, load.
+
+A machine may emulate another one, which has less memory, that is a limit then, and a slower link, whose pace the copy
+queues keep.
 
 Also the line about what was loaded: what is resident, what is streamed and how, what is reserved.
 """
@@ -10,7 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice, permutations
@@ -18,15 +21,15 @@ from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
+import psutil
 import torch
 
 from offload_runtime import hardware, memory
 from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig
-from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine
+from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
-from offload_runtime.engine.emulation import require_link, require_memory
 from offload_runtime.engine.engine import Engine, device_errors
 from offload_runtime.engine.load_model import LoadedModel, OpenCard
 from offload_runtime.engine.request import PromptRoom
@@ -37,6 +40,7 @@ from offload_runtime.hardware.host_bench import HostInfo, read_host_info
 from offload_runtime.memory import (
     Card,
     DeviceBudget,
+    HostArena,
     current_device,
     device_memory_in_use,
     device_memory_used_by_others,
@@ -54,6 +58,51 @@ from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import Controller
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
 from offload_runtime.weights import CheckpointSource, FoundDraft, MatricesNotCodable, find_drafts, open_checkpoint
+
+# The link's peak is measured as so much less at times; pacing is no better than that either.
+_LINK_TOLERANCE = 0.02
+_PROBE_BYTES = 64 << 20
+
+
+def require_memory(emulation: Emulation, device: torch.device, count: int = 1) -> None:
+    """Refuse `count` cards of a machine with more memory than `device` has. Raises `DeviceError`."""
+    on_gpu = device.type == "cuda"
+    there_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
+    if count * emulation.whole_vram_bytes > there_bytes:
+        sizes = format_bytes(count * emulation.whole_vram_bytes), format_bytes(there_bytes)
+        why = f"it has {sizes[0]} of device memory and {device} has {sizes[1]}"
+        raise DeviceError(f"{emulation.name} cannot be emulated here: {why}: emulate a smaller card")
+
+
+def require_link(emulation: Emulation, device: torch.device, count: int = 1) -> None:
+    """Measure the link of `device` in both directions and refuse `count` cards whose links are faster together.
+
+    Takes 64 MiB on the device for a moment, and some 20 ms. Raises `DeviceError`.
+    """
+    wanted = (count * emulation.link_gbps, count * emulation.link_back_gbps)
+    directions = zip(wanted, _measure_link(device), ("to the device", "back to the host"), strict=True)
+    for wanted_gbps, there_gbps, direction in directions:
+        if wanted_gbps > there_gbps * (1 + _LINK_TOLERANCE):
+            why = f"its link carries {wanted_gbps:.3g} GB/s {direction} and that of {device} {there_gbps:.3g}"
+            raise DeviceError(f"{emulation.name} cannot be emulated here: {why}: emulate a card with a slower link")
+
+
+def _measure_link(device: torch.device) -> tuple[float, float]:
+    """Peak of the link in GB/s to the device and back, as fast as it goes, with large copies."""
+    arena = HostArena(_PROBE_BYTES, name="a measurement of the link")
+    with closing(arena) as host, closing(make_copy_engine(device)) as engine:
+        host.buffer.fill_(1)  # pages that were never touched are all one page of zeros
+        gpu = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
+        if device.type == "cuda":
+            host.pin()
+            torch.cuda.current_stream(device).synchronize()  # what had this memory before may still be in use
+        h2d_gbps = measure_link_gbps(engine, gpu, host.buffer)
+        d2h_gbps = measure_link_gbps(engine, host.buffer, gpu)
+    del gpu
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return h2d_gbps, d2h_gbps
+
 
 # With these words torch begins the names of graphics cards.
 _MAKERS = ("NVIDIA", "AMD", "Intel")

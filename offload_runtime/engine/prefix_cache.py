@@ -20,7 +20,7 @@ from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.sessions import SavedPrefixes
 from offload_runtime.errors import BudgetError
 from offload_runtime.kv import BlockLayout, BlockStore
-from offload_runtime.kv.block_store import SavedBlock
+from offload_runtime.kv.saved_blocks import SavedBlock
 from offload_runtime.memory import check_host_memory
 
 

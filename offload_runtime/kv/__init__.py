@@ -1,7 +1,5 @@
 """Keys and values of committed and tentative tokens, in blocks of 256 tokens: on the device, or in host memory."""
 
-from offload_runtime.kv.block_files import BlockFiles, BlockLayout, block_names
-from offload_runtime.kv.block_store import BlockStore
 from offload_runtime.kv.device import DeviceKVCache, KVCache, block_bytes, kv_cache_bytes, num_blocks
 from offload_runtime.kv.host import HostKVCache
 from offload_runtime.kv.host_io import (
@@ -11,3 +9,4 @@ from offload_runtime.kv.host_io import (
     kv_piece_bytes,
     ring_blocks,
 )
+from offload_runtime.kv.saved_blocks import BlockFiles, BlockLayout, BlockStore, block_names

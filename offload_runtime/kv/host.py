@@ -26,7 +26,6 @@ from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.copy.queue import KV, CopySchedule
-from offload_runtime.kv.block_store import SavedBlock
 from offload_runtime.kv.device import (
     BlockCache,
     allocate_layers,
@@ -39,6 +38,7 @@ from offload_runtime.kv.device import (
     num_blocks,
 )
 from offload_runtime.kv.host_io import HostBlocks, HostKVCard, HostPrefill, HostWrites, Run, ring_blocks
+from offload_runtime.kv.saved_blocks import SavedBlock
 from offload_runtime.models.config import ModelConfig
 
 
