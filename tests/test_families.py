@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_c
 from tests.helpers.families import ARCHITECTURES, CONFIGURATIONS, NO_TOKENS, VOCABULARY, family_model, write_family
 from tests.helpers.models import all_logits, model_config_from_transformers
 
-OFTEN, ALL = 2, 30
+# Configurations of each family by default, by the slow tests, and asked for: FAMILY_SEEDS=30 before a family lands.
+OFTEN, SLOW = 1, 4
+ALL = int(os.environ.get("FAMILY_SEEDS", SLOW))
 PROMPT, ANSWER = 70, 64
 # Of the largest logit: what sums in another order may come to where attention is sharp, and by less than what tokens
 # are as good as equal.

@@ -111,10 +111,7 @@ def test_a_plan_finds_it_too_and_says_what_it_brings(
         shutil.copytree(CONFIGS / name, tmp_path / name)
     record = run_plan(capsys, tmp_path / "qwen2.5-32b")
     assert record["draft_cache"] is None
-    assert (
-        "from the text itself; Qwen2.5-0.5B-Instruct beside the target would draft about 4x as well"
-        in record["draft_note"]
-    )
+    assert "from the text itself; Qwen2.5-0.5B-Instruct beside the target would draft better" in record["draft_note"]
     for name in ("qwen2.5-32b", "qwen2.5-0.5b"):
         shutil.copy(family / "small" / "tokenizer.json", tmp_path / name)
     record = run_plan(capsys, tmp_path / "qwen2.5-32b")

@@ -216,14 +216,14 @@ class Engine:
             return outputs
         started_s, windows = time.perf_counter(), self._chooser.choose(running)
         stepping = [*running, *reading]
+        tell = None if on_layer is None or not reading else lambda done, of: on_layer(done * len(reading), of)
         try:
             with device_errors(self.device):
                 results = run_step(
                     self.target.runner, self.sampling, self.proposer, {one.slot: one.sequence for one in stepping},
                     windows.asked, prepared=[one.slot for one in reading if self._chooser.speculates(one)],
                     logprobs={one.slot: one.params.logprobs for one in stepping if one.params.logprobs is not None},
-                    on_layer=None if on_layer is None else lambda done, of: on_layer(done * len(reading), of),
-                    recorder=self.recorder, with_logits=with_logits,
+                    on_layer=tell, recorder=self.recorder, with_logits=with_logits,
                 )  # fmt: skip
         except (NumericalError, GrammarError) as error:
             assert error.slot is not None
