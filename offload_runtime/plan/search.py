@@ -246,9 +246,10 @@ def _check_verifier(plan: RunPlan) -> None:
     memory, missing_bytes = "device memory", target.bytes_of_layers(streamed)
     why = f"beside it {len(streamed)} of {target.config.num_layers} layers would be streamed"
     remedies = f"raise --vram, lower --context, drop --resident-layers, {other}"
-    if not streamed and limits.pinned_bytes is not None:
-        memory, missing_bytes = "page-locked memory", plan.pinned_bytes - limits.pinned_bytes
-        allowed, needed, missing = map(format_bytes, (limits.pinned_bytes, plan.pinned_bytes, missing_bytes))
+    needed_bytes = target.host_kv_bytes if streamed else plan.pinned_bytes  # more VRAM does not make these fewer
+    if limits.pinned_bytes is not None and (needed_bytes > limits.pinned_bytes or not streamed):
+        memory, missing_bytes = "page-locked memory", needed_bytes - limits.pinned_bytes
+        allowed, needed, missing = map(format_bytes, (limits.pinned_bytes, needed_bytes, missing_bytes))
         why = (
             "it reads keys and values where they lie in host memory, which takes page-locked memory, and "
             f"{limits.pinned_name} page-locks {allowed} of the {needed} of the KV cache, too little by {missing}"
