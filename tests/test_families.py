@@ -29,9 +29,9 @@ from tests.helpers.models import all_logits, model_config_from_transformers
 OFTEN, SLOW = 1, 4
 ALL = int(os.environ.get("FAMILY_SEEDS", SLOW))
 PROMPT, ANSWER = 70, 64
-# Of the largest logit: what sums in another order may come to where attention is sharp, and by less than what tokens
-# are as good as equal.
-LOGITS_ERROR, GREEDY_MARGIN = 1e-4, 2e-4
+# Of the largest logit: what sums in another order may come to, more where attention is sharp (Gemma 4 does not scale
+# it), and by less than what tokens are as good as equal.
+LOGITS_ERROR, GREEDY_MARGIN = {"gemma4_text": 1e-4}, {"gemma4_text": 2e-4}
 
 families = pytest.mark.parametrize("family", CONFIGURATIONS)
 seeds = pytest.mark.parametrize(
@@ -39,7 +39,7 @@ seeds = pytest.mark.parametrize(
 )
 
 
-def _check(path: Path, model: Any, seed: int) -> None:
+def _check(path: Path, family: str, model: Any, seed: int) -> None:
     """Greedy tokens behind a prompt; where one has just been said a random one takes its place, as texts of random
     models repeat themselves soon."""
     generator, made = torch.Generator().manual_seed(seed), make_runner(open_checkpoint(path), buffers=2)
@@ -53,9 +53,9 @@ def _check(path: Path, model: Any, seed: int) -> None:
     made.close()
     expected = all_logits(model, text)[PROMPT - 1 : -1]
     scale = expected.abs().max()
-    assert float((torch.stack(logits) - expected).abs().max() / scale) < LOGITS_ERROR
+    assert float((torch.stack(logits) - expected).abs().max() / scale) < LOGITS_ERROR.get(family, 2e-5)
     of_chosen = expected.gather(1, torch.tensor(chosen)[:, None])[:, 0]
-    assert float(((expected.max(1).values - of_chosen) / scale).max()) < GREEDY_MARGIN
+    assert float(((expected.max(1).values - of_chosen) / scale).max()) < GREEDY_MARGIN.get(family, 1e-4)
 
 
 @families
@@ -63,7 +63,7 @@ def _check(path: Path, model: Any, seed: int) -> None:
 def test_matches_transformers(family: str, seed: int, tmp_path: Path) -> None:
     model = family_model(family, seed)
     model.save_pretrained(tmp_path)
-    _check(tmp_path, model, seed)
+    _check(tmp_path, family, model, seed)
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -74,7 +74,7 @@ def test_a_gguf_file_is_the_same_model(family: str, seed: int, tmp_path: Path) -
         model.config.query_pre_attn_scalar = model.config.head_dim
         for layer in model.model.layers:
             layer.self_attn.scaling = model.config.head_dim**-0.5
-    _check(write_family(tmp_path / "m.gguf", family, model), model, seed)
+    _check(write_family(tmp_path / "m.gguf", family, model), family, model, seed)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_the_text_part_of_what_reads_images_is_the_model(family: str, outer: str
     tensors = load_file(tmp_path / "model.safetensors")
     renamed = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()}
     save_file({**renamed, "vision_tower.patch": torch.ones(2)}, tmp_path / "model.safetensors")
-    _check(tmp_path, model, 3)
+    _check(tmp_path, family, model, 3)
 
 
 OLD: dict[str, dict[str, Any]] = {
