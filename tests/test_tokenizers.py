@@ -41,8 +41,8 @@ def metadata_of(name: str, **changes: Any) -> dict[str, Any]:
 def written(directory: Path, vocabulary: dict[str, Any]) -> Path:
     """A small model with this vocabulary."""
     directory.mkdir(exist_ok=True)
-    model = build("llama", num_hidden_layers=1, vocab_size=len(vocabulary.get("tokens", "")) or 64)
-    return write(directory / "m.gguf", "llama", model, kind="F16", vocabulary=vocabulary)
+    model = build(num_hidden_layers=1, vocab_size=len(vocabulary.get("tokens", "")) or 64)
+    return write(directory / "m.gguf", model, kind="F16", vocabulary=vocabulary)
 
 
 @pytest.mark.parametrize("name", EXPECTED["files"])

@@ -14,6 +14,7 @@ from offload_runtime_kernels.gguf_blocks import FORMATS
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.weights import checkpoint_tensors, describe_model, open_checkpoint
+from tests.helpers.families import interleaved
 from tests.helpers.models import load_plain, rows_of
 
 SIZES = {
@@ -21,25 +22,15 @@ SIZES = {
     "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0,
 }  # fmt: skip
 NO_VOCABULARY = {"tokens": [f"t{i}" for i in range(5000)], "eos_token_id": 3, "bos_token_id": 1}  # no kind of tokenizer
-FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3"}
 
 
-def build(arch: str, **overrides) -> torch.nn.Module:
+def build(**overrides) -> torch.nn.Module:
     torch.manual_seed(0)
-    config = getattr(transformers, f"{FAMILIES[arch]}Config")(**(SIZES | overrides))
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**(SIZES | overrides)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_()
     return model
-
-
-def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k: channel j and j + D/2 of a head become neighbours."""
-    head_dim = rows.shape[0] // num_heads
-    order = [head * head_dim + half * head_dim // 2 + j
-             for head in range(num_heads) for j in range(head_dim // 2) for half in (0, 1)]  # fmt: skip
-    return rows[order]
 
 
 def packed(values: np.ndarray, quant: gguf.GGMLQuantizationType) -> np.ndarray:
@@ -58,16 +49,14 @@ def packed(values: np.ndarray, quant: gguf.GGMLQuantizationType) -> np.ndarray:
 
 
 def write(
-    path: Path, arch: str, model: torch.nn.Module, *, kind: str | Callable[[str], str] = "F32", extra=None,
-    tensors=None, skip: str = "",
-    general_arch: str | None = None, vocabulary: Mapping[str, Any] = NO_VOCABULARY,
-    tensors_a_file: int = 0,
+    path: Path, model: torch.nn.Module, *, kind: str | Callable[[str], str] = "F32", extra=None, arch: str = "llama",
+    vocabulary: Mapping[str, Any] = NO_VOCABULARY, tensors_a_file: int = 0,
 ) -> Path:  # fmt: skip
-    """Write a model as llama.cpp's converter would; `extra(writer)` adds metadata, `tensors` small vectors, and
-    `vocabulary` is what stands under `tokenizer.ggml`. With `tensors_a_file` in several files. Matrices are of one
-    `kind`, or what it says of a stored name."""
+    """Write a Llama as llama.cpp's converter would; `extra(writer)` adds metadata, and `vocabulary` is what stands under
+    `tokenizer.ggml`. With `tensors_a_file` in several files. Matrices are of one `kind`, or what it says of a stored
+    name."""
     config = model.config
-    writer = gguf.GGUFWriter(path, general_arch or arch, split_max_tensors=tensors_a_file)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_a_file)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -85,21 +74,15 @@ def write(
         add[type(value)](f"tokenizer.ggml.{key}", value)
     if extra:
         extra(writer)
-    names = gguf.get_tensor_name_map(next(k for k, v in gguf.MODEL_ARCH_NAMES.items() if v == arch), 5)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, parameter in model.named_parameters():
-        if name == skip:
-            continue
         values = parameter.detach().numpy()
-        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-        projection = name.split(".")[-2]
-        if arch in ("llama", "smollm3") and projection in heads:
-            values = interleaved(values, heads[projection])
+        if name.split(".")[-2] in ("q_proj", "k_proj"):
+            values = interleaved(values, head_dim)
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         kind_of = kind if callable(kind) else lambda _: kind
         quant = gguf.GGMLQuantizationType[kind_of(stored) if values.ndim > 1 else "F32"]
         writer.add_tensor(stored, packed(values, quant), raw_dtype=quant)
-    for name, values in (tensors or {}).items():
-        writer.add_tensor(name, np.array(values, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -119,37 +102,37 @@ def assert_same_weights(path: Path, model: torch.nn.Module, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "BF16", "F16"])
 def test_quantised_weights_are_the_dequantised_ones(tmp_path, kind):
-    model = build("llama")
+    model = build()
     quant = gguf.GGMLQuantizationType[kind]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:  # permuting whole rows and quantising along them commute
                 rounded = gguf.dequantize(gguf.quantize(parameter.numpy(), quant), quant)
                 parameter.copy_(torch.from_numpy(rounded.copy()))
-    assert_same_weights(write(tmp_path / "m.gguf", "llama", build("llama"), kind=kind), model, torch.bfloat16)
+    assert_same_weights(write(tmp_path / "m.gguf", build(), kind=kind), model, torch.bfloat16)
 
 
 def test_end_of_turn_ids_end_an_answer_too(tmp_path):
-    path = write(tmp_path / "m.gguf", "llama", build("llama"), extra=lambda w: w.add_eot_token_id(9))
+    path = write(tmp_path / "m.gguf", build(), extra=lambda w: w.add_eot_token_id(9))
     assert open_checkpoint(path).generation_eos() == (3, 9)
 
 
 def test_unsupported_models_are_refused(tmp_path):
-    model = build("llama")
+    model = build()
     with pytest.raises(UnsupportedArchitectureError, match=r"'falcon' has layers of another kind.*Qwen3"):
-        open_checkpoint(write(tmp_path / "a.gguf", "llama", model, general_arch="falcon"))
+        open_checkpoint(write(tmp_path / "a.gguf", model, arch="falcon"))
     with pytest.raises(UnsupportedArchitectureError, match="mixture of experts"):
-        open_checkpoint(write(tmp_path / "b.gguf", "llama", model, extra=lambda w: w.add_expert_count(8)))
+        open_checkpoint(write(tmp_path / "b.gguf", model, extra=lambda w: w.add_expert_count(8)))
     with pytest.raises(UnsupportedArchitectureError, match=r"partial_rotary_factor is 0\.5"):
-        open_checkpoint(write(tmp_path / "c.gguf", "llama", model, extra=lambda w: (
+        open_checkpoint(write(tmp_path / "c.gguf", model, extra=lambda w: (
             w.add_rope_dimension_count(8), w.add_key_length(16))))  # fmt: skip
     with pytest.raises(UnsupportedArchitectureError, match="one of 3 files"):
-        open_checkpoint(write(tmp_path / "d.gguf", "llama", model, extra=lambda w: w.add_uint16("split.count", 3)))
+        open_checkpoint(write(tmp_path / "d.gguf", model, extra=lambda w: w.add_uint16("split.count", 3)))
 
 
 def test_a_model_in_several_files_is_opened_by_any_of_them(tmp_path):
-    model = build("llama", num_hidden_layers=2)
-    write(tmp_path / "m.gguf", "llama", model, tensors_a_file=8)
+    model = build(num_hidden_layers=2)
+    write(tmp_path / "m.gguf", model, tensors_a_file=8)
     parts = sorted(tmp_path.iterdir())
     assert [part.name for part in parts] == [f"m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
     for named in (*parts, tmp_path):
@@ -167,7 +150,7 @@ def test_a_model_in_several_files_is_opened_by_any_of_them(tmp_path):
 
 
 def test_truncated_file_tells_how_much_is_missing(tmp_path):
-    path = write(tmp_path / "m.gguf", "llama", build("llama"))
+    path = write(tmp_path / "m.gguf", build())
     reader = gguf.GGUFReader(path)
     end = max(int(t.data_offset) + int(t.n_bytes) for t in reader.tensors)
     del reader
@@ -184,7 +167,7 @@ def test_truncated_file_tells_how_much_is_missing(tmp_path):
 
 def test_an_unknown_quantisation_is_no_damage(tmp_path):
     """Q4_0_4_4, which llama.cpp has dropped, is number 31."""
-    path = write(tmp_path / "m.gguf", "llama", build("llama", num_hidden_layers=1))
+    path = write(tmp_path / "m.gguf", build(num_hidden_layers=1))
     name = b"output_norm.weight"
     intact = path.read_bytes()
     kind = intact.index(name) + len(name) + 4 + 8  # behind the number of dimensions and the only one

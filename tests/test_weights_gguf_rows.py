@@ -62,7 +62,7 @@ def write_llama(path: Path, kind: str | Callable[[str], str], **overrides: Any) 
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.normal_(std=0.5 if "embed" in name else 2.0 * parameter.shape[-1] ** -0.5)
-    return write(path, "llama", model, kind=kind)
+    return write(path, model, kind=kind)
 
 
 def opened(path: Path) -> CheckpointSource:

@@ -165,7 +165,7 @@ def test_peak_memory_of_a_quantised_file_is_what_it_stores(tmp_path):
         vocab_size=16_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=5, num_attention_heads=16,
         num_key_value_heads=4, tie_word_embeddings=True,
     )  # fmt: skip
-    path = write(tmp_path / "m.gguf", "llama", transformers.LlamaForCausalLM(config), kind="Q8_0")
+    path = write(tmp_path / "m.gguf", transformers.LlamaForCausalLM(config), kind="Q8_0")
     (grown, total_bytes), source = measured(path), open_checkpoint(path)
     assert 80e6 < total_bytes < 1.01 * path.stat().st_size
     # Of each thread what it reads at a time, before rows are put in order, and after.

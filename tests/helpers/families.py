@@ -281,6 +281,12 @@ def _layer_sizes(config: Any) -> list[Any]:
     return [config] * count
 
 
+def interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """What llama.cpp's converter does to queries and keys: channels j and j + D/2 of a head become neighbours."""
+    halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
+
+
 def write_family(
     path: Path, family: str, model: Any, *, kind: gguf.GGMLQuantizationType = F32, tokens: Sequence[str] = NO_TOKENS
 ) -> Path:
@@ -319,8 +325,7 @@ def write_family(
         if family.startswith(("gemma2", "gemma3")) and name.endswith("norm.weight"):
             values = values + 1
         if family in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
-            halves = values.reshape(-1, 2, head_dim // 2, *values.shape[1:])
-            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+            values = interleaved(values, head_dim)
         name += ".weight" if name.endswith("layer_scalar") else ""
         quant = kind if values.ndim > 1 and values.shape[1] % 32 == 0 else F32
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
