@@ -6,7 +6,7 @@ from typing import Any
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DecoderLayer, QueryGrowth
-from offload_runtime.models.reading import attention_of, decoder, mlp_of, rope
+from offload_runtime.models.reading import attention_of, decoder, mlp_of, rope, sliding_window
 from offload_runtime.models.registry import Family
 
 _ROPE = {
@@ -22,7 +22,7 @@ def _model(fields: Fields) -> ModelConfig:
     parameters.pop("llama_4_scaling_beta", None)  # transformers' rotations do not know it
     if beta:
         growth = QueryGrowth(beta, stated.integer("original_max_position_embeddings"))
-    window = fields.integer("sliding_window") if "sliding_window" in fields else None
+    window = sliding_window(fields)
     attention = replace(attention_of(fields), window=window, query_growth=growth)
     ropes = (rope(fields, attention.head_dim, parameters),)
     return decoder(fields, DecoderLayer(attention, mlp_of(fields)), ropes=ropes)

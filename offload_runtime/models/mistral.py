@@ -5,12 +5,12 @@ from dataclasses import replace
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DecoderLayer
-from offload_runtime.models.reading import attention_of, decoder, mlp_of
+from offload_runtime.models.reading import attention_of, decoder, mlp_of, sliding_window
 from offload_runtime.models.registry import Family
 
 
 def _model(fields: Fields) -> ModelConfig:
-    window = fields.integer("sliding_window") if "sliding_window" in fields else None
+    window = sliding_window(fields)
     return decoder(fields, DecoderLayer(replace(attention_of(fields), window=window), mlp_of(fields)))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DecoderLayer
-from offload_runtime.models.reading import attention_of, decoder, mlp_of, rope
+from offload_runtime.models.reading import attention_of, decoder, mlp_of, rope, sliding_window
 from offload_runtime.models.registry import Family
 
 
@@ -17,7 +17,7 @@ def _model(fields: Fields) -> ModelConfig:
     original = "original_max_position_embeddings"
     stated.setdefault(original, fields.integer(original, 4096))
     rotary = rope(fields, plain.head_dim, stated, types=("default", "longrope"), partial=True)
-    window = fields.integer("sliding_window") if "sliding_window" in fields else None
+    window = sliding_window(fields)
     attention = replace(plain, fused=True, window=window, rotation=rotary.rotation())
     return decoder(fields, DecoderLayer(attention, replace(mlp_of(fields), fused=True)), ropes=(rotary,))
 

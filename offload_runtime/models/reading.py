@@ -120,9 +120,9 @@ def end_ids(fields: Fields) -> tuple[int, ...]:
     return tuple(Fields(fields.where, {"eos_token_id": listed}).items("eos_token_id", int))
 
 
-def sliding_window(fields: Fields) -> int | None:
-    """The window of layers that slide, where it is switched on by `use_sliding_window`."""
-    slides = fields.flag("use_sliding_window") and "sliding_window" in fields
+def sliding_window(fields: Fields, *, switched: bool = False) -> int | None:
+    """The window of layers that slide, None where there is none; of some families `use_sliding_window` switches it."""
+    slides = "sliding_window" in fields and (fields.flag("use_sliding_window") or not switched)
     return fields.integer("sliding_window") if slides else None
 
 
@@ -150,7 +150,7 @@ def upper_layers_slide(fields: Fields) -> tuple[int | None, ...]:
     """Qwen's windows: by `layer_types`, or else of the layers from `max_window_layers` on."""
     first = fields.integer("max_window_layers", at_least=0)
     slides = [layer >= first for layer in range(num_layers(fields))]
-    return windows_by_type(fields, slides, sliding_window(fields))
+    return windows_by_type(fields, slides, sliding_window(fields, switched=True))
 
 
 def _check_rope_numbers(rope: Fields, rope_type: str, head_dim: int) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from offload_runtime.models.config import ModelConfig
 
 
-class Known(NamedTuple):
+class FamilyNames(NamedTuple):
     """What a family is called by people, by transformers (its class) and by llama.cpp (its architectures)."""
 
     title: str
@@ -29,21 +29,21 @@ class Known(NamedTuple):
 
 
 FAMILIES = {  # by transformers' model_type, which is the name of the file
-    "llama": Known("Llama", "LlamaForCausalLM", ("llama",)),
-    "mistral": Known("Mistral", "MistralForCausalLM", ()),  # llama.cpp's are called llama, too
-    "qwen2": Known("Qwen2, Qwen2.5", "Qwen2ForCausalLM", ("qwen2", "qwen2vl")),
-    "qwen3": Known("Qwen3", "Qwen3ForCausalLM", ("qwen3", "qwen3vl")),
-    "smollm3": Known("SmolLM3", "SmolLM3ForCausalLM", ("smollm3",)),
-    "olmo2": Known("OLMo 2", "Olmo2ForCausalLM", ("olmo2",)),
-    "olmo3": Known("OLMo 3", "Olmo3ForCausalLM", ()),  # llama.cpp's are called olmo2, too
-    "granite": Known("Granite 3", "GraniteForCausalLM", ("granite",)),
-    "gemma2": Known("Gemma 2", "Gemma2ForCausalLM", ("gemma2",)),
-    "gemma3_text": Known("Gemma 3", "Gemma3ForCausalLM", ("gemma3",)),
-    "gemma4_text": Known("Gemma 4", "Gemma4ForCausalLM", ("gemma4",)),
-    "cohere2": Known("Cohere 2", "Cohere2ForCausalLM", ("cohere2",)),
-    "glm4": Known("GLM-4", "Glm4ForCausalLM", ("glm4",)),
-    "phi3": Known("Phi-3, Phi-4", "Phi3ForCausalLM", ("phi3",)),
-    "ministral3": Known("Ministral 3", "Ministral3ForCausalLM", ("mistral3",)),
+    "llama": FamilyNames("Llama", "LlamaForCausalLM", ("llama",)),
+    "mistral": FamilyNames("Mistral", "MistralForCausalLM", ()),  # llama.cpp's are called llama, too
+    "qwen2": FamilyNames("Qwen2, Qwen2.5", "Qwen2ForCausalLM", ("qwen2", "qwen2vl")),
+    "qwen3": FamilyNames("Qwen3", "Qwen3ForCausalLM", ("qwen3", "qwen3vl")),
+    "smollm3": FamilyNames("SmolLM3", "SmolLM3ForCausalLM", ("smollm3",)),
+    "olmo2": FamilyNames("OLMo 2", "Olmo2ForCausalLM", ("olmo2",)),
+    "olmo3": FamilyNames("OLMo 3", "Olmo3ForCausalLM", ()),  # llama.cpp's are called olmo2, too
+    "granite": FamilyNames("Granite 3", "GraniteForCausalLM", ("granite",)),
+    "gemma2": FamilyNames("Gemma 2", "Gemma2ForCausalLM", ("gemma2",)),
+    "gemma3_text": FamilyNames("Gemma 3", "Gemma3ForCausalLM", ("gemma3",)),
+    "gemma4_text": FamilyNames("Gemma 4", "Gemma4ForCausalLM", ("gemma4",)),
+    "cohere2": FamilyNames("Cohere 2", "Cohere2ForCausalLM", ("cohere2",)),
+    "glm4": FamilyNames("GLM-4", "Glm4ForCausalLM", ("glm4",)),
+    "phi3": FamilyNames("Phi-3, Phi-4", "Phi3ForCausalLM", ("phi3",)),
+    "ministral3": FamilyNames("Ministral 3", "Ministral3ForCausalLM", ("mistral3",)),
 }
 _SLIDING = {"llama": "mistral", "olmo2": "olmo3"}  # whose files say the same but for the windows
 # The text parts of models that read images, and whose they are like: of text, whose positions are the same on all three

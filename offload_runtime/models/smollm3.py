@@ -15,7 +15,7 @@ def _model(fields: Fields) -> ModelConfig:
     attention = replace(attention_of(fields), qkv_bias=bias, o_bias=bias)
     layer = DecoderLayer(attention, replace(mlp_of(fields), bias=fields.flag("mlp_bias")))
     rotations = [attention.rotation if rotated else None for rotated in rotates]
-    windows = windows_by_type(fields, [not rotated for rotated in rotates], sliding_window(fields))
+    windows = windows_by_type(fields, [not rotated for rotated in rotates], sliding_window(fields, switched=True))
     return decoder(fields, layer, windows=windows, rotations=rotations)
 
 
