@@ -98,8 +98,8 @@ def test_a_refusal_says_what_would_fit(target: str, options: tuple[str, ...], sa
 
 def test_formats_that_are_named_fit_and_are_smaller_than_ones_own() -> None:
     refused = plan_or_refuse(request("llama-3.1-70b"), CARD)
-    assert isinstance(refused, Refusal) and [way.what.split()[1] for way in refused.ways[:2]] == ["Q8_0", "Q4_K_M"]
-    for mix, way in zip(("Q8_0", "Q4_K_M"), refused.ways, strict=False):
+    assert isinstance(refused, Refusal) and [way.what.split()[1] for way in refused.changes[:2]] == ["Q8_0", "Q4_K_M"]
+    for mix, way in zip(("Q8_0", "Q4_K_M"), refused.changes, strict=False):
         assert plan_run(request("llama-3.1-70b", mix), CARD) == way.plan
     assert [mix for mix, *_ in smaller_formats(request("llama-3.1-70b", "Q6_K").target)] == ["Q4_K_M"]
 

@@ -116,7 +116,7 @@ def test_what_is_proposed_instead_fits(request: RuntimeConfig, machine: MachineP
     outcome = plan_or_refuse_or_none(request, machine)
     if not isinstance(outcome, Refusal):
         return
-    for way in outcome.ways:
+    for way in outcome.changes:
         limits = way.plan.limits
         assert plan_run(way.plan.request, machine, limits) == way.plan
         assert limits.device_bytes is not None and way.plan.device_bytes <= limits.device_bytes
@@ -180,7 +180,7 @@ def test_real_models_are_planned_or_refused_with_a_way_out(name: str, profile: s
             continue
         outcome = plan_or_refuse(request, machine)
         if isinstance(outcome, Refusal):
-            assert outcome.ways, f"{name} at {context}: {outcome.problem}"
+            assert outcome.changes, f"{name} at {context}: {outcome.problem}"
         else:
             check_limits(outcome, machine)
             assert forecast(outcome, machine).usual.tok_per_s > 0

@@ -52,9 +52,8 @@ def write(
     path: Path, model: torch.nn.Module, *, kind: str | Callable[[str], str] = "F32", extra=None, arch: str = "llama",
     vocabulary: Mapping[str, Any] = NO_VOCABULARY, tensors_a_file: int = 0,
 ) -> Path:  # fmt: skip
-    """Write a Llama as llama.cpp's converter would; `extra(writer)` adds metadata, and `vocabulary` is what stands under
-    `tokenizer.ggml`. With `tensors_a_file` in several files. Matrices are of one `kind`, or what it says of a stored
-    name."""
+    """Write a Llama as llama.cpp's converter would; `extra(writer)` adds metadata, `vocabulary` is what stands under
+    `tokenizer.ggml`. With `tensors_a_file` in several files. Matrices are of one `kind`, or what it says of a name."""
     config = model.config
     writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_a_file)
     writer.add_context_length(config.max_position_embeddings)

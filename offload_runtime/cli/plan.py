@@ -353,7 +353,7 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
 
 def refusal_record(refusal: Refusal, machine: MachineProfile) -> dict[str, Any]:
     """What `--json` prints for a run that does not fit."""
-    nearest = [{"change": way.what, "tok_per_s": way.tok_per_s, **memory_record(way.plan)} for way in refusal.ways]
+    nearest = [{"change": one.what, "tok_per_s": one.tok_per_s, **memory_record(one.plan)} for one in refusal.changes]
     problem = {"fits": False, "profile": machine.name, "problem": str(refusal.error())}
     return {**problem, "short_bytes": refusal.short_bytes, "nearest": nearest}
 

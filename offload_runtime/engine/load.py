@@ -373,7 +373,7 @@ def _load(
             model = plan.target
             special, generation = config.allow_special_tokens, target_source.generation_fields
             check(PromptRoom(tokenizer, model.config, model.context_tokens, special, generation, eos_token_ids))
-        with _ways_out(plan.request, figures, plan.limits, budgets):
+        with _with_remedies(plan.request, figures, plan.limits, budgets):
             planning.check_host_memory(plan)
         for number, one_budget in enumerate(budgets):
             own = plan.cards[number]
@@ -470,7 +470,7 @@ def _plan_cards(
         asked = replace(request, device=",".join([budgets[0].device.type] * count), vram=sizes)
         if is_open and count < len(cards):  # a further card may have room
             return find(asked, figures, own)
-        with _ways_out(asked, figures, own, budgets[:count]):
+        with _with_remedies(asked, figures, own, budgets[:count]):
             return find(asked, figures, own)
 
     is_open = request.device == "auto" and request.emulate is None
@@ -484,7 +484,7 @@ def _plan_cards(
 
 
 @contextmanager
-def _ways_out(
+def _with_remedies(
     request: RuntimeConfig, figures: MachineProfile, limits: MemoryLimits, budgets: Sequence[DeviceBudget]
 ) -> Iterator[None]:
     """Add to a `BudgetError` from within what would fit in place of the request, and what else holds memory of these

@@ -282,9 +282,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
                 self._changed.wait()
             return bool(self._tickets)
 
-    def _take_orders(self, engine: Engine, told: Mapping[Request, int]) -> None:
+    def _take_orders(self, engine: Engine, sent: Mapping[Request, int]) -> None:
         """Do what others have asked for since the last time. Of requests that are cancelled those tokens of a step are
-        kept that their clients were `told` of."""
+        kept that were `sent`, by request."""
         with self._changed:
             submitted, self._submitted = self._submitted, deque()
             cancelled, self._cancelled = self._cancelled, deque()
@@ -292,7 +292,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
             engine.add(request)
         for request in cancelled:
             with suppress(BudgetError):  # it has ended all the same
-                engine.cancel(request, keep=told.get(request))
+                engine.cancel(request, keep=sent.get(request))
         self._end(engine, [(request, None) for request in dict.fromkeys(cancelled) if request in self._tickets])
 
     def _end_in_time(self, engine: Engine) -> None:
@@ -307,18 +307,18 @@ class Scheduler(AbstractContextManager["Scheduler"]):
 
     def _tell(self, engine: Engine, outputs: Sequence[RequestOutput]) -> None:
         """Tell of new tokens, unless a client has cancelled its request meanwhile, then of requests that have ended."""
-        told = {output.request: output.request.new_tokens - len(output.tokens) for output in outputs}
+        sent = {output.request: output.request.new_tokens - len(output.tokens) for output in outputs}
         for output in outputs:
             request = output.request
             for event in output.tokens:
                 if request not in self._tickets:
                     break
-                if not told[request]:
+                if not sent[request]:
                     self._prompt_tokens += request.prompt_tokens
                     self._kept_tokens += request.num_kept
-                self._num_tokens, told[request] = self._num_tokens + 1, told[request] + 1
+                self._num_tokens, sent[request] = self._num_tokens + 1, sent[request] + 1
                 self._tickets[request].tell(event)
-                self._take_orders(engine, told)
+                self._take_orders(engine, sent)
         ended = [(output.request, output.error) for output in outputs if output.request.result is not None]
         self._end(engine, [(request, error) for request, error in ended if request in self._tickets])
 

@@ -193,8 +193,8 @@ def _measure_link(found: Findings, effort: _Effort, device: torch.device, reader
     found.take("link, to the device", both, bench.by_copy_mib, sizes, budget_s=budget_s / 2)
     found.take("link, back", "link_back_gbps", bench.back_gbps, budget_s=budget_s / 2)
     found.take("link, both ways", "link_both_gbps", bench.both_gbps, budget_s=budget_s)
-    beside, both = gpu_bench.measure_during_copies, ("host_gbps_while_link_busy", "link_gbps_while_host_busy")
-    found.take("link and memory", both, beside, bench, reader, best, budget_s=budget_s)
+    keys = "host_gbps_while_link_busy", "link_gbps_while_host_busy"
+    found.take("link and memory", keys, gpu_bench.measure_during_copies, bench, reader, best, budget_s=budget_s)
     try:
         with gpu_bench.busy_link(bench):
             time.sleep(gpu_bench.WAKING_S)

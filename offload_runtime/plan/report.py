@@ -27,7 +27,7 @@ _LEAST_GAIN = 1.1
 # A format that takes more than this of what is there now is not worth another file.
 _SMALLER = 0.9
 # Ways out that a refusal names, and times that a context is shortened until it fits.
-_MOST_WAYS, _SHORTENINGS = 4, 3
+_MOST_REMEDIES, _SHORTENINGS = 4, 3
 # No machine has as much.
 _MOST_BYTES = 1 << 43
 # Of a machine of which nothing is known nothing is predicted: there a draft has to be so much smaller.
@@ -196,7 +196,7 @@ class Refusal:
     so that speeds can be told."""
 
     problem: BudgetError
-    ways: tuple[Change, ...]
+    changes: tuple[Change, ...]
     predicts: bool = True
 
     @property
@@ -208,7 +208,8 @@ class Refusal:
     @property
     def remedies(self) -> list[str]:
         """What fits, a phrase each, with the speed to expect where the machine's figures are known."""
-        each = ((way.what if way.what.startswith("as ") else f"with {way.what}", way.tok_per_s) for way in self.ways)
+        found = ((change.what, change.tok_per_s) for change in self.changes)
+        each = ((what if what.startswith("as ") else f"with {what}", speed) for what, speed in found)
         return [f"{what} it fits" + (f": {rounded(speed)} tokens/s" if self.predicts else "") for what, speed in each]
 
     def error(self, more: str = "") -> BudgetError:
@@ -231,7 +232,7 @@ def plan_or_refuse(request: RuntimeConfig, machine: MachineProfile) -> RunPlan |
 def refusal(
     error: BudgetError, request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits
 ) -> Refusal:  # fmt: skip
-    """A few ways out of a shortage, each from one plan or a few: smaller formats first where the machine itself is
+    """A few changes that mend a shortage, each from one plan or a few: smaller formats first where the machine is
     short of host memory, then a shorter context, settings, and more of the memory."""
     predicts = machine.name != USUAL_CARD
     if not isinstance(error, ShortageError):
@@ -241,8 +242,8 @@ def refusal(
     others.append(_more_memory(error, request, machine, limits))
     too_large = error.memory == "host memory" and request.ram is None
     order = [formats, *others] if too_large else [*others, formats]
-    found = (way for kind in order for way in islice(kind, 3 if kind is formats else 2))
-    return Refusal(error, tuple(islice(found, _MOST_WAYS)), predicts)
+    found = (change for kind in order for change in islice(kind, 3 if kind is formats else 2))
+    return Refusal(error, tuple(islice(found, _MOST_REMEDIES)), predicts)
 
 
 def _shorter(

@@ -138,16 +138,16 @@ def _fastest_plan(request: RuntimeConfig, machine: MachineProfile, limits: Memor
     found, refused, obstacle = list[RunPlan](), list[OffloadError](), ""
     for stored, nodes in product(_storing(request), _tree_rooms(request)):
         try:
-            ways = _ways(make_plan(stored, limits, tree_nodes=nodes))
+            candidates = _candidates(make_plan(stored, limits, tree_nodes=nodes))
         except OptionError as error:
             refused.append(error)
             continue
-        for way in ways:
+        for candidate in candidates:
             try:
-                found.append(_placed(way))
+                found.append(_placed(candidate))
             except (BudgetError, OptionError) as error:
                 refused.append(error)
-                if way.has_verifier:
+                if candidate.has_verifier:
                     obstacle = str(error).removeprefix(_NO_VERIFIER).split(": ")[0]
     if not found:
         short = [error for error in refused if isinstance(error, ShortageError)]
@@ -190,7 +190,7 @@ def _tree_rooms(request: RuntimeConfig) -> list[int]:
     return [_COPIED, 0] if who == "ngram" else [0, *TREE_ROOMS]
 
 
-def _ways(plan: RunPlan) -> Iterator[RunPlan]:
+def _candidates(plan: RunPlan) -> Iterator[RunPlan]:
     """Yield every cache that the draft may get, with and without a retrieval verifier, and both places for the target's
     keys and values; nothing is placed yet."""
     draft, mode, kv, nodes = plan.draft, plan.request.speculation.mode, plan.request.kv, plan.tree_room
@@ -210,7 +210,7 @@ def _ways(plan: RunPlan) -> Iterator[RunPlan]:
 
 
 def _placed(plan: RunPlan) -> RunPlan:
-    """One way, placed within device and page-locked memory.
+    """Return a candidate, placed within device and page-locked memory.
 
     Raises:
         BudgetError: Something does not fit; OptionError: There cannot be a retrieval verifier, or so many layers.

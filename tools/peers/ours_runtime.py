@@ -270,9 +270,9 @@ def measure(options: PeerOptions, own: OurOptions, singles: Singles = NO_SINGLES
         }  # fmt: skip
         rows = window_rows(runtime, options, singles, None if own.emulate else memcpy_gbps)
         asked = asked_generations(options)
-        played = [generate(runtime, options, own, one) for one in asked]
-        counted, weight_bytes = played[options.warmup :], weights["streamed_bytes_per_pass"]
-        runs = [run_of(a, one, weight_bytes) for a, one in zip(played, asked, strict=True)]
+        generated = [generate(runtime, options, own, one) for one in asked]
+        counted, weight_bytes = generated[options.warmup :], weights["streamed_bytes_per_pass"]
+        runs = [run_of(a, one, weight_bytes) for a, one in zip(generated, asked, strict=True)]
         measured, last = runs[options.warmup :], counted[-1].result.stats
         scripts = [
             scripted(
