@@ -14,7 +14,6 @@ import os
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -59,7 +58,6 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "import": ("import", ("s",)),
 }  # fmt: skip
-_ALONE = ("cards-13b", "start-70b", "import")
 
 
 def figure(report: Any, path: str) -> float:
@@ -72,17 +70,14 @@ def figure(report: Any, path: str) -> float:
     return float(found)
 
 
-def run(tree: Path, words: list[str], timeout_s: float, card: str | None) -> dict[str, Any]:
-    """The last line that a tree's tool prints; it sees one `card` alone, or all with None. `import` is how long the
-    command line takes to know its options.
+def run(tree: Path, words: list[str], timeout_s: float) -> dict[str, Any]:
+    """The last line that a tree's tool prints; of `import` how long the command line takes to know its options.
 
     Raises:
         RuntimeError: It printed no JSON.
     """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / part) for part in _PATHS)}
     environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
-    if card is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = card
     own = [sys.executable, "-m", "offload_runtime", "--help"]
     command = own if words == ["import"] else [sys.executable, str(tree / "tools" / words[0]), *words[1:]]
     began = time.perf_counter()
@@ -102,12 +97,6 @@ def main() -> int:
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: " + ", ".join(CASES))
     parser.add_argument("--repeats", type=int, default=2, help="runs of each tree")
     parser.add_argument(
-        "--cards",
-        type=lambda text: tuple(text.split(",")),
-        default=(),
-        help="two equal GPUs, like 0,1: both trees run at once, and change places in every turn",
-    )
-    parser.add_argument(
         "--timeout", type=float, default=200.0, help="seconds for one run, in which kernels are compiled anew"
     )
     for name in ("source", "text", "code", "delta", "target"):
@@ -118,18 +107,10 @@ def main() -> int:
         command, paths = CASES[case]
         words = [word for part in command.split() for word in part.format(**vars(options)).split()]
         found: dict[str, dict[str, list[float]]] = {path: {"base": [], "ours": []} for path in paths}
-        at_once = len(options.cards) == 2 and case not in _ALONE
         for turn in range(options.repeats):
-            order = trees if turn % 2 == 0 else trees[::-1]
-            with ThreadPoolExecutor(2 if at_once else 1) as pool:
-                cards = options.cards if at_once else (None, None)
-                runs = [
-                    (name, pool.submit(run, tree, words, options.timeout, card))
-                    for (name, tree), card in zip(order, cards, strict=True)
-                ]
-            for name, one in runs:
+            for name, tree in trees if turn % 2 == 0 else trees[::-1]:
                 try:
-                    report = one.result()
+                    report = run(tree, words, options.timeout)
                     for path in paths:
                         found[path][name].append(figure(report, path))
                 except (RuntimeError, subprocess.TimeoutExpired) as error:

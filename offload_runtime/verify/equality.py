@@ -62,9 +62,6 @@ class ScriptedProposer(Proposer):
     def modes(self, texts: Texts) -> Sequence[str]:
         return ("chain", "tree")
 
-    def start(self, slots: Sequence[SamplingParams]) -> None:
-        assert len(slots) == 1, "the script is one request's"
-
     def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
         return {slot: self._propose(len(texts[slot]), budget) for slot, budget in budgets.items()}
 
