@@ -190,9 +190,9 @@ class ModelRunner:
             assert not prompts or self.cache.mixes
             self.cache.begin_window(slots, widths + lengths)
         committed = [self.cache.length(slot) for slot in slots]
+        batch.firsts = [0, *accumulate([*widths, *(1 for _ in prompts)])][:-1]
         captured = None if prompts or layers is not None else self.captured
         if captured is None or not captured.run(batch, committed, sampling, self.recorder):
-            batch.firsts = [0, *accumulate([*widths, *(1 for _ in prompts)])][:-1]
             batch.logits = self._logits(batch, committed, layers, alone=alone)
         for slot, length in zip(prompts, lengths, strict=True):
             (self.cache.end_prefill if alone else self.cache.commit)(slot, length)
@@ -322,7 +322,6 @@ def decide(batch: Batch, sampling: SlotSampling, committed: Sequence[int]) -> No
     matchers, masks = [sampling.matchers.get(slot) for slot in batch.slots], None
     if any(matchers):
         masks = token_masks(matchers, [(tree.tokens, tree.parents) for tree in trees], batch.logits.device)
-    batch.firsts = [0, *accumulate(len(tree) for tree in trees[:-1])]
     batch.tokens = sample(batch.logits, sampling, rows[0], rows[1], paths, masks).tolist
 
 
@@ -390,11 +389,11 @@ class CapturedPasses:
         self._frequencies.set_rows(parts[1])
         with recorder.span("all layers", row=COMPUTE, layer=None, streamed=False) if recorder else nullcontext():
             self.graphs.run((shape, plain), partial(self._pass, shape, plain))
-        batch.firsts, batch.logits = range(0, shape.num_rows, shape.width), self._logits
+        batch.logits = self._logits
         if plain is not None:
+            batch.firsts = range(0, shape.num_rows, shape.width)
             batch.tokens = partial(self._tokens, shape.num_rows)
         else:
-            batch.firsts = [0, *accumulate(map(len, trees[:-1]))]
             batch.logits = torch.cat(_present(self._logits[: shape.num_rows], trees))
         return True
 
