@@ -35,8 +35,8 @@ from offload_runtime_kernels import gumbel_argmax as noise_ops
 from torch import Tensor
 
 from offload_runtime.grammar import GrammarMatcher, masked
-from offload_runtime.memory import overwrite, pack, unpack, upload
 from offload_runtime.params import MOST_BIASED, SamplingParams
+from offload_runtime.stream import overwrite, pack, unpack, upload
 
 
 class LogitAdjustments:

@@ -137,14 +137,14 @@ MUTATIONS = (
     ),
     Mutation(
         "slot reuse: a buffer is filled again while its last user holds it",
-        "offload_runtime/copy/queue.py",
+        "offload_runtime/stream/queue.py",
         "        ring.held.append(buffer)\n",
         "        ring.held.append(buffer)\n        ring.idle.append(buffer)\n",
         ("tests/test_streaming.py::test_every_layer_arrives_intact_over_many_passes[1-resident0]",),
     ),
     Mutation(
         "slot reuse: what an interrupted pass still reads is not recorded",
-        "offload_runtime/copy/queue.py",
+        "offload_runtime/stream/queue.py",
         "self._let_go(ring)",
         "ring.idle.append(ring.held.popleft())",
         (
@@ -153,7 +153,7 @@ MUTATIONS = (
     ),
     Mutation(
         "slot reuse: an event that is armed again counts as fired",
-        "offload_runtime/copy/queue.py",
+        "offload_runtime/stream/queue.py",
         "ready.copy = self._last = self._worker.submit(self._copy, dst, src, free.copy, label)",
         "self._last = self._worker.submit(self._copy, dst, src, free.copy, label)\n"
         "        ready.copy = ready.__dict__.setdefault('first', self._last)",

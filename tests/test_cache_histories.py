@@ -17,13 +17,13 @@ from offload_runtime_kernels.attention import AttentionParams, QueryRows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.copy.queue import ThreadCopyEngine
 from offload_runtime.kv import BlockLayout, BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
 from offload_runtime.kv.device import StreamingDraftCache, block_shapes, kept_positions, num_blocks
 from offload_runtime.kv.retrieval import RetrievedChunks, RetrievedDraftCache
 from offload_runtime.kv.saved_blocks import SavedBlock, first_whole_block
-from offload_runtime.memory import DeviceBudget
 from offload_runtime.models.registry import model_config_from_json
+from offload_runtime.stream import DeviceBudget
+from offload_runtime.stream.queue import ThreadCopyEngine
 from tests.helpers.attention_cases import int32
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)

@@ -15,9 +15,9 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import choose_devices
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.memory import Card, TransferBuffers, current_device, reaches, transfer
 from offload_runtime.runners import StepGraphs
 from offload_runtime.sizes import format_bytes
+from offload_runtime.stream import Card, TransferBuffers, current_device, reaches, transfer
 from tests.helpers.engine import PROMPT, one_thread  # noqa: F401 (an autouse fixture)
 
 SPECULATION: dict[str, SpeculationOptions] = {

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from offload_runtime.copy import make_copy_engine
-from offload_runtime.copy.queue import COPY_PIECE_BYTES, CudaCopyEngine, ThreadCopyEngine
 from offload_runtime.errors import CopyError
+from offload_runtime.stream import make_copy_engine
+from offload_runtime.stream.queue import COPY_PIECE_BYTES, CudaCopyEngine, ThreadCopyEngine
 from tests.helpers.copy_hooks import before_each_copy
 
 

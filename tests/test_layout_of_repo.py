@@ -34,22 +34,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "files": set(),
     "errors": set(),
     "fields": set(),
-    "memory": {KERNELS},  # for small tensors that go up and down by a kernel
     "trace": set(),
-    "hardware": {PROFILES, "memory", KERNELS},  # for whose products the library has the bits
-    "copy": {"memory", "trace", KERNELS},
-    "grammar": {"grammar_process", "memory"},
+    "stream": {"trace", KERNELS},  # for small tensors that go up and down by a kernel
+    "hardware": {PROFILES, "stream", KERNELS},  # for whose products the library has the bits
+    "grammar": {"grammar_process", "stream"},
     "grammar_process": set(),
-    "penalties": {"memory"},
-    "sampling": {"grammar", "memory", "penalties", KERNELS},
-    "models": {"memory", KERNELS},  # what everything else orders and adds up
-    "weights": {"memory", "models", KERNELS},
-    "kv": {"copy", "memory", "models", KERNELS},
-    "plan": {"copy", "hardware", "kv", "memory", "models", "runners", "sampling", "speculation", "weights", KERNELS},
-    "runners": {"copy", "grammar", "memory", "models", "kv", "sampling", "trace", KERNELS},
-    "speculation": {"grammar", "kv", "memory", "models", "sampling", "runners", "trace", KERNELS},
+    "penalties": {"stream"},
+    "sampling": {"grammar", "stream", "penalties", KERNELS},
+    "models": {"stream", KERNELS},  # what everything else orders and adds up
+    "weights": {"stream", "models", KERNELS},
+    "kv": {"stream", "models", KERNELS},
+    "plan": {"stream", "hardware", "kv", "models", "runners", "sampling", "speculation", "weights", KERNELS},
+    "runners": {"stream", "grammar", "models", "kv", "sampling", "trace", KERNELS},
+    "speculation": {"grammar", "kv", "stream", "models", "sampling", "runners", "trace", KERNELS},
     "engine": {
-        "copy", "grammar", "kv", "hardware", "memory", "models", "plan", "runners", "sampling", "speculation", "trace",
+        "stream", "grammar", "kv", "hardware", "models", "plan", "runners", "sampling", "speculation", "trace",
         "weights", KERNELS,
     },
     "verify": {"engine", "kv", "models", "runners", "sampling", "speculation"},
@@ -97,7 +96,7 @@ def _imported_modules(source: str, package: tuple[str, ...]) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join((*above, *([node.module] if node.module else [])))
-            # `from offload_runtime import memory` names the module only behind the import.
+            # `from offload_runtime import stream` names the module only behind the import.
             names += [f"{base}.{alias.name}" for alias in node.names]
     modules = set()
     for name in names:

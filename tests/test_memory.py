@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload_runtime.errors import BudgetError, DeviceError
-from offload_runtime.memory import PAGE_BYTES, DeviceBudget, HostArena, check_host_memory, resolve_device
+from offload_runtime.stream import PAGE_BYTES, DeviceBudget, HostArena, check_host_memory, resolve_device
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

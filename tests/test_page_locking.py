@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload_runtime.memory import HostArena, Registrar
+from offload_runtime.stream import HostArena, Registrar
 
 
 @pytest.mark.gpu
@@ -20,7 +20,7 @@ def test_a_refusal_by_cuda_does_not_fail_the_next_kernel() -> None:
 
 @pytest.mark.gpu
 def test_blocks_side_by_side_are_copied_in_pieces() -> None:
-    from offload_runtime.copy.queue import COPY_PIECE_BYTES, CudaCopyEngine
+    from offload_runtime.stream.queue import COPY_PIECE_BYTES, CudaCopyEngine
 
     arena = HostArena(3 * COPY_PIECE_BYTES + 12345, name="layer 0")
     arena.buffer.copy_(torch.randint(0, 256, (arena.nbytes,), dtype=torch.uint8))

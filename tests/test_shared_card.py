@@ -21,9 +21,9 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
-from offload_runtime.memory import DeviceBudget
 from offload_runtime.plan import RunPlan, find_plan
 from offload_runtime.sizes import GB
+from offload_runtime.stream import DeviceBudget
 from tests.helpers.engine import refuse_weights
 
 CARD = torch.device("cuda", 0)

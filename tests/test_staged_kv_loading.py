@@ -14,9 +14,9 @@ from offload_runtime import plan as planning
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, CopyError
-from offload_runtime.memory import Registrar
 from offload_runtime.plan import RunPlan, common_figures, pass_time, prefill_time, with_staging_rings
 from offload_runtime.sizes import parse_bytes
+from offload_runtime.stream import Registrar
 from tests.helpers.engine import (  # noqa: F401 (an autouse fixture)
     PROMPT,
     failing,

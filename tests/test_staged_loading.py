@@ -9,15 +9,14 @@ from typing import Any
 
 import pytest
 
-from offload_runtime.copy import ring_shape
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.memory import Registrar
 from offload_runtime.plan import (
     RunPlan,
 )
 from offload_runtime.plan.sizes import PROCESS_BYTES
 from offload_runtime.sizes import format_bytes
+from offload_runtime.stream import Registrar, ring_shape
 from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from offload_runtime.copy import CopyEngine
-from offload_runtime.copy.queue import CardRing, CudaCopyEngine, LayerStreamer, LayerViews, ThreadCopyEngine
+from offload_runtime.stream import CopyEngine
+from offload_runtime.stream.queue import CardRing, CudaCopyEngine, LayerStreamer, LayerViews, ThreadCopyEngine
 from tests.helpers.copy_hooks import before_each_copy
 from tests.helpers.reordering import ReorderingCopyEngine
 

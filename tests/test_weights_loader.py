@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from offload_runtime.errors import CheckpointError
-from offload_runtime.memory import HostArena
+from offload_runtime.stream import HostArena
 from offload_runtime.weights import ModelLayout, checkpoint_tensors, open_checkpoint
 from offload_runtime.weights.loader import passing_bytes
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain

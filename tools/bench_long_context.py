@@ -31,8 +31,8 @@ from widening.stretched import StretchedCheckpoint
 from offload_runtime.config import DraftCache, SpeculationOptions
 from offload_runtime.engine import Runtime, Scheduler
 from offload_runtime.errors import OptionError
-from offload_runtime.memory import resolve_device
 from offload_runtime.params import GenerationParams, SamplingParams
+from offload_runtime.stream import resolve_device
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 STRETCH = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 8192}

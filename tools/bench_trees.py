@@ -29,9 +29,9 @@ from widening.shapes import shape_named
 
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OptionError
-from offload_runtime.memory import resolve_device
 from offload_runtime.params import SamplingParams
 from offload_runtime.sizes import GB
+from offload_runtime.stream import resolve_device
 from offload_runtime.weights import CheckpointSource, open_checkpoint
 
 PLAIN, AUTO = "plain", "auto"

@@ -35,7 +35,7 @@ from widening.stored import stored_llama
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
-from offload_runtime.memory import resolve_device
+from offload_runtime.stream import resolve_device
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
 
 PROMPT_TOKENS = (1, 3, 17, 64, 65, 200, 256, 300, 520, 700)

@@ -35,9 +35,9 @@ from timing import Answer, timed_answer
 
 from offload_runtime.engine import GenerationResult, Runtime, Scheduler
 from offload_runtime.errors import OptionError, StorageError
-from offload_runtime.memory import resolve_device
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.sizes import GB
+from offload_runtime.stream import resolve_device
 from offload_runtime.weights import CheckpointSource
 
 

@@ -37,8 +37,8 @@ from widening.stored import BF16, STORED, mix_named, stored_llama
 from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.errors import OptionError
-from offload_runtime.memory import resolve_device
 from offload_runtime.sizes import format_bytes
+from offload_runtime.stream import resolve_device
 from offload_runtime.weights import CheckpointSource, fetch_demo_model, open_checkpoint
 from offload_runtime.weights.neighbours import stored_kinds
 

@@ -10,7 +10,6 @@ from offload_runtime.core import Batch, DraftBudget
 from offload_runtime.engine.load_model import LoadedModel, warm_up
 from offload_runtime.kv import DeviceKVCache, HostKVCache
 from offload_runtime.kv.retrieval import RetrievalCache
-from offload_runtime.memory import DeviceBudget
 from offload_runtime.params import SamplingParams
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.cost import guess_parents
@@ -30,6 +29,7 @@ from offload_runtime.speculation import (
     WithNgrams,
     grows_trees,
 )
+from offload_runtime.stream import DeviceBudget
 from offload_runtime.trace import TraceRecorder
 from offload_runtime.weights import SharedVocabulary
 

@@ -35,11 +35,11 @@ from offload_runtime.errors import (
 )
 from offload_runtime.fields import Fields
 from offload_runtime.kv import BlockStore
-from offload_runtime.memory import DeviceBudget, current_device
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import OnLayer
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
 from offload_runtime.speculation import Controller, Cost, Proposer, StepOutput, run_step
+from offload_runtime.stream import DeviceBudget, current_device
 from offload_runtime.trace import DRAFT, LINK, PASSES, TraceRecorder, covered_seconds, union_seconds
 
 # Who "proposed" the token that the target adds to those accepted.

@@ -24,10 +24,9 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from offload_runtime import hardware, memory
+from offload_runtime import hardware, stream
 from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig
-from offload_runtime.copy import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
 from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.engine.engine import Engine, device_errors
@@ -37,17 +36,6 @@ from offload_runtime.engine.windows import largest_windows
 from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import Emulation, MachineProfile, load_profile
 from offload_runtime.hardware.host_bench import HostInfo, read_host_info
-from offload_runtime.memory import (
-    Card,
-    DeviceBudget,
-    HostArena,
-    current_device,
-    device_memory_in_use,
-    device_memory_used_by_others,
-    reaches,
-    resolve_device,
-    resolve_devices,
-)
 from offload_runtime.options import require
 from offload_runtime.plan import CardLimit, MemoryLimits, ModelPlan, Placement, RunPlan
 from offload_runtime.plan.model import total
@@ -56,6 +44,21 @@ from offload_runtime.plan.sizes import PROCESS_BYTES
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import Controller
+from offload_runtime.stream import (
+    Card,
+    CopyEngine,
+    CopyQueues,
+    DeviceBudget,
+    HostArena,
+    current_device,
+    device_memory_in_use,
+    device_memory_used_by_others,
+    make_copy_engine,
+    measure_link_gbps,
+    reaches,
+    resolve_device,
+    resolve_devices,
+)
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
 from offload_runtime.weights import CheckpointSource, FoundDraft, MatricesNotCodable, find_drafts, open_checkpoint
 
@@ -212,7 +215,7 @@ def _limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo
         ram_name = f"the available host memory ({format_bytes(kept_bytes)} stay with the system)"
     else:
         ram_name, whose = "--ram", "of host memory available here"
-        ram_bytes = memory.within(ram_name, asked_ram, there_bytes, whose, "close other programs")
+        ram_bytes = stream.within(ram_name, asked_ram, there_bytes, whose, "close other programs")
     pinned_bytes, pinned_name = asked_pinned, "--pinned"
     if asked_pinned is None and host.wsl and page_locks:  # Windows' driver locks about half of the virtual machine's
         pinned_bytes, pinned_name = host.ram_bytes // 2, "WSL"
@@ -324,7 +327,7 @@ def _load(
     devices = choose_devices(config, emulation)
     device = devices[0]
     assembly.require_kernels(device)
-    registrar = memory.registrar_for(device)
+    registrar = stream.registrar_for(device)
     page_locks = registrar is not None
     limits = _limits_here(config.ram, config.pinned, read_host_info(), page_locks=page_locks)
     limits_bytes = config.vram_of_cards(len(devices))
@@ -333,7 +336,7 @@ def _load(
             require_memory(emulation, one, count)
         whose, other = f"of an emulated {emulation.name}", "emulate a larger card"
         limits_bytes = tuple(
-            memory.within("--vram", limit, emulation.vram_bytes, whose, other) for limit in limits_bytes
+            stream.within("--vram", limit, emulation.vram_bytes, whose, other) for limit in limits_bytes
         )
     twice = device.type == "cuda" and len({*devices}) < len(devices) and None in limits_bytes
     require(not twice, f"device {config.device!r} names a GPU twice: say with --vram what each of the two may take")

@@ -15,29 +15,31 @@ from offload_runtime_kernels._jit import triton_available
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import TILE_ROWS
 
-from offload_runtime.copy import CopyEngine, CopyQueues, measure_link_gbps
-from offload_runtime.copy.queue import CardRing, LayerStreamer
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, locked_shares
 from offload_runtime.errors import DeviceError
 from offload_runtime.kv import DeviceKVCache, HostKVCache, HostKVCard
 from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.kv.retrieval import RetrievedDraftCache
-from offload_runtime.memory import (
-    Card,
-    DeviceBudget,
-    HostArena,
-    LayerPartition,
-    Registrar,
-    current_device,
-    require_readable_arenas,
-)
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Weights
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.plan import ModelPlan, Placement, RunPlan
 from offload_runtime.runners import CapturedPasses, Decoder, ModelRunner
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
+from offload_runtime.stream import (
+    Card,
+    CopyEngine,
+    CopyQueues,
+    DeviceBudget,
+    HostArena,
+    LayerPartition,
+    Registrar,
+    current_device,
+    measure_link_gbps,
+    require_readable_arenas,
+)
+from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights import (
     CheckpointSource,
     HostWeights,

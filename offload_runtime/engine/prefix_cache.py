@@ -21,7 +21,7 @@ from offload_runtime.engine.sessions import SavedPrefixes
 from offload_runtime.errors import BudgetError
 from offload_runtime.kv import BlockLayout, BlockStore
 from offload_runtime.kv.saved_blocks import SavedBlock
-from offload_runtime.memory import check_host_memory
+from offload_runtime.stream import check_host_memory
 
 
 class _Held(NamedTuple):

@@ -6,20 +6,22 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from offload_runtime.copy import (
+from offload_runtime.errors import BudgetError
+from offload_runtime.hardware.host_bench import usable_cores
+from offload_runtime.kv import BlockLocking
+from offload_runtime.plan import ModelPlan, Placement, place_staged, with_staging_rings
+from offload_runtime.sizes import format_bytes
+from offload_runtime.stream import (
     FEWEST_PIECES,
     CopyEngine,
+    HostArena,
+    PageableMemory,
+    Registrar,
     RingShape,
     StagingCopyEngine,
     StagingWriteEngine,
     staging_threads,
 )
-from offload_runtime.errors import BudgetError
-from offload_runtime.hardware.host_bench import usable_cores
-from offload_runtime.kv import BlockLocking
-from offload_runtime.memory import HostArena, PageableMemory, Registrar
-from offload_runtime.plan import ModelPlan, Placement, place_staged, with_staging_rings
-from offload_runtime.sizes import format_bytes
 from offload_runtime.weights import HostWeights
 
 

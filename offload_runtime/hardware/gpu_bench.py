@@ -26,8 +26,8 @@ from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows
 
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostReader, best_time_s
-from offload_runtime.memory import Card, TransferBuffers, current_device, transfer
 from offload_runtime.sizes import GB, format_bytes
+from offload_runtime.stream import Card, TransferBuffers, current_device, transfer
 
 # [M, K] of the products of Llamas of 135M, 7B, 8B and 70B.
 _MODEL_MATRICES = (

@@ -22,8 +22,8 @@ import numpy as np
 import psutil
 
 from offload_runtime.hardware import CpuFigures
-from offload_runtime.memory import HostArena, Registrar, host_memory
 from offload_runtime.sizes import GB, GIB, format_bytes
+from offload_runtime.stream import HostArena, Registrar, host_memory
 
 # --- what the system says
 

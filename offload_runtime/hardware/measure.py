@@ -21,9 +21,9 @@ from offload_runtime.files import user_directory
 from offload_runtime.hardware import MachineProfile, gpu_bench, host_bench
 from offload_runtime.hardware.gpu_bench import LinkBench, NvmlAnswer
 from offload_runtime.hardware.host_bench import CannotMeasureError, HostInfo, HostReader, printable
-from offload_runtime.memory import Card, current_device, reaches, resolve_device, resolve_devices
 from offload_runtime.options import require
 from offload_runtime.sizes import GB, GIB, format_bytes
+from offload_runtime.stream import Card, current_device, reaches, resolve_device, resolve_devices
 
 _GPU_KEYS = tuple(entry.name for entry in fields(MachineProfile) if entry.metadata.get("gpu"))
 _LINKS_KEYS = ("links_alone_gbps", "links_at_once_gbps")

@@ -18,10 +18,10 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.kv.saved_blocks import SavedBlock
-from offload_runtime.memory import DeviceBudget, current_device, upload
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import LayerCache
 from offload_runtime.sizes import format_bytes
+from offload_runtime.stream import DeviceBudget, current_device, upload
 
 
 class BlockObserver(Protocol):

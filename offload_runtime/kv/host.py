@@ -25,7 +25,6 @@ from offload_runtime_kernels.attention import (
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.copy.queue import KV, CopySchedule
 from offload_runtime.kv.device import (
     BlockCache,
     allocate_layers,
@@ -40,6 +39,7 @@ from offload_runtime.kv.device import (
 from offload_runtime.kv.host_io import HostBlocks, HostKVCard, HostPrefill, HostWrites, Run, ring_blocks
 from offload_runtime.kv.saved_blocks import SavedBlock
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.stream.queue import KV, CopySchedule
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,12 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.config import MOST_GAMMA_DRAFT
-from offload_runtime.copy import CopyEngine
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.kv.device import block_bytes, kept_from, num_blocks
-from offload_runtime.memory import (
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.sizes import format_bytes, size_option_down
+from offload_runtime.stream import (
+    CopyEngine,
     DeviceBudget,
     HostArena,
     PageableMemory,
@@ -32,8 +34,6 @@ from offload_runtime.memory import (
     current_device,
     touch,
 )
-from offload_runtime.models.config import ModelConfig
-from offload_runtime.sizes import format_bytes, size_option_down
 
 # A sequence grows by at least so many blocks.
 _STEP_BLOCKS = 4

@@ -21,8 +21,8 @@ from offload_runtime_kernels.select_chunks import different_counts, select_chunk
 from offload_runtime.config import chunks_of_budget
 from offload_runtime.kv.device import DeviceKVCache, allocate_layers, block_shapes, kv_cache_bytes, num_blocks
 from offload_runtime.kv.host import HostKVCache
-from offload_runtime.memory import DeviceBudget, current_device, overwrite
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.stream import DeviceBudget, current_device, overwrite
 
 _NO_LIMIT = (1 << 31) - 1
 # Launches are made for the next multiple of so many blocks of far context: a growing text needs another only then.

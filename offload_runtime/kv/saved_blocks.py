@@ -35,8 +35,8 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.errors import SessionError, StorageError
 from offload_runtime.files import write_atomically, writing
-from offload_runtime.memory import HostArena, Registrar, check_host_memory, touch
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.stream import HostArena, Registrar, check_host_memory, touch
 
 # A block of a sequence: by layer its keys and values, [2, H_kv, 256, D], host.
 SavedBlock = Mapping[int, torch.Tensor]

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
-from offload_runtime.memory import upload
 from offload_runtime.models.config import ModelConfig, Rope
+from offload_runtime.stream import upload
 
 
 class _Frequencies:

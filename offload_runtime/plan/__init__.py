@@ -6,7 +6,6 @@ it. `sizes` adds up what a run holds, `search` places it: `plan_run` (or `find_p
 caches and runners say how large they are; this room reads no weights, and knows neither the engine nor who proposes.
 """
 
-from offload_runtime.memory import memory_name
 from offload_runtime.plan.cost import PassTime, link_slack, pass_time, predicted_step_s, prefill_time
 from offload_runtime.plan.model import MemoryPart, ModelPlan, Placement
 from offload_runtime.plan.report import (
@@ -33,3 +32,4 @@ from offload_runtime.plan.search import (
     with_staging_rings,
 )
 from offload_runtime.plan.sizes import RunPlan
+from offload_runtime.stream import memory_name

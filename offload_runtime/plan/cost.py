@@ -23,10 +23,8 @@ from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import LIBRARY_ROWS
 
-from offload_runtime.copy import MOST_THREADS
 from offload_runtime.core import DraftBudget, depths_of
 from offload_runtime.hardware import MachineProfile
-from offload_runtime.memory import are_blocks
 from offload_runtime.models.layers import Attention, DecoderLayer, Work
 from offload_runtime.plan.model import ModelPlan, unmatched_kv_bytes
 from offload_runtime.plan.request import DTYPE_NAMES
@@ -34,6 +32,7 @@ from offload_runtime.plan.sizes import RunPlan
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
 from offload_runtime.sizes import GB
 from offload_runtime.speculation import best_tree_tokens, expected_accepted, likely_parents, num_guesses
+from offload_runtime.stream import MOST_THREADS, are_blocks
 
 # cuBLAS over 7B's weights (3.76 ms at 64 rows) and attention over 120,000 keys, both of 4.3 TB/s.
 _HBM_SHARE = 0.8

@@ -15,10 +15,8 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime import kv
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.copy import RingShape
 from offload_runtime.kv.device import streaming_capacity_tokens
 from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
-from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.runners import tree_positions
 from offload_runtime.runners.graphs import MOST_DEPTH
@@ -26,6 +24,7 @@ from offload_runtime.runners.model_runner import workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import MOST_LEVELS
+from offload_runtime.stream import PAGE_BYTES, RingShape
 from offload_runtime.weights import ModelLayout
 
 # Where nothing is staged.

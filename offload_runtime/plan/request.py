@@ -13,9 +13,9 @@ import torch
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile, shipped_directory
-from offload_runtime.memory import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import require
+from offload_runtime.stream import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
 from offload_runtime.weights import DescribedModel, describe_model, share_vocabulary
 
 # Sizes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the

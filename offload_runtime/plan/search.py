@@ -17,10 +17,8 @@ from typing import NamedTuple
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.config import Encode, RuntimeConfig
-from offload_runtime.copy import FEWEST_PIECES, RingShape, ring_shape
 from offload_runtime.errors import BudgetError, OffloadError, OptionError
 from offload_runtime.hardware import MachineProfile
-from offload_runtime.memory import PAGE_BYTES
 from offload_runtime.options import require
 from offload_runtime.plan import model
 from offload_runtime.plan.cost import tok_per_s
@@ -28,6 +26,7 @@ from offload_runtime.plan.model import ModelPlan, Placement
 from offload_runtime.plan.request import TREE_ROOMS, MemoryLimits, ShortageError, limits_of
 from offload_runtime.plan.sizes import RunPlan, make_plan
 from offload_runtime.sizes import format_bytes, format_bytes_up
+from offload_runtime.stream import FEWEST_PIECES, PAGE_BYTES, RingShape, ring_shape
 
 # Two buffers would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
 _RING_BUFFERS = 3

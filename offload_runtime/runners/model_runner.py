@@ -19,11 +19,15 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.kv_blocks import RopeRows
 
-from offload_runtime.copy.queue import LayerStreamer
 from offload_runtime.core import Batch, BatchShape, TokenTree
 from offload_runtime.grammar import token_masks
 from offload_runtime.kv import KVCache
-from offload_runtime.memory import (
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import LayerCache, Rows, Weights
+from offload_runtime.models.rope import RopeTable, RowFrequencies
+from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
+from offload_runtime.sampling import SlotSampling, sample
+from offload_runtime.stream import (
     Card,
     LayerPartition,
     Transfer,
@@ -39,11 +43,7 @@ from offload_runtime.memory import (
     unpack,
     upload,
 )
-from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import LayerCache, Rows, Weights
-from offload_runtime.models.rope import RopeTable, RowFrequencies
-from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
-from offload_runtime.sampling import SlotSampling, sample
+from offload_runtime.stream.queue import LayerStreamer
 from offload_runtime.trace import COMPUTE, TraceRecorder
 
 Layers = Iterable[tuple[int, Weights]]  # of one pass: (layer index, its weights on the device), in order

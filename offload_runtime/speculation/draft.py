@@ -27,7 +27,6 @@ from offload_runtime_kernels.window_steps import (
 
 from offload_runtime.core import DraftBudget, TokenTree, depths_of
 from offload_runtime.kv.retrieval import RetrievedDraftCache
-from offload_runtime.memory import overwrite
 from offload_runtime.models.layers import Rows
 from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.params import SamplingParams
@@ -36,6 +35,7 @@ from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batc
 from offload_runtime.runners.model_runner import ModelRunner, window_pass
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
 from offload_runtime.speculation.step import Budgets, Proposer, Texts, chains_where
+from offload_runtime.stream import overwrite
 from offload_runtime.trace import TraceRecorder
 
 # A window of the target and what a draft says beyond it.

@@ -23,7 +23,6 @@ import torch
 from offload_runtime.core import BatchShape
 from offload_runtime.kv import DeviceKVCache
 from offload_runtime.kv.device import StreamingDraftCache
-from offload_runtime.memory import packed_words, unpack
 from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.draft_kv import DraftKVState, excluded_ids
@@ -41,6 +40,7 @@ from offload_runtime.runners.graphs import (
 )
 from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_pass
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
+from offload_runtime.stream import packed_words, unpack
 from offload_runtime.trace import TraceRecorder
 
 # Known tokens that a step feeds besides the nodes; more go through the draft on their own.

@@ -12,7 +12,7 @@ from threading import Lock
 
 import torch
 
-from offload_runtime.memory import HostArena, Registrar, current_device
+from offload_runtime.stream import HostArena, Registrar, current_device
 
 # Of a tensor, read at a time where it passes through memory of its own.
 PIECE_BYTES = 8 << 20

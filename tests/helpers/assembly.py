@@ -9,15 +9,14 @@ from typing import Any
 
 import torch
 
-from offload_runtime.copy import CopyEngine, make_copy_engine
-from offload_runtime.copy.queue import CardRing, LayerStreamer
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
 from offload_runtime.kv.device import num_blocks
-from offload_runtime.memory import DeviceBudget, Registrar
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.runners import Decoder, ModelRunner, decide
 from offload_runtime.sampling import SlotSampling
+from offload_runtime.stream import CopyEngine, DeviceBudget, Registrar, make_copy_engine
+from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import HostWeights, load_weights
 from offload_runtime.weights.staging import Staging

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from offload_runtime.copy.queue import ThreadCopyEngine
+from offload_runtime.stream.queue import ThreadCopyEngine
 
 
 class ReorderingCopyEngine(ThreadCopyEngine):

@@ -16,7 +16,7 @@ from offload_runtime_kernels.gather_chunks import (
 )
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.memory import HostArena
+from offload_runtime.stream import HostArena
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, poisoned_outputs, random_tensor
 
 NUM_BLOCKS = 3

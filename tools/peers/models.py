@@ -19,9 +19,9 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from offload_runtime.errors import BudgetError, DeviceError
-from offload_runtime.memory import device_memory_used_by_others
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.sizes import format_bytes
+from offload_runtime.stream import device_memory_used_by_others
 from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors, open_checkpoint
 
 # Beside weights and keys: what torch's allocator, cuBLAS and the logits of a step take.

@@ -20,9 +20,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from offload_runtime.copy.queue import DONE, CopyEngine
 from offload_runtime.errors import CopyError
-from offload_runtime.memory import PageableMemory
+from offload_runtime.stream.arena import PageableMemory
+from offload_runtime.stream.queue import DONE, CopyEngine
 from offload_runtime.trace import Label
 
 # Each thread fills a piece of its own. Copies of 16 MiB and more have the link's peak; a thread takes 2 to 3 ms for 32.

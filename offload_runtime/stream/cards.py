@@ -15,7 +15,7 @@ from itertools import groupby
 import torch
 from offload_runtime_kernels.copy_words import copy_words
 
-from offload_runtime.memory.device import current_device
+from offload_runtime.stream.device import current_device
 
 _ALIGNED_BYTES = 16
 

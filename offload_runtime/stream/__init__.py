@@ -1,0 +1,63 @@
+"""The link and the memory on both its sides: ordered copies beside the compute, with events instead of synchronisation.
+
+One engine owns one copy queue. `enqueue` puts a copy behind the ones before it; it starts when the buffer's `free`
+event has fired and fires `ready` when the bytes are there. The compute side waits for `ready` before it reads and
+fires `free` after its last read. Nothing else orders the two sides, and nothing ever waits for the whole device.
+
+On CUDA the queue is a stream and the events are CUDA events. On the CPU the queue is a worker thread, so that the same
+schedule, with real concurrency, runs and is tested anywhere.
+
+The lowest room: it knows bytes, devices and links, and nothing of what lies in the bytes.
+"""
+
+from offload_runtime.stream.arena import (
+    PAGE_BYTES,
+    HostArena,
+    PageableMemory,
+    Registrar,
+    check_host_memory,
+    host_memory,
+    registrar_for,
+    require_readable_arenas,
+    touch,
+)
+from offload_runtime.stream.cards import (
+    Card,
+    LayerPartition,
+    Transfer,
+    TransferBuffers,
+    aligned_bytes,
+    are_blocks,
+    reaches,
+    receive,
+    send,
+    transfer,
+)
+from offload_runtime.stream.device import (
+    LAZY_MODULE_BYTES,
+    TYPICAL_CONTEXT_BYTES,
+    DeviceBudget,
+    current_device,
+    device_memory_in_use,
+    device_memory_used_by_others,
+    memory_name,
+    overwrite,
+    pack,
+    pack_words,
+    packed_words,
+    resolve_device,
+    resolve_devices,
+    unpack,
+    upload,
+    within,
+)
+from offload_runtime.stream.queue import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
+from offload_runtime.stream.staging import (
+    FEWEST_PIECES,
+    MOST_THREADS,
+    RingShape,
+    StagingCopyEngine,
+    StagingWriteEngine,
+    ring_shape,
+    staging_threads,
+)
