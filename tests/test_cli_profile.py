@@ -10,26 +10,22 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from offload_runtime.cli.app import app as real_app
 from offload_runtime.errors import DeviceError
-from offload_runtime.hardware import CpuFigures, MachineProfile, load_profile, measure, profile_toml
-from offload_runtime.hardware.gpu_bench import NvmlAnswer, PcieLink
-from offload_runtime.hardware.host_bench import HostInfo
+from offload_runtime.hardware import MachineProfile, load_profile, measure, profile_toml
 from offload_runtime.hardware.measure import GpuReport, MachineReport
+from offload_runtime.hardware.system import HostInfo, NvmlAnswer, PcieLink
 from tests.test_cli_fakes import app_of
 
-CPU = CpuFigures("Some CPU", 16, ("avx2", "avx512f"))
 PROFILE = MachineProfile(
     "this-machine", "a test", 2, 64 * 10**9, gpu_name="Some GPU", vram_bytes=24 * 10**9, link_gbps=6.4, hbm_gbps=1008.0,
-    launch_us=4.5, graph_launch_us=1.25, pinnable_bytes=32 * 10**9, host_gbps=60.0, cpu=CPU, tflops={"bf16": 165.2},
-    link_by_copy_mib={0.0625: 0.75, 16.0: 6.4}, host_by_threads={1: 12.0, 16: 60.0},
-    decode_gweights_per_s={"Q4_K": 3470.0, "Q6_K": 2960.0}, library_rows={"4096x4096": 256, "8192x28672": 0},
+    graph_launch_us=1.25, pinnable_bytes=32 * 10**9, host_gbps=60.0, staging_gbps=17.5, tflops={"bf16": 165.2},
+    decode_gweights_per_s={"Q4_K": 3470.0, "Q6_K": 2960.0}, links_at_once_gbps=(6.0, 5.5), transfer_us=31.0,
 )  # fmt: skip
 LINK = PcieLink(generation=4, width=4, generation_max=4, width_max=16)
 REPORT = MachineReport(
-    PROFILE, HostInfo(CPU, 64 * 10**9, 48 * 10**9, None, wsl=True),
-    {"disk_gbps": "left out", "link_back_gbps": "refused", "link_both_gbps": "refused"},
-    GpuReport(("Some GPU", "Some GPU"), (8, 9), 23 * 10**9, NvmlAnswer("580.1", LINK, "")), 61.25,
+    PROFILE, HostInfo("Some CPU", 16, 64 * 10**9, 48 * 10**9, None, wsl=True),
+    {"link_back_gbps": "refused", "transfer_gbps": "refused"},
+    GpuReport(("Some GPU", "Some GPU"), (8, 9), 23 * 10**9, NvmlAnswer("580.1", LINK, ""), (6.4, 6.3), True), 61.25,
 )  # fmt: skip
 
 
@@ -65,15 +61,13 @@ def profile(measuring: FakeMeasuring, *arguments: str) -> Result:
 def test_table_reasons_advice_and_toml_are_printed(measuring: FakeMeasuring) -> None:
     result = profile(measuring)
     assert result.exit_code == 0, result.stderr
-    assert measuring.asked == [("auto", {"quick": False, "full": False, "disk_file": None})]
+    assert measuring.asked == [("auto", {"quick": False, "full": False})]
     for words in (
         "measured in 61 s", "2 x Some GPU", "24.0 GB, 23.0 GB free",
-        "generation 4 x4 while busy (at most generation 4 x16)", "6.4 of 7.9 GB/s", "64 KiB 0.75 · 16 MiB 6.4 GB/s",
-        "1008 GB/s", "bf16 165 TFLOP/s", "Q4_K 3470 · Q6_K 2960 Gweights/s",
-        "1 of 2 products have the bits of ours, not of 8192x28672",
-        "4.5 us from Python, 1.2 us in a CUDA graph", "can be pinned", "32.0 GB",
-        "Some CPU, 16 logical cores (avx2, avx512f)", "1 thread 12.0 · 16 threads 60.0 GB/s",
-        "not measured: link_back_gbps, link_both_gbps (refused)", "not measured: disk_gbps (left out)",
+        "generation 4 x4 while busy (at most generation 4 x16)", "6.4 of 7.9 GB/s", "1008 GB/s", "bf16 165 TFLOP/s",
+        "Q4_K 3470 · Q6_K 2960 Gweights/s", "1.2 us", "can be pinned", "32.0 GB", "card 0 6.4 · card 1 6.3 GB/s",
+        "11.5 GB/s, 1.80 x one", "31.0 us, many at not measured, peer to peer", "Some CPU, 16 logical cores",
+        "60.0 GB/s", "17.5 GB/s", "not measured: link_back_gbps, transfer_gbps (refused)",
         "what matters:", "  - the card runs at x4 and could do x16: move it to another slot",
         "  - this is Linux under Windows (WSL2)",
     ):  # fmt: skip
@@ -81,11 +75,9 @@ def test_table_reasons_advice_and_toml_are_printed(measuring: FakeMeasuring) -> 
     assert result.stdout.endswith("\n\n" + profile_toml(PROFILE))
 
 
-def test_options_reach_the_measurement(measuring: FakeMeasuring, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    assert profile(measuring, "--device", "cuda:0,cuda:1", "--quick", "--full", "--disk-file", str(file)).exit_code == 0
-    assert measuring.asked == [("cuda:0,cuda:1", {"quick": True, "full": True, "disk_file": file})]
+def test_options_reach_the_measurement(measuring: FakeMeasuring) -> None:
+    assert profile(measuring, "--device", "cuda:0,cuda:1", "--quick", "--full").exit_code == 0
+    assert measuring.asked == [("cuda:0,cuda:1", {"quick": True, "full": True})]
     refused = profile(measuring, "--device", "cuda:0,tpu")
     assert refused.exit_code == 2 and "'tpu' is not a device" in refused.stderr and len(measuring.asked) == 1
 
@@ -96,12 +88,12 @@ def test_saving_says_where_and_can_be_loaded(measuring: FakeMeasuring, tmp_path:
     assert result.stdout.endswith(f"\nsaved to {tmp_path / 'config/profiles/box.toml'}\n")
     assert "[tflops]" not in result.stdout
     loaded = load_profile("box")
-    assert (loaded.name, loaded.link_by_copy_mib) == ("box", PROFILE.link_by_copy_mib)
+    assert (loaded.name, loaded.tflops) == ("box", PROFILE.tflops)
 
 
 def test_json_is_one_object_and_nothing_else(measuring: FakeMeasuring, tmp_path: Path) -> None:
     record = json.loads(profile(measuring, "--json", "--save", "box").stdout)
-    assert record["profile"]["link_by_copy_mib"] == {"0.0625": 0.75, "16": 6.4}
+    assert record["profile"]["decode_gweights_per_s"] == {"Q4_K": 3470.0, "Q6_K": 2960.0}
     assert record["missing"] == dict(REPORT.missing)
     assert "runs at x4" in record["matters"][0]
     assert record["gpu"]["nvml"]["link"] == {"generation": 4, "width": 4, "generation_max": 4, "width_max": 16}
@@ -129,9 +121,3 @@ def test_typed_errors_end_the_command_in_one_line(measuring: FakeMeasuring) -> N
     result = profile(measuring, "--json")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.splitlines()[-1] == "error: there is no cuda:7"
-
-
-def test_a_disk_file_that_is_none_is_refused(tmp_path: Path) -> None:
-    for name in ("/absent", "long" * 100):
-        result = CliRunner().invoke(real_app, ["profile", "--disk-file", name])
-        assert result.exit_code == 2 and f"--disk-file {name[:50]}" in result.stderr and "not a file" in result.stderr

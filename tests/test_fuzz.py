@@ -400,7 +400,7 @@ COMMAND_LINES = (
     "generate --target model --prompt hello --chat --explain --trace trace.json --no-progress --emulate rtx4090",
     "chat --target model --system hello --seed 1 --device cpu --max-new-tokens 5 --no-progress --recent-tokens 9",
     "verify --target model --prompts text.txt --tokens 8 --seeds 2 --quick --json",
-    "profile --disk-file nowhere --quick --save mine --device cpu --json",
+    "profile --full --quick --save mine --device cpu --json",
     "demo --prompt hello --max-new-tokens 4 --temperature 0.1 --seed 1 --gamma 2 --dtype fp32",
     "--version",
     "--help",
@@ -447,9 +447,9 @@ def command_lines(scratch: Path, stack: ExitStack) -> Part:
         if "profile" in words:  # it would measure
             words = [
                 "profile",
-                "--disk-file",
-                "nowhere",
-                *(word for word in rest if "disk" not in word and _stays_here(word)),
+                "--full",
+                "--device=cpu",
+                *(word for word in rest if "dev" not in word and _stays_here(word)),
             ]
         damaged, _ = mutate_bytes(random, machine)
         (scratch / "damaged.toml").write_bytes(damaged)

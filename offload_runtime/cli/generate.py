@@ -342,9 +342,9 @@ def machine_line(device_type: str) -> str:
     """Return the device and the versions that the figures below it belong to."""
     import torch
 
-    from offload_runtime.hardware.host_bench import read_host_info
+    from offload_runtime.hardware.system import read_host_info
 
-    on_cpu = f"{read_host_info().cpu.name}, {os.cpu_count()} threads"
+    on_cpu = f"{read_host_info().cpu_name}, {os.cpu_count()} threads"
     name = torch.cuda.get_device_name() if device_type == "cuda" else on_cpu
     return f"{name} · torch {torch.__version__} · Python {platform.python_version()}"
 

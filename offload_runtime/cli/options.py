@@ -238,12 +238,11 @@ class ProfileOptions:
 
     save: str | None = option(None, "Keep the profile by this name, over one that has it.", metavar="NAME")
     device: str = option(
-        "auto", "What to measure: cards of one kind, such as cuda:0,cuda:1, or cpu, without a GPU; auto: the first GPU "
+        "auto", "What to measure: GPUs of one kind, such as cuda:0,cuda:1, or cpu, without any; auto: the first GPU "
         "and all of its kind, if there is one.", MACHINE, flag="--device --devices", metavar="DEVICE[,DEVICE]",
     )  # fmt: skip
-    quick: bool = option(False, "About ten seconds, rougher and without the disk.")
+    quick: bool = option(False, "About ten seconds, rougher.")
     full: bool = option(False, "Find how much memory can be pinned by pinning nearly all that is free.")
-    disk_file: Path | None = _file("Read this to measure the disk, instead of a temporary file.")
     as_json: bool = _json()
     no_progress: bool = _no_progress()
 

@@ -23,22 +23,20 @@ from offload_runtime.sizes import format_bytes
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
     from offload_runtime.hardware import MachineProfile
-    from offload_runtime.hardware.measure import CardsReport, GpuReport, MachineReport
+    from offload_runtime.hardware.measure import GpuReport, MachineReport
     from offload_runtime.verify import Fit, IdentityRun, VerificationReport
 
 _NOT_MEASURED = "not measured"
 
 
 def profile(options: ProfileOptions) -> None:
-    """Measure this machine in about a minute: link, memories, arithmetic, disk, and what holds it back."""
+    """Measure this machine in half a minute: links, memories, arithmetic, and what holds it back."""
     if options.save is not None:
         check_name(options.save)  # before a minute of measuring, not after it
     from offload_runtime.hardware.measure import advise, measure_machine
 
     with terminal.only_json(options.as_json), terminal.ProgressBars(enabled=not options.no_progress) as bars:
-        report = measure_machine(
-            options.device, quick=options.quick, full=options.full, disk_file=options.disk_file, on_progress=bars.update
-        )
+        report = measure_machine(options.device, quick=options.quick, full=options.full, on_progress=bars.update)
     advice = advise(report)
     saved: str | None = None
     try:
@@ -63,8 +61,7 @@ def machine_tables(report: MachineReport, advice: list[str]) -> list[Table | str
     columns = Column("what", no_wrap=True), Column("figure", overflow="fold")
     table = Table(*columns, title=title, title_justify="left", show_header=False)
     gpu_rows = [] if report.gpu is None else _gpu_rows(report.profile, report.gpu)
-    card_rows = [] if report.cards is None else _card_rows(report.cards)
-    for row in (*gpu_rows, *card_rows, *_host_rows(report)):
+    for row in (*gpu_rows, *_host_rows(report)):
         table.add_row(*row)
     return [table, *missing, heading, *(f"  - {line}" for line in advice)]
 
@@ -76,73 +73,46 @@ def _gpu_rows(profile: MachineProfile, gpu: GpuReport) -> list[tuple[str, str]]:
         peak = f" of {link.peak_gbps:.1f}"
         most = f"at most generation {link.generation_max} x{link.width_max}"
         pcie = f"generation {link.generation} x{link.width} while busy ({most})"
-    by_size = {f"{key * 1024:g} KiB" if key < 1 else f"{key:g} MiB": v for key, v in profile.link_by_copy_mib.items()}
-    launch = f"{_rate(profile.launch_us, ' us')} from Python, {_rate(profile.graph_launch_us, ' us')} in a CUDA graph"
     return [
         ("GPU", f"{count}{profile.gpu_name}"),
         ("VRAM", f"{format_bytes(profile.vram_bytes or 0)}, {format_bytes(gpu.free_bytes)} free"),
         ("PCIe", pcie),
         ("link to the device", _rate(profile.link_gbps, f"{peak} GB/s")),
         ("link back", _rate(profile.link_back_gbps, f"{peak} GB/s")),
-        ("link, both at once", _rate(profile.link_both_gbps, " GB/s each")),
-        ("link by size of copy", _figures(by_size, "GB/s")),
         ("HBM, read + write", _rate(profile.hbm_gbps, " GB/s")),
         ("matrix products", _figures(profile.tflops, "TFLOP/s")),
         ("stored weights, decoded", _figures(profile.decode_gweights_per_s, "Gweights/s")),
-        ("prompts by the library", _library(profile.library_rows)),
-        ("kernel launch", launch),
+        ("kernel in a CUDA graph", _rate(profile.graph_launch_us, " us")),
+        *(_card_rows(profile, gpu) if profile.gpus > 1 else []),
         ("can be pinned", _NOT_MEASURED if profile.pinnable_bytes is None else format_bytes(profile.pinnable_bytes)),
-        ("pinning", _rate(profile.pin_gbps, " GB/s")),
     ]
 
 
-def _card_rows(cards: CardsReport) -> list[tuple[str, str]]:
-    """Return what each link carries alone, what a further card brings, and how long rows are on their way."""
-    labels = [f"card {number} ({device})" for number, device in enumerate(cards.devices)]
-    together = "both" if len(labels) == 2 else f"all {len(labels)}"
-    alone, total_gbps = cards.links_alone_gbps, sum(cards.links_at_once_gbps)
-    at_once = _NOT_MEASURED
-    if alone and cards.on_one_device:
-        at_once = f"{total_gbps:.1f} GB/s, of logical cards that share a device and its link"
-    elif alone:
-        at_once = f"{total_gbps:.1f} GB/s, {total_gbps / max(alone):.2f} x one"
-    direct, staged = cards.transfer_us_by_kib, cards.transfer_us_through_host
-    to_host = "through page-locked host memory"
-    route = "within one device" if cards.on_one_device else "peer to peer" if cards.peer_to_peer else to_host
-    without_peers = [("the same without peers", _transfers(staged, to_host))] if staged else []
+def _card_rows(profile: MachineProfile, gpu: GpuReport) -> list[tuple[str, str]]:
+    """Return what each link carries alone, what a further card brings, and how rows cross from card to card."""
+    alone, total_gbps = gpu.links_alone_gbps, sum(profile.links_at_once_gbps)
+    at_once = f"{total_gbps:.1f} GB/s, {total_gbps / max(alone):.2f} x one" if alone and total_gbps else _NOT_MEASURED
+    route = "peer to peer" if gpu.peer_to_peer else "through page-locked host memory"
+    transfers = f"{_rate(profile.transfer_us, ' us')}, many at {_rate(profile.transfer_gbps, ' GB/s')}, {route}"
     return [
-        ("link of each card alone", _figures(dict(zip(labels, alone, strict=False)), "GB/s")),
-        (f"links, {together} at once", at_once),
-        ("transfer from card to card", _transfers(direct, route)),
-        *without_peers,
+        ("link of each card alone", _figures({f"card {number}": gbps for number, gbps in enumerate(alone)}, "GB/s")),
+        ("links, all at once", at_once),
+        ("rows from card to card", transfers),
     ]
-
-
-def _transfers(us_by_kib: Mapping[float, float], route: str) -> str:
-    sizes = {f"{key:g} KiB" if key < 1024 else f"{key / 1024:g} MiB": us for key, us in us_by_kib.items()}
-    return _figures(sizes, f"us, {route}")
 
 
 def _host_rows(report: MachineReport) -> list[tuple[str, str]]:
-    profile, cpu = report.profile, report.host.cpu
-    features = f" ({', '.join(cpu.features)})" if cpu.features else ""
-    by_threads = {f"{key} thread{'s' if key > 1 else ''}": v for key, v in profile.host_by_threads.items()}
-    busy = f"{_rate(profile.host_gbps_while_link_busy, ' GB/s')}, link "
-    busy += _rate(profile.link_gbps_while_host_busy, " GB/s")
+    profile, host = report.profile, report.host
     return [
-        ("CPU", f"{cpu.name}, {cpu.cores} logical cores{features}"),
-        ("RAM", f"{format_bytes(profile.ram_bytes)}, {format_bytes(report.host.available_bytes)} free"),
-        ("host memory, reading", _figures(by_threads, "GB/s")),
-        *([] if report.gpu is None else [("the same beside copies", busy)]),
-        ("disk, reading", _rate(profile.disk_gbps, " GB/s")),
+        ("CPU", f"{host.cpu_name}, {host.cores} logical cores"),
+        ("RAM", f"{format_bytes(profile.ram_bytes)}, {format_bytes(host.available_bytes)} free"),
+        ("host memory, reading", _rate(profile.host_gbps, " GB/s")),
+        *(
+            []
+            if report.gpu is None
+            else [("host memory, copying beside the link", _rate(profile.staging_gbps, " GB/s"))]
+        ),
     ]
-
-
-def _library(rows: Mapping[str, int]) -> str:
-    """Return for how many shapes of matrices the library's products have our own ones' bits, and for which not."""
-    ours = [shape for shape, least in rows.items() if not least]
-    listed = f", not of {', '.join(ours)}" if ours else ""
-    return f"{len(rows) - len(ours)} of {len(rows)} products have the bits of ours{listed}" if rows else _NOT_MEASURED
 
 
 def _rate(figure: float | None, unit: str) -> str:

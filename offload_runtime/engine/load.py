@@ -35,7 +35,7 @@ from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.windows import largest_windows
 from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import Emulation, MachineProfile, load_profile
-from offload_runtime.hardware.host_bench import HostInfo, read_host_info
+from offload_runtime.hardware.system import HostInfo, read_host_info
 from offload_runtime.options import require
 from offload_runtime.plan import CardLimit, MemoryLimits, ModelPlan, Placement, RunPlan
 from offload_runtime.plan.model import total

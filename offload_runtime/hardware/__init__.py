@@ -45,21 +45,6 @@ def _figure(default: Any = None, *, gpu: bool = True, keys: str = "", **bounds: 
 
 
 @dataclass(frozen=True)
-class CpuFigures:
-    """The host's processor.
-
-    `cores` are the logical ones that a process may use, `features` the flags that matter to attention on the CPU.
-    """
-
-    name: str
-    cores: int = _figure(MISSING, gpu=False, least=1, most=8192)
-    features: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        _check_values(self, "cpu.")
-
-
-@dataclass(frozen=True)
 class Emulation:
     """Cards to play, `cards` of them: `whole_vram_bytes` is all of the memory of each, `vram_bytes` what of it a
     program can have.
@@ -83,19 +68,14 @@ class MachineProfile:
 
     GPU: `vram_bytes` is all of a card's memory, `vram_others_bytes` what of it the driver and other programs keep, a
     desktop above all, and `vram_reserved_bytes` what a run's CUDA context takes. `link_gbps` is host to device with
-    large pinned copies, `link_back_gbps` device to host, `link_both_gbps` each direction while both run,
-    `link_by_copy_mib` host to device by MiB of one copy.
-    Of several cards, in CUDA's order, `links_alone_gbps` are host to device, each while the others are idle, and
-    `links_at_once_gbps` each while all of them copy. Rows take `transfer_us_by_kib` from card to card, by KiB of one
-    transfer: a few of them `transfer_us`, and many arrive at `transfer_gbps`.
-    `pcie_generation` and `pcie_width` are the link's while it is busy. `hbm_gbps` counts bytes read and written.
-    `tflops` are dense matrix products by element type, `launch_us` one small kernel launched from the host,
-    `graph_launch_us` one within a CUDA graph. `decode_gweights_per_s` are weights that products of one row
-    decode in registers, by how they are stored, in 1e9 a second, over a layer of an 8B; memory may bound them.
+    large pinned copies, `link_back_gbps` device to host. Of several cards, in CUDA's order, `links_at_once_gbps` are
+    host to device, each while all of them copy; from card to card a few rows take `transfer_us`, and many arrive at
+    `transfer_gbps`. `hbm_gbps` counts bytes read and written, `tflops` are dense matrix products by element type,
+    `graph_launch_us` is one small kernel within a CUDA graph. `decode_gweights_per_s` are weights that products of one
+    row decode in registers, by how they are stored, in 1e9 a second, over a layer of an 8B; memory may bound them.
 
-    Host: `ram_bytes` is all of the memory, `pinnable_bytes` what may be page-locked of it, at `pin_gbps`. `host_gbps`
-    is reading with as many threads as are best (`host_by_threads`), `host_gbps_while_link_busy` the same beside
-    copies to the device, which keep `link_gbps_while_host_busy`. `disk_gbps` is one sequential reader.
+    Host: `ram_bytes` is all of the memory, `pinnable_bytes` what may be page-locked of it, `host_gbps` how fast all
+    cores read it, and `staging_gbps` how fast the threads that stage copy within it while the link is busy.
     """
 
     name: str
@@ -108,42 +88,27 @@ class MachineProfile:
     vram_others_bytes: int | None = _figure(**_BYTES)
     link_gbps: float | None = _figure(**_GBPS)
     link_back_gbps: float | None = _figure(**_GBPS)
-    link_both_gbps: float | None = _figure(**_GBPS)
-    links_alone_gbps: tuple[float, ...] = _figure((), **_GBPS)
     links_at_once_gbps: tuple[float, ...] = _figure((), **_GBPS)
     transfer_us: float | None = _figure(**_US)
     transfer_gbps: float | None = _figure(**_GBPS)
-    pcie_generation: int | None = _figure(least=1, most=7)
-    pcie_width: int | None = _figure(least=1, most=32)
     hbm_gbps: float | None = _figure(**_GBPS)
-    launch_us: float | None = _figure(**_US)
     graph_launch_us: float | None = _figure(**_US)
     pinnable_bytes: int | None = _figure(**_BYTES)
-    pin_gbps: float | None = _figure(**_GBPS)
     host_gbps: float | None = _figure(gpu=False, **_GBPS)
-    host_gbps_while_link_busy: float | None = _figure(**_GBPS)
-    link_gbps_while_host_busy: float | None = _figure(**_GBPS)
-    disk_gbps: float | None = _figure(gpu=False, **_GBPS)
-    cpu: CpuFigures | None = None
+    staging_gbps: float | None = _figure(**_GBPS)
     tflops: Mapping[str, float] = _figure({}, keys="|".join(DTYPES), **_GBPS)
-    library_rows: Mapping[str, int] = _figure({}, keys=r"\d+x\d+", least=0, most=4096)
     decode_gweights_per_s: Mapping[str, float] = _figure({}, keys=r"I?Q\d_\w+|INT[48]|FP8|12-bit BF16", **_US)
-    link_by_copy_mib: Mapping[float, float] = _figure({}, **_GBPS)
-    transfer_us_by_kib: Mapping[float, float] = _figure({}, **_US)
-    host_by_threads: Mapping[int, float] = _figure({}, gpu=False, **_GBPS)
 
     def __post_init__(self) -> None:
-        _check_values(self, "")
+        _check_values(self)
         of_gpu = [entry.name for entry in fields(self) if entry.metadata.get("gpu") and getattr(self, entry.name)]
         if self.gpus == 0 and of_gpu:
             raise ProfileError(f"a machine with gpus = 0 cannot have {', '.join(of_gpu)}: drop them, or set gpus")
         if self.gpus and (self.gpu_name is None or self.vram_bytes is None):
             raise ProfileError(f"gpus = {self.gpus} needs gpu_name and vram_bytes: add them, or set gpus = 0")
-        for key in ("links_alone_gbps", "links_at_once_gbps"):
-            rates = getattr(self, key)
-            if rates and not 2 <= self.gpus == len(rates):
-                one_each = "give one for each of several cards, or none"
-                raise ProfileError(f"{key} has {len(rates)} figures and gpus = {self.gpus}: {one_each}")
+        if (rates := len(self.links_at_once_gbps)) and not 2 <= self.gpus == rates:
+            one_each = "give one for each of several cards, or none"
+            raise ProfileError(f"links_at_once_gbps has {rates} figures and gpus = {self.gpus}: {one_each}")
         parts = {"vram_others_bytes": "vram_bytes", "vram_reserved_bytes": "vram_bytes", "pinnable_bytes": "ram_bytes"}
         for part, whole in parts.items():
             part_bytes, whole_bytes = getattr(self, part), getattr(self, whole)
@@ -191,57 +156,29 @@ class MachineProfile:
         return tuple(rates[one] / rates[0] if max(numbers) < len(rates) else 1.0 for one in numbers)
 
 
-def _check_values(record: Any, prefix: str) -> None:
-    """Check every value that is given; `prefix` goes before the key in the message."""
-    kind: Any = type(record)
-    for one, entry in zip(option_fields(kind), fields(kind), strict=True):
-        name, value = prefix + one.name, getattr(record, one.name)
+def _check_values(profile: MachineProfile) -> None:
+    """Check every value that is given, and each item of those that are several."""
+    for one, entry in zip(option_fields(MachineProfile), fields(MachineProfile), strict=True):
+        name, value = one.name, getattr(profile, one.name)
         if isinstance(value, list):  # as TOML has them
-            object.__setattr__(record, one.name, value := tuple(value))
+            object.__setattr__(profile, name, value := tuple(value))
         try:
             one.checked(name, value)
-            texts = {1: value} if isinstance(value, str) else {}
+            if isinstance(value, str) and not (value.isprintable() and 0 < len(value.strip()) <= _LONGEST_TEXT):
+                raise ProfileError(f"{name} must be one line of 1 to {_LONGEST_TEXT} characters, not {value!r}")
             items = dict(enumerate(value, 1)) if isinstance(value, tuple) else value
-            for key, item in (items if isinstance(items, Mapping) else texts).items():
-                keys = entry.metadata.get("keys", "")
-                if not (re.fullmatch(keys, key) if isinstance(key, str) else 0 < key < math.inf):
-                    raise ProfileError(f"{name} has the key {key!r}, and each must be {keys or 'a number above 0'}")
-                if one.option is not None and not isinstance(item, str):
-                    one.option.require_within(f"{name}[{key!r}]", item)
-                elif isinstance(item, str) and not (item.isprintable() and 0 < len(item.strip()) <= _LONGEST_TEXT):
-                    raise ProfileError(f"{name} must be one line of 1 to {_LONGEST_TEXT} characters, not {item!r}")
+            for key, item in items.items() if isinstance(items, Mapping) else ():
+                if not (isinstance(key, int) or re.fullmatch(entry.metadata["keys"], key)):
+                    raise ProfileError(f"{name} has the key {key!r}, and each must be {entry.metadata['keys']}")
+                entry.metadata["option"].require_within(f"{name}[{key!r}]", item)
         except OptionError as error:
             raise ProfileError(str(error)) from error
 
 
-def _guess(word: str, allowed: Iterable[str], prefix: str = "") -> str:
+def _guess(word: str, allowed: Iterable[str]) -> str:
     """Return what a word may have been meant for, as the beginning of a sentence; empty where nothing is like it."""
     nearest = difflib.get_close_matches(word, allowed, n=1)
-    return f"did you mean {prefix}{nearest[0]}? " if nearest else ""
-
-
-def _check_keys(given: Mapping[str, Any], record: type[CpuFigures] | type[MachineProfile], prefix: str) -> None:
-    """Refuse keys that the record does not have, and name those that it needs."""
-    allowed = [entry.name for entry in fields(record)]
-    for key in given:
-        if key not in allowed:
-            guess = _guess(key, allowed, prefix)
-            raise ProfileError(f"{prefix}{key} is not a key of a profile: {guess}allowed are {', '.join(allowed)}")
-    needed = [one.name for one in fields(record) if one.default is one.default_factory]  # both are MISSING
-    missing = [prefix + key for key in needed if key not in given]
-    if missing:
-        raise ProfileError(f"{', '.join(missing)} missing: every profile needs {', '.join(prefix + k for k in needed)}")
-
-
-def _number_keys(table: Any, kind: type[int] | type[float]) -> Any:
-    """Read the keys of a table as numbers: keys of TOML are text. What is none stays, to be refused."""
-    try:
-        numbers = {kind(key): value for key, value in table.items()}
-    except (AttributeError, ValueError):
-        return table
-    if len(numbers) < len(table):
-        raise ProfileError(f"two keys of one table mean one number ({', '.join(map(str, table))}): keep one of them")
-    return numbers
+    return f"did you mean {nearest[0]}? " if nearest else ""
 
 
 def profile_from_mapping(table: Mapping[str, Any]) -> MachineProfile:
@@ -251,27 +188,20 @@ def profile_from_mapping(table: Mapping[str, Any]) -> MachineProfile:
         ProfileError: A key is unknown or missing, or a value is of the wrong type or out of range; names the key and
             what is allowed.
     """
-    _check_keys(table, MachineProfile, "")
-    values = dict(table)
-    if (cpu := values.get("cpu")) is not None:
-        if not isinstance(cpu, Mapping):
-            raise ProfileError(f"cpu must be a table with name and cores, not {cpu!r}")
-        _check_keys(cpu, CpuFigures, "cpu.")
-        values["cpu"] = CpuFigures(**cpu)
-    for key, kind in (("link_by_copy_mib", float), ("transfer_us_by_kib", float), ("host_by_threads", int)):
-        if key in values:
-            values[key] = _number_keys(values[key], kind)
-    return MachineProfile(**values)
+    allowed = [entry.name for entry in fields(MachineProfile)]
+    for key in table:
+        if key not in allowed:
+            remedy = f"{_guess(key, allowed)}drop it, or measure again; allowed are {', '.join(allowed)}"
+            raise ProfileError(f"{key} is not a key of a profile: {remedy}")
+    needed = [one.name for one in fields(MachineProfile) if one.default is one.default_factory]  # both are MISSING
+    if missing := [key for key in needed if key not in table]:
+        raise ProfileError(f"{', '.join(missing)} missing: every profile needs {', '.join(needed)}")
+    return MachineProfile(**table)
 
 
 def profile_to_mapping(profile: MachineProfile) -> dict[str, Any]:
-    """Return the profile as tables of TOML or JSON: what is not known is left out, keys are text."""
-    table = {key: value for key, value in asdict(profile).items() if value not in (None, (), {})}
-    for key in ("tflops", "link_by_copy_mib", "transfer_us_by_kib", "host_by_threads"):
-        if key in table:
-            # Whole sizes without a decimal point.
-            table[key] = {str(name).removesuffix(".0"): figure for name, figure in sorted(table[key].items())}
-    return table
+    """Return the profile as tables of TOML or JSON: what is not known is left out."""
+    return {key: value for key, value in asdict(profile).items() if value not in (None, (), {})}
 
 
 # --- where profiles are kept: shipped ones in a package of TOML files, the user's own in the configuration directory

@@ -32,7 +32,7 @@ from offload_runtime.plan.sizes import RunPlan
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
 from offload_runtime.sizes import GB
 from offload_runtime.speculation import best_tree_tokens, expected_accepted, likely_parents, num_guesses
-from offload_runtime.stream import MOST_THREADS, are_blocks
+from offload_runtime.stream import are_blocks
 
 # cuBLAS over 7B's weights (3.76 ms at 64 rows) and attention over 120,000 keys, both of 4.3 TB/s.
 _HBM_SHARE = 0.8
@@ -118,15 +118,12 @@ def _decode_rate(machine: MachineProfile, kind: str) -> float:
 
 
 def _staging(machine: MachineProfile) -> float:
-    """Bytes per second of copies within host memory while the link is busy: half of what threads read then, since as
-    much is written."""
-    read_gbps = machine.host_gbps_while_link_busy
-    if read_gbps is None and machine.host_gbps is not None and machine.link_gbps is not None:
-        read_gbps = max(machine.host_gbps - machine.link_gbps, machine.host_gbps / 4)
-    if read_gbps is None:
-        return _STAGING_GBPS * GB
-    of_threads = [gbps for threads, gbps in machine.host_by_threads.items() if threads <= MOST_THREADS]
-    return min(read_gbps, max(of_threads, default=read_gbps)) / 2 * GB
+    """Bytes per second of copies within host memory while the link is busy: where that was not measured, half of what
+    the cores read beside it, since as much is written."""
+    gbps = machine.staging_gbps
+    if gbps is None and machine.host_gbps is not None and machine.link_gbps is not None:
+        gbps = max(machine.host_gbps - machine.link_gbps, machine.host_gbps / 4) / 2
+    return (gbps or _STAGING_GBPS) * GB
 
 
 def transfers_s(plan: RunPlan, machine: MachineProfile, *, rows: int) -> float:

@@ -1,0 +1,350 @@
+"""The measurements behind a profile: links, memories, products, launches, transfers between cards, and page-locking.
+
+Of one GPU the current device is measured, which callers set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from functools import partial
+from itertools import cycle
+
+import numpy as np
+import torch
+from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
+from offload_runtime_kernels.coded_linear import coded_linear_triton
+from offload_runtime_kernels.gguf_blocks import FORMATS
+from offload_runtime_kernels.gguf_linear import gguf_linear_triton
+from offload_runtime_kernels.scaled_linear import scaled_linear_triton
+from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows
+
+from offload_runtime.hardware.system import HostInfo
+from offload_runtime.sizes import GB, GIB, format_bytes
+from offload_runtime.stream import Card, HostArena, Registrar, TransferBuffers, current_device, transfer
+
+MIB = 1 << 20
+# Copies are as large as those of streaming, and walk through a buffer that no cache holds; so many are queued at once.
+_PIECE_BYTES, _LINK_BYTES, _QUEUED = 64 * MIB, 256 * MIB, 8
+# The card's clocks, and with them the link, need a moment of work to rise.
+_WAKING_S = 0.3
+_TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Blocks of common files, numbers of common quantised checkpoints (in groups of 128 columns, in rows, in squares), and
+# [M, K] of the matrices of a layer of an 8B Llama: small ones are slower than large ones.
+_MEASURED_BLOCKS = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
+_MEASURED_NUMBERS = {
+    "INT4": ScaledFormat("uint4", 1, 128, torch.float16, 8), "INT8": ScaledFormat("int8", 1, 1 << 16, torch.bfloat16),
+    "FP8": ScaledFormat("FP8", 128, 128, torch.float32),
+}  # fmt: skip
+_LAYER_MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+# 112 to 334 MB each, so that no second-level cache (72 MB of an RTX 4090) has what is read again.
+_LAYERS = 4
+# Rows of one token and of a piece of a prompt. Transfers are enqueued while their card spins, some 25 ms: timed is what
+# cards take, not what Python does to launch it.
+_FEW_BYTES, _MANY_BYTES, _TRANSFERS, _SPIN_CYCLES = 8 << 10, 8 * MIB, 16, 50_000_000
+_GRAPH_KERNELS = 1000
+# Stays with the system and with other programs: an eighth of the memory, at most 8 GiB.
+_KEPT_SHARE, _MOST_KEPT_BYTES = 8, 8 * GIB
+
+
+class CannotMeasureError(Exception):
+    """A figure cannot be had on this machine; the text is the reason. Becomes part of the report, never an end."""
+
+
+def _best_time_s(action: Callable[[], float | None], *, budget_s: float) -> float:
+    """Return the shortest time of one `action` in seconds, which it returns if it measures itself: others on the
+    machine only ever make it longer. One call comes first that does not count; then calls follow until `budget_s` is
+    spent, at least three of them."""
+    action()
+    times_s: list[float] = []
+    started_s = time.perf_counter()
+    while len(times_s) < 3 or time.perf_counter() - started_s < budget_s:
+        before_s = time.perf_counter()
+        own_s = action()
+        times_s.append(time.perf_counter() - before_s if own_s is None else own_s)
+    return min(times_s)
+
+
+def _event_time_s(enqueue: Callable[[], object], *, budget_s: float, spin_cycles: int = 0) -> float:
+    """Return the shortest time between two events around `enqueue` on the current stream, in seconds. Before the first
+    event the device spins, so that all is enqueued before it begins."""
+
+    def once() -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if spin_cycles:
+            torch.cuda._sleep(spin_cycles)
+        start.record()
+        enqueue()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return _best_time_s(once, budget_s=budget_s)
+
+
+# --- links
+
+
+class LinkBench:
+    """Copies without end over a GPU's link, on a stream of their own: from page-locked memory or, `back`, to it."""
+
+    def __init__(self, device: torch.device, *, back: bool = False) -> None:
+        # A page that was never written is the kernel's one zero page, which stays in the caches.
+        host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
+        there = torch.ones(_LINK_BYTES, dtype=torch.uint8, device=device)
+        target, source = (host, there) if back else (there, host)
+        self._pieces = cycle(zip(target.split(_PIECE_BYTES), source.split(_PIECE_BYTES), strict=True))
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._queued: deque[torch.cuda.Event] = deque()  # each fires at the end of a copy
+
+    def feed(self) -> list[torch.cuda.Event]:
+        """Queue copies up to a fixed number. Returns the ends of those that have arrived since the last call."""
+        arrived = []
+        while self._queued and self._queued[0].query():
+            arrived.append(self._queued.popleft())
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            while len(self._queued) < _QUEUED:
+                target, piece = next(self._pieces)
+                target.copy_(piece, non_blocking=True)
+                end = torch.cuda.Event(enable_timing=True)
+                end.record()
+                self._queued.append(end)
+        return arrived
+
+    def finish(self) -> None:
+        """Wait until all that is queued has arrived."""
+        self._stream.synchronize()
+
+
+def measure_links_gbps(benches: Sequence[LinkBench], until: Callable[[], bool]) -> tuple[float, ...]:
+    """Keep links busy side by side until something is so. Returns what each carried in GB/s, of copies that ended
+    within the same time, in which no link was idle."""
+    started_s, ends = time.perf_counter(), [list[torch.cuda.Event]() for _ in benches]
+    while True:
+        arrived, awake = [bench.feed() for bench in benches], time.perf_counter() - started_s > _WAKING_S
+        for one, more in zip(ends, arrived, strict=True):
+            one += more if awake else []
+        if awake and min(map(len, ends)) > 1 and until():
+            for bench in benches:
+                bench.finish()
+            return tuple((len(one) - 1) * _PIECE_BYTES / (one[0].elapsed_time(one[-1]) * 1e-3) / GB for one in ends)
+        time.sleep(0.001)
+
+
+def spent(budget_s: float) -> Callable[[], bool]:
+    """Return what says whether a time from now on, and the links' waking, is over."""
+    end_s = time.perf_counter() + _WAKING_S + budget_s
+    return lambda: time.perf_counter() >= end_s
+
+
+def measure_transfers(cards: Sequence[Card], *, budget_s: float) -> tuple[float, float]:
+    """Measure transfers of rows from card to card, each behind the one before, as in a pass: round all cards and back.
+
+    Returns:
+        Microseconds of a transfer of a token's rows, and the GB/s at which more bytes arrive.
+
+    Raises:
+        CannotMeasureError: Many rows take no longer than one.
+    """
+    ring = [*zip(cards, [*cards[1:], cards[0]], strict=True)] * max(1, _TRANSFERS // len(cards))
+    seconds, buffers = [], TransferBuffers()
+    for nbytes in (_FEW_BYTES, _MANY_BYTES):
+        rows = torch.ones(nbytes, dtype=torch.uint8, device=cards[0].device)
+
+        def laps(rows: torch.Tensor = rows) -> None:
+            tensors = [rows]
+            for source, target in ring:
+                tensors = transfer(tensors, source, target, buffers)
+
+        with current_device(cards[0].device):
+            seconds.append(_event_time_s(laps, budget_s=budget_s, spin_cycles=_SPIN_CYCLES) / len(ring))
+    few_s, many_s = seconds
+    if many_s <= few_s:
+        raise CannotMeasureError(f"a transfer of {format_bytes(_MANY_BYTES)} takes no longer than one of a few kB")
+    return few_s * 1e6, (_MANY_BYTES - _FEW_BYTES) / (many_s - few_s) / GB
+
+
+# --- what a card computes
+
+
+def measure_hbm_gbps(device: torch.device, most_bytes: int, *, budget_s: float) -> float:
+    """Measure copying within the device's memory, bytes read and written together, in GB/s."""
+    free_bytes = torch.cuda.mem_get_info(device)[0]
+    nbytes = min(most_bytes, free_bytes // 4)
+    if nbytes < 128 * MIB:  # the second-level cache would answer
+        raise CannotMeasureError(f"only {format_bytes(free_bytes)} of VRAM is free: close other programs")
+    source, sink = (torch.ones(nbytes, dtype=torch.uint8, device=device) for _ in range(2))  # [nbytes] uint8, GPU
+    return 2 * nbytes / _event_time_s(lambda: sink.copy_(source), budget_s=budget_s) / GB
+
+
+def measure_tflops(device: torch.device, *, budget_s: float) -> dict[str, float]:
+    """Measure dense products of two square matrices of random numbers, in TFLOP/s by element type, as torch is set."""
+    size = 8192 if torch.cuda.mem_get_info(device)[0] > 2 * GB else 4096
+    rates = {}
+    for name, dtype in _TORCH_DTYPES.items():
+        # Products of zeros draw less power and run at higher clocks than any model's.
+        left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))  # [n, n], GPU
+        product = torch.empty_like(left)
+        multiply = partial(torch.mm, left, right, out=product)
+        rates[name] = 2 * size**3 / _event_time_s(multiply, budget_s=budget_s) / 1e12
+    return rates
+
+
+def _graph_time_s(calls: Sequence[Callable[[], object]], device: torch.device, *, budget_s: float) -> float:
+    """Return the shortest time of a CUDA graph of some calls, in seconds."""
+    for call in calls:  # compiled, and its module loaded, before a capture
+        call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return _event_time_s(graph.replay, budget_s=budget_s)
+
+
+def measure_graph_launch_us(device: torch.device, *, budget_s: float) -> float:
+    """Measure one small kernel within a CUDA graph of many, each after the one before, in microseconds."""
+    count = torch.zeros(1, device=device)
+    return _graph_time_s([lambda: count.add_(1)] * _GRAPH_KERNELS, device, budget_s=budget_s) / _GRAPH_KERNELS * 1e6
+
+
+def _stored_product(kind: str, m: int, k: int, device: torch.device) -> Callable[[], None]:
+    """Return a product of one row with a matrix [M, K] as it is stored, of whatever random bytes decode to."""
+    x, out = (torch.ones(1, width, dtype=torch.bfloat16, device=device) for width in (k, m))
+    randint = partial(torch.randint, 256, dtype=torch.uint8, device=device)
+    if kind == CODED:
+        row = CodedRow.of(k)
+        assert row is not None
+        stored = torch.zeros(m, row.nbytes, dtype=torch.uint8, device=device)  # weights without exceptions
+        return partial(coded_linear_triton, x, stored, row, out)
+    if kind in _MEASURED_NUMBERS:
+        form = _MEASURED_NUMBERS[kind]
+        (down, across), (scale_bytes, _) = form.scales(m, k), form.scale_row_bytes(k)
+        scales = torch.ones(down, scale_bytes // form.scale.itemsize, dtype=form.scale, device=device)[:, :across]
+        none, numbers = torch.empty(0, device=device), randint((m, form.row_bytes(k)))
+        return partial(scaled_linear_triton, x, ScaledRows(numbers, scales, none.byte(), none.int()), form, out)
+    blocks = FORMATS[kind]
+    return partial(gguf_linear_triton, x, randint((m, blocks.row_bytes(k))), blocks, out)
+
+
+def measure_decode_gweights_per_s(device: torch.device, *, budget_s: float) -> dict[str, float]:
+    """Measure products of one row with layers as they are stored, within a CUDA graph: weights in 1e9 a second by how
+    they are. Where memory is slower than decoding, this is what it delivers."""
+    rates, weights = {}, _LAYERS * sum(m * k for m, k in _LAYER_MATRICES)
+    for kind in (*_MEASURED_BLOCKS, *_MEASURED_NUMBERS, CODED):
+        products = [_stored_product(kind, m, k, device) for m, k in _LAYERS * _LAYER_MATRICES]
+        rates[kind] = weights / _graph_time_s(products, device, budget_s=budget_s) / 1e9
+    return rates
+
+
+# --- the host's memory
+
+
+def sample_bytes(host: HostInfo, wanted_bytes: int) -> int:
+    """Return as much of `wanted_bytes` as can be taken for a moment without anybody noticing, in whole huge pages."""
+    return max(2 * MIB, min(wanted_bytes, host.available_bytes // 8) // (2 * MIB) * 2 * MIB)
+
+
+def measure_host_gbps(nbytes: int, threads: int, *, budget_s: float) -> float:
+    """Measure reading memory with a number of threads, in GB/s."""
+    parts = np.array_split(np.empty(nbytes // 4, dtype=np.float32), threads)
+    with ThreadPoolExecutor(threads) as pool:
+        # Pages are placed beside the core that first writes them, so each thread writes the part it will read.
+        list(pool.map(lambda part: part.fill(1.0), parts))
+
+        def read() -> None:  # numpy lets other threads run meanwhile, and the maximum is what memory limits soonest
+            list(pool.map(np.max, parts))
+
+        return nbytes / _best_time_s(read, budget_s=budget_s) / GB
+
+
+def measure_staging_gbps(bench: LinkBench, nbytes: int, threads: int, *, budget_s: float) -> float:
+    """Measure copies within host memory by a number of threads while the link to a device is busy, in GB/s."""
+    parts = [torch.ones(2, nbytes // threads // 2, dtype=torch.uint8) for _ in range(threads)]
+    over = threading.Event()
+
+    def move(part: torch.Tensor) -> int:
+        target, source, copies = *part, 0
+        while not over.is_set():
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+            copies += 1
+        return copies * source.nbytes
+
+    with ThreadPoolExecutor(threads) as pool:
+        started_s, moving = time.perf_counter(), [pool.submit(move, part) for part in parts]
+        try:
+            measure_links_gbps([bench], spent(budget_s))
+        finally:
+            over.set()
+        return sum(one.result() for one in moving) / (time.perf_counter() - started_s) / GB
+
+
+def _locked(nbytes: int, registrar: Registrar, arenas: ExitStack) -> int:
+    """Take, write and lock memory, which `arenas` gives back. Returns what of it was locked."""
+    arena = arenas.enter_context(closing(HostArena(nbytes, name="a measurement of page-locking")))
+    arena.buffer.fill_(1)
+    arena.lock(registrar)
+    return arena.pinned_bytes
+
+
+def estimate_pinnable_bytes(host: HostInfo, wanted_bytes: int) -> int:
+    """Return what may be locked, judged by free memory and the kind of system, without trying more than a sample.
+
+    Drivers do not count CUDA's locking against RLIMIT_MEMLOCK, so the limit is believed only where the sample is
+    refused.
+
+    Raises:
+        CannotMeasureError: Not even the sample can be locked, and no limit says why; or hardly any memory is free.
+        BudgetError: The system refuses to give the sample.
+    """
+    nbytes = sample_bytes(host, wanted_bytes)
+    with ExitStack() as arenas:
+        refused = _locked(nbytes, Registrar(), arenas) < nbytes
+    if refused and not host.locked_limit_bytes:
+        refusal = f"the system refuses to lock {format_bytes(nbytes)} of memory"
+        raise CannotMeasureError(f"{refusal}: raise the limit; unlocked memory copies several times slower")
+    return judge_pinnable_bytes(host, refused=refused)
+
+
+def judge_pinnable_bytes(host: HostInfo, *, refused: bool) -> int:
+    """Return what may be locked, of a system that has `refused` a sample or not. Errors as of
+    `estimate_pinnable_bytes`."""
+    if refused:
+        return min(host.locked_limit_bytes or 0, host.ram_bytes)
+    spare_bytes = host.available_bytes - _kept_bytes(host)
+    if host.wsl:  # Windows' driver locks about half of what the virtual machine has
+        spare_bytes = min(spare_bytes, host.ram_bytes // 2)
+    if spare_bytes <= 0:
+        raise CannotMeasureError(
+            f"{format_bytes(host.available_bytes)} of memory is free and {format_bytes(_kept_bytes(host))} of it stays "
+            "with the system: close other programs"
+        )
+    return spare_bytes
+
+
+def _kept_bytes(host: HostInfo) -> int:
+    return min(host.ram_bytes // _KEPT_SHARE, _MOST_KEPT_BYTES)
+
+
+def try_pinnable_bytes(host: HostInfo) -> int:
+    """Lock memory in blocks of 1 GiB until the system refuses or only its own share is free; in bytes.
+
+    Raises:
+        CannotMeasureError: Not one block can be locked.
+        BudgetError: The system refuses to give as much.
+    """
+    registrar, locked_bytes = Registrar(), 0
+    with ExitStack() as arenas:
+        # One after the other: where the system refuses early, no more than that is ever written.
+        for _ in range(max(0, host.available_bytes - _kept_bytes(host)) // GIB):
+            locked_bytes += (more := _locked(GIB, registrar, arenas))
+            if more < GIB:
+                break
+    if not locked_bytes:
+        raise CannotMeasureError("the system refuses to lock 1 GiB, or has none free")
+    return locked_bytes
