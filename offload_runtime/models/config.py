@@ -79,6 +79,11 @@ class ModelConfig:
         return sum(rope.channels // 2 for rope in self.ropes)
 
     @cached_property
+    def kv_elements(self) -> tuple[int, ...]:
+        """Elements of the keys and values that each layer's cache keeps of a token."""
+        return tuple(layer.attention.kv_elements(1) for layer in self.layers)
+
+    @cached_property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer in tokens; None where it attends to all."""
         return tuple(layer.attention.window for layer in self.layers)

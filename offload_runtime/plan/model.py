@@ -5,6 +5,7 @@ Who allocates a tensor says how large it is (`models`, `kv`, `runners`, `weights
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -216,8 +217,7 @@ class ModelPlan:
     @cached_property
     def largest_kv_layer(self) -> tuple[int]:
         """The layer that keeps the most of a token, of those that attend to everything, if there are any."""
-        layers = self.config.layers
-        return (max(self.full_layers or self.layers, key=lambda layer: layers[layer].attention.kv_elements(1)),)
+        return (max(self.full_layers or self.layers, key=self.config.kv_elements.__getitem__),)
 
     @property
     def pass_rows(self) -> int | None:
@@ -227,8 +227,7 @@ class ModelPlan:
 
     def kv_bytes_of(self, layers: Iterable[int], tokens: int) -> int:
         """What some layers keep of so many tokens of a sequence."""
-        declared = (self.config.layers[layer].attention.kv_elements(tokens) for layer in layers)
-        return sum(declared) * self.dtype.itemsize
+        return tokens * sum(map(self.config.kv_elements.__getitem__, layers)) * self.dtype.itemsize
 
     @property
     def kv_block_bytes(self) -> int:
@@ -237,9 +236,11 @@ class ModelPlan:
 
     def reserved_kv_bytes(self, layers: Iterable[int]) -> int:
         """What some layers reserve of the whole context."""
-        tokens, rows = self.context_tokens, self.pass_rows
-        reserved = ((layer, self.config.layers[layer].attention.reserved_tokens(tokens, rows)) for layer in layers)
-        return self.batch * sum(self.kv_bytes_of((layer,), tokens) for layer, tokens in reserved)
+        tokens = Counter[int]()  # by what a token takes
+        for layer in layers:
+            reserved = self.config.layers[layer].attention.reserved_tokens(self.context_tokens, self.pass_rows)
+            tokens[self.config.kv_elements[layer]] += reserved
+        return self.batch * sum(each * count for each, count in tokens.items()) * self.dtype.itemsize
 
     @property
     def host_kv_bytes(self) -> int:

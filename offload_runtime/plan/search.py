@@ -97,9 +97,8 @@ def as_many_cards_as_help(planned: Callable[[int], RunPlan], num_cards: int, mac
 def find_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> RunPlan:
     """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
     asked for, or where it is None of the longest one that host memory has room for. Errors as of `plan_run`."""
-    if request.max_batch is None:
-        return _find_widest_plan(request, machine, limits)
-    plan = _fastest_plan(request, machine, limits)
+    asked = request if request.max_batch is not None else replace(request, max_batch=1)
+    plan = _fastest_plan(asked, machine, limits)
     # More than once: with another context other layers may find room on the device, and their keys and values leave
     # less of a token to host memory.
     while request.context is None and plan.target.kv_layers_on_host and plan.short_of_host_bytes:
@@ -108,26 +107,26 @@ def find_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLim
         shorter = (target.context_tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
         if shorter < LEAST_CONTEXT_TOKENS:
             break
-        plan = _fastest_plan(replace(request, context=shorter), machine, limits)
-    return replace(plan, request=request)
+        plan = _fastest_plan(replace(asked, context=shorter), machine, limits)
+    plan = replace(plan, request=asked)
+    return plan if request.max_batch is not None else _widened(plan)
 
 
-def _find_widest_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> RunPlan:
-    """The plan of as many sequences as fit beside one another, up to 16, without streaming more than one does: what
-    every pass brings is then shared by all of them. Each has the context that one alone has. Errors as of one."""
-    widest = find_plan(replace(request, max_batch=1), machine, limits)
-    context, streamed_bytes = widest.target.context_tokens, widest.streamed_bytes
-    fewest, most = 2, _MOST_SEQUENCES
+def _widened(plan: RunPlan) -> RunPlan:
+    """The same run of as many sequences as fit beside one another, up to 16, without streaming more than one does: what
+    every pass brings is then shared by all of them. Each has the context that one alone has."""
+    widest, fewest, most = plan, 2, _MOST_SEQUENCES
     while fewest <= most:
         count = (fewest + most) // 2
+        request = replace(plan.request, max_batch=count, context=plan.target.context_tokens)
         try:
-            plan = find_plan(replace(request, max_batch=count, context=context), machine, limits)
+            wider = _placed(plan.of_batch(count))
         except OffloadError:
-            plan = None
-        if plan is None or plan.short_of_host_bytes or plan.streamed_bytes > streamed_bytes:
+            wider = None
+        if wider is None or wider.short_of_host_bytes or wider.streamed_bytes > plan.streamed_bytes:
             most = count - 1
         else:
-            widest, fewest = plan, count + 1
+            widest, fewest = replace(wider, request=request), count + 1
     return widest
 
 
@@ -135,19 +134,27 @@ def _fastest_plan(request: RuntimeConfig, machine: MachineProfile, limits: Memor
     """The fastest of all ways to place a request; one that host memory has room for, if there is one, else what takes
     the least of it. Of equally fast ones it is that whose passes bring the fewest bytes, and the first of those."""
     found, refused, obstacle = list[RunPlan](), list[OffloadError](), ""
+    candidates = list[RunPlan]()
     for stored, nodes in product(_storing(request), _tree_rooms(request)):
         try:
-            candidates = _candidates(make_plan(stored, limits, tree_nodes=nodes))
+            candidates += _candidates(make_plan(stored, limits, tree_nodes=nodes))
         except OptionError as error:
             refused.append(error)
-            continue
+
+    def place(*, roughly: bool) -> None:
+        nonlocal obstacle
         for candidate in candidates:
             try:
-                found.append(_placed(candidate))
+                found.append(_placed(candidate, roughly=roughly))
             except (BudgetError, OptionError) as error:
                 refused.append(error)
                 if candidate.has_verifier:
                     obstacle = str(error).removeprefix(_NO_VERIFIER).split(": ")[0]
+
+    place(roughly=True)
+    if not found and len(limits.cards) > 1:
+        refused = [error for error in refused if not isinstance(error, ShortageError)]
+        place(roughly=False)
     if not found:
         short = [error for error in refused if isinstance(error, ShortageError)]
         raise min(short, key=lambda error: error.missing_bytes) if short else refused[0]
@@ -156,6 +163,8 @@ def _fastest_plan(request: RuntimeConfig, machine: MachineProfile, limits: Memor
         return -plan.short_of_host_bytes, tok_per_s(plan, machine), -plan.streamed_bytes
 
     best = max(found, key=rank)
+    if len(limits.cards) > 1:
+        best = _placed(best.of_batch(best.target.batch))
     other = max((plan for plan in found if plan.has_verifier is not best.has_verifier), key=rank, default=None)
     reason = "" if best.has_verifier else obstacle
     if other is not None:
@@ -208,8 +217,8 @@ def _candidates(plan: RunPlan) -> Iterator[RunPlan]:
         yield replace(plan, draft=one, has_verifier=verifies, target=replace(plan.target, cache=cache, borrows=borrows))
 
 
-def _placed(plan: RunPlan) -> RunPlan:
-    """Return a candidate, placed within device and page-locked memory.
+def _placed(plan: RunPlan, *, roughly: bool = False) -> RunPlan:
+    """Return a candidate, placed within device and page-locked memory; `roughly` is as of `_deal`.
 
     Raises:
         BudgetError: Something does not fit; OptionError: There cannot be a retrieval verifier, or so many layers.
@@ -217,7 +226,7 @@ def _placed(plan: RunPlan) -> RunPlan:
     asked, layers = plan.request.resident_layers, plan.target.config.num_layers
     if asked is not None and not 0 <= asked <= layers:
         raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {asked}")
-    placed = _deal(plan) if len(plan.limits.cards) > 1 else _place(plan, layers, asked)
+    placed = _deal(plan, roughly=roughly) if len(plan.limits.cards) > 1 else _place(plan, layers, asked)
     if not plan.has_verifier:
         return _stage(placed)
     _check_verifier(placed)
@@ -362,9 +371,11 @@ def _copied_bytes(card: RunPlan, num_cards: int) -> float:
     return max(card.streamed_bytes, in_turn) / card.limits.cards[0].link_ratio
 
 
-def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: int = 0) -> _Deal:
+def _dealt(
+    plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: int = 0, *, roughly: bool = False
+) -> _Deal:
     """Layers placed on each card, which streams keys and values of so many of them at least. Their ring is the one with
-    which the links of all cards are busy, where it fits."""
+    which the links of all cards are busy, where it fits and, if not `roughly`, where that brings less."""
     asked, counts, cards, loads = plan.request.resident_layers, [len(layers) for layers in dealt], [], []
     short = None
     for number, card in enumerate(plan.with_placements(*map(model.all_resident, dealt)).cards):
@@ -372,7 +383,9 @@ def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: in
         share = None if asked is None else end - begin  # in proportion
         rings = [card.target, card.target.with_overlapped_kv_ring(len(dealt))] if card.target.on_host else [card.target]
         placed, refused = list[RunPlan](), list[ShortageError]()
-        for target in rings:
+        for target in reversed(rings) if roughly else rings:
+            if placed and roughly:
+                break
             try:
                 most = max(0, len(target.full_layers) - streamed_kv_layers)
                 placed.append(_place(replace(card, target=target), most, share))
@@ -397,14 +410,15 @@ def _uses_host(deal: _Deal) -> bool:
     return any(card.streamed_bytes or card.target.kv_layers_on_host for card in deal.cards)
 
 
-def _deal(plan: RunPlan) -> RunPlan:
+def _deal(plan: RunPlan, *, roughly: bool) -> RunPlan:
     """Deal the layers of a plan out to its cards, so that the copies of the one that takes longest for them take the
     least time; of equals the most even.
 
-    From even counts on layers go from the card that is short of memory, or whose copies take longest, to others, half
-    of the model at first and fewer where that gains nothing. Layers are dealt out in turn, so that all links are busy,
-    and all cards, where a prefill goes layer by layer; where everything is on the cards, in blocks: an 80-layer model
-    then crosses 2 times in place of 80, which are predicted to take 2.4 ms of a pass of two RTX 4090s.
+    Counts are even, or such that each card is short of memory in proportion to its link. If not `roughly`, as plans are
+    compared, layers then go from the card that is short, or whose copies take longest, to others while that gains.
+    Layers are dealt out in turn, so that all links are busy, and all cards, where a prefill goes layer by layer; where
+    everything is on the cards, in blocks: an 80-layer model then crosses 2 times in place of 80, which are predicted to
+    take 2.4 ms of a pass of two RTX 4090s.
 
     Raises:
         BudgetError: One card is too small; says which.
@@ -415,7 +429,12 @@ def _deal(plan: RunPlan) -> RunPlan:
         raise OptionError(f"{cards} cards have no layer each of a model of {layers}: name fewer with --devices")
     # The first card has the embedding and the head, so that the others get what does not go evenly.
     counts = [layers * (card + 1) // cards - layers * card // cards for card in range(cards)]
-    best, moved = _dealt(plan, _interleaved(tuple(counts))), max(counts) // 2
+    best = _dealt(plan, _interleaved(tuple(counts)), roughly=roughly)
+    if best.rank[:2] > (0, 0.0):
+        changed = _in_proportion(plan, counts)
+        found = _dealt(plan, _interleaved(tuple(changed)), roughly=roughly)
+        counts, best = min((counts, best), (changed, found), key=lambda one: one[1].rank)
+    moved = 0 if roughly else max(counts) // 4
     while moved:
         giver, *takers = sorted(range(cards), key=lambda card: (best.loads[card], counts[card]), reverse=True)
         for taker in reversed(takers):
@@ -432,7 +451,9 @@ def _deal(plan: RunPlan) -> RunPlan:
     if not _uses_host(best) and not _uses_host(in_blocks := _dealt(plan, blocks)):
         best = in_blocks
     streamed = [len(card.target.kv_layers_on_host) for card in best.cards]
-    if len({*streamed}) > 1:  # cards that stream keys and values of as many layers wait for none, and keep more weights
+    if (
+        len({*streamed}) > 1 and not roughly
+    ):  # cards that stream keys and values of as many layers wait for none, and keep more weights
         best = min(best, _dealt(plan, _interleaved(tuple(counts)), max(streamed)), key=_waiting_bytes)
     # If all cards keep as many layers of keys and values these are spread; else the first ones, behind which all cards
     # stream in turn: two streaming layers of one card in a row leave the link of the other idle, 1.05 in place of
@@ -442,6 +463,20 @@ def _deal(plan: RunPlan) -> RunPlan:
     chosen = [_some(layers, count, evenly=evenly) for layers, count in kept]
     pairs = zip(best.cards, chosen, strict=True)
     return plan.with_placements(*(replace(card.placement, resident_kv_layers=layers) for card, layers in pairs))
+
+
+def _in_proportion(plan: RunPlan, counts: Sequence[int]) -> list[int]:
+    """Counts of layers with which each card would be short of memory for all of its own in proportion to its link."""
+    cards = plan.with_placements(*map(model.all_resident, _interleaved(tuple(counts)))).cards
+    short = [model.total(card.needed) - (card.limits.device_bytes or 0) for card in cards]
+    ratios, target = [card.limits.cards[0].link_ratio for card in cards], plan.target
+    kv_bytes = 0 if target.on_host else target.reserved_kv_bytes(target.layers)
+    each_bytes = (target.bytes_of_layers(target.layers) + kv_bytes) / len(target.layers)
+    level = sum(short) / sum(ratios)
+    parts = zip(counts, short, ratios, strict=True)
+    changed = [count + round((level * ratio - own) / each_bytes) for count, own, ratio in parts]
+    changed[-1] += sum(counts) - sum(changed)
+    return changed if min(changed) > 0 else list(counts)
 
 
 # --- staged, where the system does not lock all that a run streams from

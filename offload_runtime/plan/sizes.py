@@ -55,6 +55,7 @@ class RunPlan:
     tree_room: int = 0
     draft_note: str = ""
     reason: str = ""
+    passing_bytes: int = 0  # of host memory that weights pass through while they are read
 
     @property
     def num_cards(self) -> int:
@@ -74,6 +75,13 @@ class RunPlan:
     def with_placements(self, *placements: Placement) -> RunPlan:
         """The same with the target's layers elsewhere, of each card."""
         return replace(self, target=replace(self.target, placements=placements))
+
+    def of_batch(self, batch: int) -> RunPlan:
+        """The same of so many sequences, nothing placed yet."""
+        draft = self.draft and replace(self.draft, batch=batch, step_rows=max(STEP_ROWS, batch))
+        unplaced = (all_resident(range(self.target.config.num_layers)),)
+        target = replace(self.target, batch=batch, placements=unplaced, borrows=self.target.borrows and batch == 1)
+        return replace(self, target=target, draft=draft)
 
     @property
     def placement(self) -> Placement:
@@ -213,14 +221,12 @@ class RunPlan:
     @cached_property
     def loading(self) -> Parts:
         """Host memory while the target's weights are read, part by part, or the draft's, if that is more."""
-        sources = (self.request.draft, self.draft), (self.request.target, self.target)
-        models = [(source, model.layout) for source, model in sources if model is not None]
-        streamed, held_bytes = self.placement.streamed_layers, sum(layout.total_bytes for _, layout in models)
-        held_bytes -= self.target.bytes_of_layers(streamed)
+        streamed = self.placement.streamed_layers
+        held_bytes = sum(model.layout.total_bytes for model in self.models) - self.target.bytes_of_layers(streamed)
         return merged(
             [
                 MemoryPart("streamed layers", self.target.host_bytes_of_layers(streamed)),
-                MemoryPart("weights on their way", max(passing_bytes(source, layout) for source, layout in models)),
+                MemoryPart("weights on their way", self.passing_bytes),
                 MemoryPart("weights that a GPU would hold", held_bytes if self.on_cpu else 0),
                 MemoryPart("Python and libraries", _LOADING_PROCESS_BYTES),
             ]
@@ -286,7 +292,9 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
         config, layout, chunk_tokens, tokens, proposed + 1, request.max_batch, placements, request.speculation
     )
     draft = _plan_draft(request, target, tree_nodes) if request.proposed_by == "the draft" else None
-    return RunPlan(request, limits, target, draft, tree_room=tree_nodes)
+    plans = [(request.target, target), *([] if draft is None else [(request.draft, draft)])]
+    passing = max(passing_bytes(source, plan.layout) for source, plan in plans)
+    return RunPlan(request, limits, target, draft, tree_room=tree_nodes, passing_bytes=passing)
 
 
 def _layout(request: RuntimeConfig, model: DescribedModel, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:

@@ -58,6 +58,8 @@ def _num_threads(model: DescribedModel, layout: ModelLayout, device: torch.devic
 def passing_bytes(model: DescribedModel, layout: ModelLayout) -> int:
     """Return host memory that weights pass through at the most: a piece of each thread, the bf16 of matrices that are
     coded, and what of quantised ones is read as a whole."""
+    if not layout.has_coded and not any(isinstance(form, ScaledFormat) for form in model.kinds.values()):
+        return _READ_THREADS * PIECE_BYTES
     whole = list[int]()
     for name, to in checkpoint_tensors(model.config()).items():
         if isinstance(form := model.kinds.get(name), ScaledFormat):
