@@ -8,6 +8,7 @@ page-locked is staged through rings. A plan and a run search here alike.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -35,6 +36,8 @@ _RING_BUFFERS = 3
 _COPIED = 256
 # Sequences at once where nobody said how many: more of them make the passes of each longer.
 _MOST_SEQUENCES = 16
+# Of the layers that would make copies equal, the share that is not worth to be moved.
+_LEAST_SHARE = 0.4
 # Less is no context that anybody left it to the runtime to choose.
 LEAST_CONTEXT_TOKENS = 2048
 # Pieces on their way to the host at once, each moved on by a thread of its own; of what may be locked, the share that
@@ -140,21 +143,13 @@ def _fastest_plan(request: RuntimeConfig, machine: MachineProfile, limits: Memor
             candidates += _candidates(make_plan(stored, limits, tree_nodes=nodes))
         except OptionError as error:
             refused.append(error)
-
-    def place(*, roughly: bool) -> None:
-        nonlocal obstacle
-        for candidate in candidates:
-            try:
-                found.append(_placed(candidate, roughly=roughly))
-            except (BudgetError, OptionError) as error:
-                refused.append(error)
-                if candidate.has_verifier:
-                    obstacle = str(error).removeprefix(_NO_VERIFIER).split(": ")[0]
-
-    place(roughly=True)
-    if not found and len(limits.cards) > 1:
-        refused = [error for error in refused if not isinstance(error, ShortageError)]
-        place(roughly=False)
+    for candidate in candidates:
+        try:
+            found.append(_placed(candidate))
+        except (BudgetError, OptionError) as error:
+            refused.append(error)
+            if candidate.has_verifier:
+                obstacle = str(error).removeprefix(_NO_VERIFIER).split(": ")[0]
     if not found:
         short = [error for error in refused if isinstance(error, ShortageError)]
         raise min(short, key=lambda error: error.missing_bytes) if short else refused[0]
@@ -163,8 +158,6 @@ def _fastest_plan(request: RuntimeConfig, machine: MachineProfile, limits: Memor
         return -plan.short_of_host_bytes, tok_per_s(plan, machine), -plan.streamed_bytes
 
     best = max(found, key=rank)
-    if len(limits.cards) > 1:
-        best = _placed(best.of_batch(best.target.batch))
     other = max((plan for plan in found if plan.has_verifier is not best.has_verifier), key=rank, default=None)
     reason = "" if best.has_verifier else obstacle
     if other is not None:
@@ -217,8 +210,8 @@ def _candidates(plan: RunPlan) -> Iterator[RunPlan]:
         yield replace(plan, draft=one, has_verifier=verifies, target=replace(plan.target, cache=cache, borrows=borrows))
 
 
-def _placed(plan: RunPlan, *, roughly: bool = False) -> RunPlan:
-    """Return a candidate, placed within device and page-locked memory; `roughly` is as of `_deal`.
+def _placed(plan: RunPlan) -> RunPlan:
+    """Return a candidate, placed within device and page-locked memory.
 
     Raises:
         BudgetError: Something does not fit; OptionError: There cannot be a retrieval verifier, or so many layers.
@@ -226,7 +219,7 @@ def _placed(plan: RunPlan, *, roughly: bool = False) -> RunPlan:
     asked, layers = plan.request.resident_layers, plan.target.config.num_layers
     if asked is not None and not 0 <= asked <= layers:
         raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {asked}")
-    placed = _deal(plan, roughly=roughly) if len(plan.limits.cards) > 1 else _place(plan, layers, asked)
+    placed = _deal(plan) if len(plan.limits.cards) > 1 else _place(plan, layers, asked)
     if not plan.has_verifier:
         return _stage(placed)
     _check_verifier(placed)
@@ -371,11 +364,9 @@ def _copied_bytes(card: RunPlan, num_cards: int) -> float:
     return max(card.streamed_bytes, in_turn) / card.limits.cards[0].link_ratio
 
 
-def _dealt(
-    plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: int = 0, *, roughly: bool = False
-) -> _Deal:
+def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: int = 0) -> _Deal:
     """Layers placed on each card, which streams keys and values of so many of them at least. Their ring is the one with
-    which the links of all cards are busy, where it fits and, if not `roughly`, where that brings less."""
+    which the links of all cards are busy, where it fits and brings less."""
     asked, counts, cards, loads = plan.request.resident_layers, [len(layers) for layers in dealt], [], []
     short = None
     for number, card in enumerate(plan.with_placements(*map(model.all_resident, dealt)).cards):
@@ -383,9 +374,7 @@ def _dealt(
         share = None if asked is None else end - begin  # in proportion
         rings = [card.target, card.target.with_overlapped_kv_ring(len(dealt))] if card.target.on_host else [card.target]
         placed, refused = list[RunPlan](), list[ShortageError]()
-        for target in reversed(rings) if roughly else rings:
-            if placed and roughly:
-                break
+        for target in rings:
             try:
                 most = max(0, len(target.full_layers) - streamed_kv_layers)
                 placed.append(_place(replace(card, target=target), most, share))
@@ -410,15 +399,14 @@ def _uses_host(deal: _Deal) -> bool:
     return any(card.streamed_bytes or card.target.kv_layers_on_host for card in deal.cards)
 
 
-def _deal(plan: RunPlan, *, roughly: bool) -> RunPlan:
+def _deal(plan: RunPlan) -> RunPlan:
     """Deal the layers of a plan out to its cards, so that the copies of the one that takes longest for them take the
     least time; of equals the most even.
 
-    Counts are even, or such that each card is short of memory in proportion to its link. If not `roughly`, as plans are
-    compared, layers then go from the card that is short, or whose copies take longest, to others while that gains.
-    Layers are dealt out in turn, so that all links are busy, and all cards, where a prefill goes layer by layer; where
-    everything is on the cards, in blocks: an 80-layer model then crosses 2 times in place of 80, which are predicted to
-    take 2.4 ms of a pass of two RTX 4090s.
+    From even counts on as many layers move as would make the copies of all cards equal, or fewer where that gains
+    nothing. They are dealt out in turn, so that all links are busy, and all cards, where a prefill goes layer by layer;
+    where everything is on the cards, in blocks: an 80-layer model then crosses 2 times in place of 80, which are
+    predicted to take 2.4 ms of a pass of two RTX 4090s.
 
     Raises:
         BudgetError: One card is too small; says which.
@@ -429,21 +417,14 @@ def _deal(plan: RunPlan, *, roughly: bool) -> RunPlan:
         raise OptionError(f"{cards} cards have no layer each of a model of {layers}: name fewer with --devices")
     # The first card has the embedding and the head, so that the others get what does not go evenly.
     counts = [layers * (card + 1) // cards - layers * card // cards for card in range(cards)]
-    best = _dealt(plan, _interleaved(tuple(counts)), roughly=roughly)
-    if best.rank[:2] > (0, 0.0):
-        changed = _in_proportion(plan, counts)
-        found = _dealt(plan, _interleaved(tuple(changed)), roughly=roughly)
-        counts, best = min((counts, best), (changed, found), key=lambda one: one[1].rank)
-    moved = 0 if roughly else max(counts) // 4
-    while moved:
-        giver, *takers = sorted(range(cards), key=lambda card: (best.loads[card], counts[card]), reverse=True)
-        for taker in reversed(takers):
-            changed = [count + moved * ((card == taker) - (card == giver)) for card, count in enumerate(counts)]
-            if changed[giver] > 0 and (found := _dealt(plan, _interleaved(tuple(changed)))).rank < best.rank:
-                counts, best = changed, found
-                break
+    best = _dealt(plan, _interleaved(tuple(counts)))
+    share = 1.0
+    while share > _LEAST_SHARE:
+        changed = _moved(best, counts, share)
+        if (found := _dealt(plan, _interleaved(tuple(changed)))).rank < best.rank:
+            counts, best = changed, found
         else:
-            moved //= 2
+            share /= 2
     if best.short is not None:
         raise best.short
     ends = list(accumulate(counts))
@@ -451,9 +432,7 @@ def _deal(plan: RunPlan, *, roughly: bool) -> RunPlan:
     if not _uses_host(best) and not _uses_host(in_blocks := _dealt(plan, blocks)):
         best = in_blocks
     streamed = [len(card.target.kv_layers_on_host) for card in best.cards]
-    if (
-        len({*streamed}) > 1 and not roughly
-    ):  # cards that stream keys and values of as many layers wait for none, and keep more weights
+    if len({*streamed}) > 1:  # cards that stream keys and values of as many layers wait for none, and keep more weights
         best = min(best, _dealt(plan, _interleaved(tuple(counts)), max(streamed)), key=_waiting_bytes)
     # If all cards keep as many layers of keys and values these are spread; else the first ones, behind which all cards
     # stream in turn: two streaming layers of one card in a row leave the link of the other idle, 1.05 in place of
@@ -465,18 +444,18 @@ def _deal(plan: RunPlan, *, roughly: bool) -> RunPlan:
     return plan.with_placements(*(replace(card.placement, resident_kv_layers=layers) for card, layers in pairs))
 
 
-def _in_proportion(plan: RunPlan, counts: Sequence[int]) -> list[int]:
-    """Counts of layers with which each card would be short of memory for all of its own in proportion to its link."""
-    cards = plan.with_placements(*map(model.all_resident, _interleaved(tuple(counts)))).cards
-    short = [model.total(card.needed) - (card.limits.device_bytes or 0) for card in cards]
-    ratios, target = [card.limits.cards[0].link_ratio for card in cards], plan.target
-    kv_bytes = 0 if target.on_host else target.reserved_kv_bytes(target.layers)
-    each_bytes = (target.bytes_of_layers(target.layers) + kv_bytes) / len(target.layers)
-    level = sum(short) / sum(ratios)
-    parts = zip(counts, short, ratios, strict=True)
-    changed = [count + round((level * ratio - own) / each_bytes) for count, own, ratio in parts]
-    changed[-1] += sum(counts) - sum(changed)
-    return changed if min(changed) > 0 else list(counts)
+def _moved(deal: _Deal, counts: list[int], share: float) -> list[int]:
+    """Counts after a share of the layers, and one at least, has moved with which all cards would have as much to copy,
+    or be as short of memory, over their links."""
+    target, ratios = deal.cards[0].target, [card.limits.cards[0].link_ratio for card in deal.cards]
+    each_bytes = max(target.layout.layer_bytes) + target.reserved_kv_bytes(target.largest_kv_layer)
+    loads = [short + copied for short, copied in deal.loads]
+    level = sum(map(operator.mul, loads, ratios)) / sum(ratios)
+    wanted = [share * (level - load) * ratio / each_bytes for load, ratio in zip(loads, ratios, strict=True)]
+    changed = [max(1, count + round(more)) for count, more in zip(counts, wanted, strict=True)]
+    changed[loads.index(max(loads))] -= changed == counts
+    changed[loads.index(min(loads))] += sum(counts) - sum(changed)
+    return changed if min(changed) > 0 else counts
 
 
 # --- staged, where the system does not lock all that a run streams from
