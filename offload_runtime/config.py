@@ -128,7 +128,7 @@ def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
 class RuntimeConfig:
     """A runtime is loaded with these options of `Runtime.load`, the command line and the tools.
 
-    `target` and `draft` may be opened checkpoints, `emulate` and `profile` profiles of machines. A card that `device`
+    `target` and `draft` may be opened checkpoints, `profile` one of a machine. A card that `device`
     names twice is two logical cards. Limits of memory are in bytes, or texts such as `24GB`; None allows what there
     is.
     """
@@ -192,13 +192,11 @@ class RuntimeConfig:
     resident_layers: int | None = option(
         None, "Layers that stay on the device; others are streamed every pass.", MACHINE, least=0, auto=True
     )
-    emulate: Any = option(
-        None, "Play a smaller card, such as rtx4090: its memory and link are limits.", MACHINE, metavar="NAME|FILE"
-    )
     profile: Any = option(
         None, "Choose and predict by these figures; left out, by a profile of this GPU, your own or a shipped one.",
         MACHINE, metavar="NAME|FILE",
     )  # fmt: skip
+    pace: Any = option(None, "Makes for a device what slows its link down, to it and back: two `LinkPace`.", flag=None)
     trace: Path | None = option(
         None, "Write when what ran, for ui.perfetto.dev and tools/timeline.py.", OUTPUT, metavar="FILE"
     )
@@ -215,7 +213,7 @@ class RuntimeConfig:
             require(is_model, f"{name} must be {what}, not {reprlib.repr(value)}")
         validate(self)
         names = self.devices  # refuses those that are none, and cards of different kinds
-        if self.device != "auto" and self.emulate is None:  # a machine that is played has its own number of cards
+        if self.device != "auto":
             self.vram_of_cards(len(names))
         self._check_proposals()
 
@@ -294,7 +292,7 @@ class RuntimeOptions(TypedDict, total=False):
     ram: str | int | None
     pinned: str | int | None
     resident_layers: int | str | None
-    emulate: Any
+    pace: Any
     profile: Any
     trace: str | Path | None
 

@@ -56,7 +56,7 @@ def make_stats(**changes: Any) -> GenerationStats:
         "prompt_tokens": 7, "new_tokens": 3, "time_to_first_token_s": 0.25, "tok_per_s": 12.5, "passes": 2,
         "tokens_per_pass": 1.5, "bytes_per_pass": 2_000_000_000, "link_gbps": 20.0, "link_peak_gbps": 25.0,
         "stall_s": 0.5, "peak_vram_bytes": 3_000_000_000, "pinned_bytes": 4_000_000_000,
-        "measured_s_per_pass": 0.12, "predicted_s_per_pass": None, "emulated": None,
+        "measured_s_per_pass": 0.12, "predicted_s_per_pass": None,
         "link_idle_share": 0.04,
         "acceptance": (Acceptance("draft", "retrieval", 5, 20, 13), Acceptance("retrieval", "target", 2, 10, 9)),
     }  # fmt: skip
@@ -136,7 +136,6 @@ class FakeRuntime:
         self.load_report = "loaded 1.0 GB in 1.0 s (1.0 GB/s)"
         self.placement = "1 of 2 layers resident"
         self.config = SimpleNamespace(kv_bytes_per_token=lambda element_bytes: 1000 * element_bytes)
-        self.emulated: str | None = None
         self.stats = make_stats()
         self.context_tokens = 100
         self.sampling_defaults: dict[str, float] = {}  # of the model's makers

@@ -53,7 +53,7 @@ def test_json_is_one_object_and_nothing_else(runtime: FakeRuntime) -> None:
     assert result.exit_code == 0
     assert json.loads(result.stdout) == {
         "tokens": [1, 2, 3], "text": "Hello", "finish_reason": "stop", "stats": make_stats().to_dict(),
-        "target": "some/model", "draft": "none", "device": "cpu", "dtype": "fp32", "seed": 5, "emulated": None,
+        "target": "some/model", "draft": "none", "device": "cpu", "dtype": "fp32", "seed": 5,
     }  # fmt: skip
     assert NOISE in result.stderr
 
@@ -65,7 +65,7 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
         "max-new-tokens": "11", "device": "cuda", "dtype": "bf16", "vram": "24GB", "resident-layers": "2",
         "context": "64", "draft": "some/draft", "kv": "host", "speculation": "triforce", "draft-cache": "streaming",
         "sink-tokens": "4", "recent-tokens": "100", "chunk-size": "16", "budget-tokens": "64", "gamma-draft": "3",
-        "refresh-steps": "2", "emulate": "rtx3090", "profile": "rtx4090",
+        "refresh-steps": "2", "profile": "rtx4090",
         "ram": "60GB", "pinned": "30GB", "trace": "t.json", "tree-nodes": "0", "weights": "stored", "encode": "auto",
     }  # fmt: skip
     arguments = [f"--{name}={text}" for name, text in options.items()]
@@ -86,7 +86,7 @@ def test_options_reach_the_engine(runtime: FakeRuntime) -> None:
             "some/model", "some/draft", device="cuda", dtype="bf16", vram=24_000_000_000, ram=60_000_000_000,
             pinned=30_000_000_000, resident_layers=2, context=64, kv="host", weights="stored", max_gamma=90, gamma=90,
             speculation=SpeculationOptions("triforce", "streaming", 4, 100, 16, 64, 3, 2), encode="auto",
-            tree_nodes=0, emulate="rtx3090", profile="rtx4090", trace=Path("t.json"),
+            tree_nodes=0, profile="rtx4090", trace=Path("t.json"),
         )
     ]  # fmt: skip
 
@@ -327,7 +327,7 @@ def test_a_batch_as_json(runtime: FakeRuntime, files: list[str]) -> None:
         "results": [
             {"name": files[1], "text": "answer 0", **answer}, {"name": "stdin", "text": "answer 1", **answer}
         ],
-        "target": "some/model", "draft": "auto", "device": "cpu", "dtype": "fp32", "seed": 5, "emulated": None,
+        "target": "some/model", "draft": "auto", "device": "cpu", "dtype": "fp32", "seed": 5,
     }  # fmt: skip
     assert [prompt for prompt, _ in runtime.requests] == ["the text of a.txt", "from a pipe"]
 

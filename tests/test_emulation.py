@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from emulation import emulated
 
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError
@@ -36,13 +38,12 @@ def _generate(runtime: Runtime) -> list[int]:
 def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path) -> None:
     with load(target, kv="host", resident_layers=0, draft="none") as plain:
         expected = _generate(plain)
-        assert plain.emulated is None and "emulating" not in plain.placement
         needed_bytes = plain.plan.device_bytes  # without a limit all keys and values stay on the host
     save_profile(replace(TOY, vram_bytes=needed_bytes + 100_000, vram_reserved_bytes=None), "toy")
-    with load(target, kv="host", resident_layers=0, draft="none", emulate="toy") as runtime:
+    options: dict[str, Any] = {"kv": "host", "resident_layers": 0, "draft": "none"}
+    with Runtime.load(target, **options, **emulated("toy", device="cpu")) as runtime:
         assert runtime.plan.resident_kv_layers == ()
-        assert "emulating toy: link paced to 0.01 GB/s, 0.005 back" in runtime.placement
-        assert runtime.emulated == "toy"
+        assert runtime.plan.limits.device_bytes == needed_bytes + 100_000
         result = runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True, temperature=0.8, seed=3)
         cache = runtime.engine.target.runner.cache
         assert isinstance(cache, HostKVCache)
@@ -54,46 +55,48 @@ def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path)
     assert result.tokens == expected
     peak = result.stats.link_peak_gbps
     assert peak is not None and 0 < peak <= 0.02  # of such a copy
-    assert result.stats.to_dict()["emulated"] == "toy"
 
 
-def test_more_than_the_emulated_card_has_is_refused(target: Path) -> None:
+def test_more_than_the_emulated_card_has_is_refused() -> None:
     words = (
         r"--vram 1\.0 GB is more than the 350\.0 MB of an emulated toy: lower it to 350\.0MB, or emulate a larger card"
     )
     with pytest.raises(BudgetError, match=words):
-        Runtime.load(target, device="cpu", emulate=TOY, vram="1GB")
+        emulated(TOY, device="cpu", vram="1GB")
 
 
-def test_a_card_that_is_not_smaller_is_refused_with_figures(target: Path) -> None:
+def test_a_card_that_is_not_smaller_is_refused_with_figures() -> None:
     for changes, words in (
         ({"vram_bytes": 10**15, "vram_reserved_bytes": None}, r"toy cannot .* it has 1000\.0 TB .* cpu has [0-9.]+ GB"),
         ({"link_gbps": 9e5}, r"link carries 9e\+05 GB/s to the device and that of cpu [0-9.e+]+: emulate"),
         ({"link_back_gbps": 9e5}, r"link carries 9e\+05 GB/s back to the host"),
     ):
         with pytest.raises(DeviceError, match=words):
-            Runtime.load(target, device="cpu", emulate=replace(TOY, **changes))
+            emulated(replace(TOY, **changes), device="cpu")
 
 
-def test_a_profile_has_to_say_what_to_emulate(target: Path) -> None:
+def test_a_profile_has_to_say_what_to_emulate() -> None:
     for changes, words in (
         ({"link_gbps": None, "link_back_gbps": None}, "toy cannot be emulated"),
         ({"gpus": 0, "gpu_name": None, "vram_bytes": None, "vram_reserved_bytes": None, "link_gbps": None,
           "link_back_gbps": None, "hbm_gbps": None, "tflops": {}}, "toy cannot be emulated"),
     ):  # fmt: skip
         with pytest.raises(OptionError, match=words):
-            replace(TOY, **changes).emulation()
+            emulated(replace(TOY, **changes), device="cpu")
     with pytest.raises(ProfileError, match="did you mean rtx4090"):
-        Runtime.load(target, device="cpu", emulate="rtx409")
+        emulated("rtx409", device="cpu")
+    assert emulated(None, vram="1GB") == {"device": "auto", "vram": "1GB", "profile": None}
 
 
 @pytest.mark.gpu
 def test_the_tokens_of_a_gpu_do_not_change_with_the_pace(target: Path) -> None:
     card = replace(TOY, vram_bytes=4000 * MB)  # 4 ms a layer, of 41 kB
-    options = {"device": "cuda", "dtype": "bf16", "kv": "host", "resident_layers": 0, "draft": "ngram"}
-    with Runtime.load(target, **options) as plain:  # type: ignore[arg-type]
+    options: dict[str, Any] = {"dtype": "bf16", "kv": "host", "resident_layers": 0, "draft": "ngram"}
+    with Runtime.load(target, device="cuda", **options) as plain:
         expected = _generate(plain)
-    with Runtime.load(target, emulate=card, **options) as runtime:  # type: ignore[arg-type]
+    with Runtime.load(target, **options, **emulated(card, device="cuda")) as runtime:
         assert _generate(runtime) == expected
         peak = runtime.engine.target.link_peak_gbps
-        assert peak is not None and peak <= 1.001 * card.link_gbps  # a busy host oversleeps
+        assert (
+            peak is not None and card.link_gbps is not None and peak <= 1.001 * card.link_gbps
+        )  # a busy host oversleeps

@@ -397,7 +397,7 @@ COMMAND_LINES = (
     "plan --target model --profile machine.toml --tree-nodes 64 --draft-cache streaming --sink-tokens 4 --plot x.png",
     "generate --target model --prompt hello --max-new-tokens 4 --temperature 0.5 --top-k 5 --top-p 0.9 --min-p 0.1",
     "generate --target model --prompt-file text.txt --prompt-file - --json --seed 3 --stop x --stop y --ignore-eos",
-    "generate --target model --prompt hello --chat --explain --trace trace.json --no-progress --emulate rtx4090",
+    "generate --target model --prompt hello --chat --explain --trace trace.json --no-progress --profile rtx4090",
     "chat --target model --system hello --seed 1 --device cpu --max-new-tokens 5 --no-progress --recent-tokens 9",
     "verify --target model --prompts text.txt --tokens 8 --seeds 2 --quick --json",
     "profile --full --quick --save mine --device cpu --json",

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import harness
+from emulation import emulated
 from harness import check_out, emit, leading_agreement, provenance, write_unfinished
 from passes import time_window
 from timing import Answer, timed_answer
@@ -95,9 +96,10 @@ def load(
     target, draft = models
     started_s = time.perf_counter()
     runtime = Runtime.load(
-        target, draft=draft if options.draft == "model" else "none", device=options.device, vram=options.vram,
+        target, draft=draft if options.draft == "model" else "none",
         dtype=options.dtype, context=context + ROOM_TOKENS, kv=options.kv, speculation=speculation,
-        max_gamma=max_gamma, max_batch=max_batch, resident_layers=resident_layers, emulate=options.emulate, trace=trace,
+        max_gamma=max_gamma, max_batch=max_batch, resident_layers=resident_layers, trace=trace,
+        **emulated(options.emulate, device=options.device, vram=options.vram),
     )  # fmt: skip
     print(f"loaded in {time.perf_counter() - started_s:.1f} s: {runtime.placement}", file=sys.stderr, flush=True)
     return runtime

@@ -38,6 +38,7 @@ import harness
 import psutil
 import torch
 from common import SHAPES, add_model_options, resident_layers, source_from
+from emulation import emulated
 from harness import Check, check_out, emit, percentile, provenance
 from ours_runtime import OurOptions, add_our_options, our_options
 from timing import timed_answer
@@ -253,11 +254,13 @@ def second_question(runtime: Runtime, requests: Requests, count: int) -> dict[st
 def load(options: argparse.Namespace, own: OurOptions, source: CheckpointSource, *, width: int) -> Runtime:
     """The target, for `width` requests at once."""
     return Runtime.load(
-        source, draft=own.draft, device=own.devices or options.device, dtype=options.dtype,
-        vram=None if options.vram == "all" else options.vram,
+        source, draft=own.draft, dtype=options.dtype,
         resident_layers="auto" if (layers := resident_layers(options.resident_layers, source)) is None else layers,
         context=options.context, kv=own.kv, weights=own.weights, encode=own.encode, speculation=own.as_speculation(),
-        max_batch=width, gamma=own.gamma, tree_nodes=own.tree_nodes, emulate=own.emulate,
+        max_batch=width, gamma=own.gamma, tree_nodes=own.tree_nodes,
+        **emulated(
+            own.emulate, device=own.devices or options.device, vram=None if options.vram == "all" else options.vram
+        ),
     )  # fmt: skip
 
 
@@ -277,7 +280,7 @@ def measure(options: argparse.Namespace, own: OurOptions) -> dict[str, Any]:
     longest = options.second_question or max(options.prompt_tokens)
     for width in [1] if options.second_question else sorted({*options.requests}):
         with load(options, own, source, width=width) as runtime:
-            placed = {"placement": runtime.placement, "emulated": runtime.emulated}
+            placed = {"placement": runtime.placement, "emulated": own.emulate}
             requests = Requests(
                 text_tokens(options, runtime, longest + _QUESTION_TOKENS), options.prompt_tokens, options.new_tokens,
                 options.temperature, options.seed, options.disconnects,

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+from emulation import emulated
 from harness import check_out, emit, provenance, write_unfinished
 from widening.checkpoint import in_shape, noisy_copy
 from widening.shapes import shape_named
@@ -102,9 +103,9 @@ def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise
     device = resolve_device(options.device)
     target = options.target or in_shape(small, options.shape, device=device)
     with Runtime.load(
-        target, draft=noisy_copy(small, noise, device=device), device=options.device, dtype=options.dtype,
-        vram=options.vram, resident_layers=options.resident_layers, context=options.context, emulate=options.emulate,
-        profile=options.profile, trace=options.trace,
+        target, draft=noisy_copy(small, noise, device=device), dtype=options.dtype,
+        resident_layers=options.resident_layers, context=options.context, trace=options.trace,
+        **emulated(options.emulate, device=options.device, vram=options.vram, profile=options.profile),
     ) as runtime:  # fmt: skip
         print(f"noise {noise}: {runtime.placement}", file=sys.stderr, flush=True)
         texts = {"prose": harness.read_text(options.text, "--text"), "code": harness.read_text(options.code, "--code")}
@@ -116,7 +117,7 @@ def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise
                 count = options.plain_tokens if how == PLAIN else options.tokens
                 result = generate(runtime, prompt, count, temperature=temperature, depth=depth, nodes=nodes)
                 yield {
-                    "noise": noise, "emulated": runtime.emulated, "link_peak_gbps": result.stats.link_peak_gbps,
+                    "noise": noise, "emulated": options.emulate, "link_peak_gbps": result.stats.link_peak_gbps,
                     "prompt": name, "temperature": temperature, "how": how, **answer_row(result, before),
                 }  # fmt: skip
                 before.append(result)

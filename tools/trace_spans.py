@@ -62,9 +62,8 @@ class TraceFile:
         """One line about what ran where, as far as the trace knows it."""
         cards = [card["device_name"] or card["device"] for card in self.about.get("cards", ())]
         device = " and ".join(cards) or self.about.get("device_name") or self.about.get("device")
-        emulated = self.about.get("emulated")
         placement = str(self.about.get("placement", "")).split("; ")[0]
-        parts = device, self.about.get("dtype"), emulated and f"emulating {emulated}", placement
+        parts = device, self.about.get("dtype"), placement
         return "; ".join(str(part).removeprefix("torch.") for part in parts if part)
 
 

@@ -213,12 +213,11 @@ def stream_answer(
 
 def answer_line(result: GenerationResult, *more: str) -> str:
     """Return in one line how fast it was, by whose proposals, how much of the link's peak was used, and what else there
-    is to tell; an interrupted answer says so, and so does that of an emulated machine."""
+    is to tell; an interrupted answer says so."""
     stats = result.stats
     sources = stats.accepted_by_source or {level.proposed_by: 1 for level in stats.acceptance if level.proposed}
     by = _in_words(max(sources, key=lambda source: sources[source])) if sources else "plain"
     figures = ["stopped"] if result.finish_reason == "interrupted" else []
-    figures += [f"emulating {stats.emulated}"] if stats.emulated else []
     figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{by} {stats.tokens_per_pass:.1f} tokens/pass"]
     if stats.link_gbps is not None and stats.link_peak_gbps:
         figures.append(f"link {100 * stats.link_gbps / stats.link_peak_gbps:.0f} %")
@@ -291,7 +290,7 @@ def run_record(runtime: Runtime, options: AnswerOptions) -> dict[str, Any]:
 
     dtype = DTYPE_NAMES[runtime.dtype]
     asked = {"target": options.config.target, "draft": options.config.draft, "seed": options.params.sampling.seed}
-    return {**asked, "device": str(runtime.device), "dtype": dtype, "emulated": runtime.emulated}
+    return {**asked, "device": str(runtime.device), "dtype": dtype}
 
 
 # The n-gram draft copies from the text so far, so the question must have an answer with something to copy.

@@ -97,7 +97,7 @@ class PlanOptions:
     """`plan` takes these options."""
 
     config: RuntimeConfig = _part(
-        without=("emulate", "trace", "allow_special_tokens"),
+        without=("trace", "allow_special_tokens"),
         changed={
             "max_batch": {"help": "Prompts that are answered at once.", "flag": "--batch", "auto": False},
             "device": {"help": "Cards to plan for, such as cuda:0,cuda:1; auto: all that the machine has."},
@@ -269,9 +269,8 @@ def refuse_early(config: RuntimeConfig) -> None:
     path with nothing there, a model of a family that does not run. Errors as of `Runtime.load`."""
     from offload_runtime.weights.sources import refuse_early as refuse_model
 
-    for machine in (config.profile, config.emulate):
-        if machine is not None:
-            load_profile(machine)
+    if config.profile is not None:
+        load_profile(config.profile)
     for model in (config.target, config.draft):
         if model not in ("ngram", "none", "auto"):
             refuse_model(model)

@@ -16,7 +16,7 @@ from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import load_runtime
 from offload_runtime.cli.options import ProfileOptions, VerifyOptions, refuse_early
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
-from offload_runtime.hardware import check_name, load_profile, profile_to_mapping, profile_toml, save_profile
+from offload_runtime.hardware import check_name, profile_to_mapping, profile_toml, save_profile
 from offload_runtime.options import require
 from offload_runtime.sizes import format_bytes
 
@@ -178,7 +178,6 @@ def verify(options: VerifyOptions) -> None:
         "target": config.target, "draft": config.draft, "quick": options.quick, "tokens": plan.tokens,
         "seeds": plan.seeds, **device_facts(runtime.devices),
         "dtype": str(runtime.dtype).removeprefix("torch."), "placement": runtime.placement, "versions": versions,
-        "emulated": runtime.emulated,
     }  # fmt: skip
     terminal.print_result(
         {**record, **report.to_dict()}, [*report_tables(report), describe_machine(record)], as_json=options.as_json
@@ -191,22 +190,19 @@ def verify(options: VerifyOptions) -> None:
 
 def one_card_config(config: RuntimeConfig, runtime: Runtime) -> RuntimeConfig:
     """Return the same target on the first card of several alone: with its memory and as many layers as fit."""
-    limits, machine = config.vram, config.emulate
-    if machine is not None:
-        machine = replace(load_profile(machine), gpus=1)
+    limits = config.vram
     return replace(
         config, device=str(runtime.device), vram=limits[0] if isinstance(limits, tuple) else limits, draft="none",
         speculation=SpeculationOptions(), gamma=None, tree_nodes=None, resident_layers=None, trace=None,
-        emulate=machine, context=runtime.context_tokens,
+        context=runtime.context_tokens,
     )  # fmt: skip
 
 
 def describe_machine(record: Mapping[str, Any]) -> str:
-    """Return one line about what a report was found on: every card, the driver, and what was emulated."""
+    """Return one line about what a report was found on: every card and the driver."""
     names = [card["device"] + (f" ({card['device_name']})" if card["device_name"] else "") for card in record["cards"]]
     driver = f", driver {record['driver']}" if record["driver"] else ""
-    emulated = f", emulating {record['emulated']}" if record["emulated"] else ""
-    return f"on {' and '.join(names)}{driver}{emulated}, in {record['dtype']}"
+    return f"on {' and '.join(names)}{driver}, in {record['dtype']}"
 
 
 def read_prompts(path: str) -> dict[str, str]:

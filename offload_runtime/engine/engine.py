@@ -108,7 +108,6 @@ class Engine:
             machine.
         placement: What lives where, in a line.
         resources: Closing it ends the copies, then frees all memory and lifts the allocator's cap.
-        emulated: Name of the machine that this one emulates.
         recorder: Of a trace, if there is one.
         waiting: Requests that have no slot yet, in their order.
         running: Requests that have one, by slot.
@@ -130,7 +129,6 @@ class Engine:
     cost: Cost | None
     placement: str
     resources: ExitStack
-    emulated: str | None = None
     recorder: TraceRecorder | None = None
 
     def __post_init__(self) -> None:
@@ -336,9 +334,7 @@ class Engine:
             except OffloadError as raised:
                 failure = raised
         predicted_s = None if self.cost is None else sum(self.cost(*step) for step in request.steps)
-        request.result = self._meter.result(
-            request, predicted_s, peak_vram_bytes=self.peak_vram_bytes(), emulated=self.emulated
-        )
+        request.result = self._meter.result(request, predicted_s, peak_vram_bytes=self.peak_vram_bytes())
         if failure is not None:
             raise failure
 
@@ -442,9 +438,7 @@ class PassMeter:
         drafting_s = union_seconds(drafts)
         return covered_seconds(drafts, target) / drafting_s if drafting_s else None
 
-    def result(
-        self, request: Request, predicted_s: float | None, *, peak_vram_bytes: int, emulated: str | None
-    ) -> GenerationResult:
+    def result(self, request: Request, predicted_s: float | None, *, peak_vram_bytes: int) -> GenerationResult:
         """Return the answer of a request that has ended, and its figures beside what was predicted for its passes.
         The meter forgets it."""
         assert request.finish_reason is not None, "iterate to the end or call close() first"
@@ -470,7 +464,6 @@ class PassMeter:
             acceptance=tuple(request.acceptance),
             measured_s_per_pass=seconds / count if count else None,
             predicted_s_per_pass=predicted_s / count if count and predicted_s is not None else None,
-            emulated=emulated,
             pageable_bytes=sum(card.staged.pageable.nbytes for card in target.cards),
             link_idle_share=min(1.0, max(0.0, 1 - passes.copy_s / seconds)) if streamed else None,
             hidden_draft_share=hidden_draft_share,

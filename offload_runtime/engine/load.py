@@ -1,8 +1,5 @@
 """From a `RuntimeConfig` to a loaded runtime: open, plan, reserve, load.
 
-A machine may emulate another one, which has less memory, that is a limit then, and a slower link, whose pace the copy
-queues keep.
-
 Also the line about what was loaded: what is resident, what is streamed and how, what is reserved.
 """
 
@@ -10,18 +7,16 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, islice, permutations
+from itertools import permutations
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
 
-import psutil
 import torch
 
 from offload_runtime import hardware, stream
@@ -34,7 +29,7 @@ from offload_runtime.engine.load_model import LoadedModel, OpenCard
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.engine.windows import largest_windows
 from offload_runtime.errors import BudgetError, DeviceError, OptionError
-from offload_runtime.hardware import Emulation, MachineProfile, load_profile
+from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.system import HostInfo, read_host_info
 from offload_runtime.options import require
 from offload_runtime.plan import CardLimit, MemoryLimits, ModelPlan, Placement, RunPlan
@@ -49,63 +44,17 @@ from offload_runtime.stream import (
     CopyEngine,
     CopyQueues,
     DeviceBudget,
-    HostArena,
     current_device,
     device_memory_in_use,
     device_memory_used_by_others,
     make_copy_engine,
-    measure_link_gbps,
     reaches,
     resolve_device,
     resolve_devices,
 )
+from offload_runtime.stream.queue import LinkPace
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
 from offload_runtime.weights import CheckpointSource, FoundDraft, MatricesNotCodable, find_drafts, open_checkpoint
-
-# The link's peak is measured as so much less at times; pacing is no better than that either.
-_LINK_TOLERANCE = 0.02
-_PROBE_BYTES = 64 << 20
-
-
-def require_memory(emulation: Emulation, device: torch.device, count: int = 1) -> None:
-    """Refuse `count` cards of a machine with more memory than `device` has. Raises `DeviceError`."""
-    on_gpu = device.type == "cuda"
-    there_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
-    if count * emulation.whole_vram_bytes > there_bytes:
-        sizes = format_bytes(count * emulation.whole_vram_bytes), format_bytes(there_bytes)
-        why = f"it has {sizes[0]} of device memory and {device} has {sizes[1]}"
-        raise DeviceError(f"{emulation.name} cannot be emulated here: {why}: emulate a smaller card")
-
-
-def require_link(emulation: Emulation, device: torch.device, count: int = 1) -> None:
-    """Measure the link of `device` in both directions and refuse `count` cards whose links are faster together.
-
-    Takes 64 MiB on the device for a moment, and some 20 ms. Raises `DeviceError`.
-    """
-    wanted = (count * emulation.link_gbps, count * emulation.link_back_gbps)
-    directions = zip(wanted, _measure_link(device), ("to the device", "back to the host"), strict=True)
-    for wanted_gbps, there_gbps, direction in directions:
-        if wanted_gbps > there_gbps * (1 + _LINK_TOLERANCE):
-            why = f"its link carries {wanted_gbps:.3g} GB/s {direction} and that of {device} {there_gbps:.3g}"
-            raise DeviceError(f"{emulation.name} cannot be emulated here: {why}: emulate a card with a slower link")
-
-
-def _measure_link(device: torch.device) -> tuple[float, float]:
-    """Peak of the link in GB/s to the device and back, as fast as it goes, with large copies."""
-    arena = HostArena(_PROBE_BYTES, name="a measurement of the link")
-    with closing(arena) as host, closing(make_copy_engine(device)) as engine:
-        host.buffer.fill_(1)  # pages that were never touched are all one page of zeros
-        gpu = torch.empty(_PROBE_BYTES, dtype=torch.uint8, device=device)
-        if device.type == "cuda":
-            host.pin()
-            torch.cuda.current_stream(device).synchronize()  # what had this memory before may still be in use
-        h2d_gbps = measure_link_gbps(engine, gpu, host.buffer)
-        d2h_gbps = measure_link_gbps(engine, host.buffer, gpu)
-    del gpu
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    return h2d_gbps, d2h_gbps
-
 
 # With these words torch begins the names of graphics cards.
 _MAKERS = ("NVIDIA", "AMD", "Intel")
@@ -123,13 +72,9 @@ class DeviceLimit(NamedTuple):
     other_bytes: int | None
 
 
-def choose_devices(config: RuntimeConfig, emulation: Emulation | None) -> list[torch.device]:
-    """The devices of the cards that there may be: those of `resolve_devices`. A machine that is played has its own
-    number of cards, on one GPU if no more are named. Warns of GPUs of several kinds.
-
-    Raises:
-        DeviceError: One is not there; OptionError: More or fewer are named than a machine to play has.
-    """
+def choose_devices(config: RuntimeConfig) -> list[torch.device]:
+    """The devices of the cards that there may be: those of `resolve_devices`. Warns of GPUs of several kinds. Raises
+    `DeviceError` where one is not there."""
     found = resolve_devices(config.devices)
     kinds = {torch.cuda.get_device_name(one) for one in found if one.type == "cuda"}
     if len(kinds) > 1:
@@ -138,12 +83,6 @@ def choose_devices(config: RuntimeConfig, emulation: Emulation | None) -> list[t
             "the layers that each has; name cards of one kind for the same bits",
             " and ".join(sorted(kinds)),
         )
-    if emulation is None:
-        return found
-    if config.device == "auto" or len(found) == 1:
-        return list(islice(cycle(found), emulation.cards))
-    cards = f"{emulation.name} has {emulation.cards} card{'s' * (emulation.cards != 1)}"
-    require(len(found) == emulation.cards, f"{cards} and --device {config.device} names {len(found)}: name as many")
     return found
 
 
@@ -166,24 +105,11 @@ def _known_figures(
     return profile
 
 
-def _with_link(machine: MachineProfile, gbps: float) -> MachineProfile:
-    """The same machine with a link of `gbps` to each card."""
-    return replace(machine, link_gbps=gbps, links_at_once_gbps=())
-
-
 def planned_figures(plan: RunPlan) -> MachineProfile | None:
-    """The machine to predict a run with before anything of it is measured; errors as of `Runtime.load`.
-
-    Returns:
-        None where nothing is known of it. Of one that is played it is the link alone: what computes stays as fast as it
-        is.
-    """
-    asked = plan.request
-    given = None if asked.profile is None else load_profile(asked.profile)
-    machine = _known_figures(given, resolve_device(asked.devices[0]), plan.target.dtype)
-    if machine is None or asked.emulate is None:
-        return machine
-    return _with_link(machine, load_profile(asked.emulate).emulation().link_gbps)
+    """The machine to predict a run with before anything of it is measured, None where nothing is known of it; errors as
+    of `Runtime.load`."""
+    given = None if plan.request.profile is None else load_profile(plan.request.profile)
+    return _known_figures(given, resolve_device(plan.request.devices[0]), plan.target.dtype)
 
 
 def _require_dtype(dtype: torch.dtype, device: torch.device) -> None:
@@ -260,10 +186,8 @@ def describe_staging(placement: Placement) -> str:
     return f"{' and '.join(whose)} {are} staged from pageable memory" if whose else ""
 
 
-def describe_placement(
-    model: LoadedModel, plan: RunPlan, budgets: Sequence[DeviceBudget], emulation: Emulation | None
-) -> str:
-    """One line: what is resident, what is streamed and how, what is reserved, who drafts, and what is emulated."""
+def describe_placement(model: LoadedModel, plan: RunPlan, budgets: Sequence[DeviceBudget]) -> str:
+    """One line: what is resident, what is streamed and how, what is reserved, and who drafts."""
     placement, streamed = model.placement, len(model.placement.streamed_layers)
     where = f"{len(placement.resident_layers)} of {len(placement.layers)} layers resident"
     if streamed:
@@ -279,10 +203,6 @@ def describe_placement(
     reserved = f"{' and '.join(sizes)} of {budgets[0].memory_name} reserved"
     drafts = describe_draft_cache(plan), describe_speculation(plan)
     parts = [where, describe_staging(placement), _describe_kv(plan.target), reserved, *drafts]
-    if emulation is not None:
-        unpaced = " (but not the gathers of retrieved chunks)" if plan.has_verifier and plan.target.on_host else ""
-        pace = f"{emulation.link_gbps:g} GB/s, {emulation.link_back_gbps:g} back"
-        parts.append(f"emulating {emulation.name}: link paced to {pace}{unpaced}")
     return "; ".join(part for part in parts if part)
 
 
@@ -320,24 +240,16 @@ def _load(
     """Raises `MatricesNotCodable` for what the plan codes and cannot be."""
     if config.trace is not None:
         require_writable(config.trace)
-    emulation = None if config.emulate is None else load_profile(config.emulate).emulation()
     profile = None if config.profile is None else load_profile(config.profile)
     # Before anything else touches the GPUs: afterwards our own context would count as somebody else's memory.
     in_use = {} if config.devices[0] == "cpu" else device_memory_in_use()
-    devices = choose_devices(config, emulation)
+    devices = choose_devices(config)
     device = devices[0]
     assembly.require_kernels(device)
     registrar = stream.registrar_for(device)
     page_locks = registrar is not None
     limits = _limits_here(config.ram, config.pinned, read_host_info(), page_locks=page_locks)
     limits_bytes = config.vram_of_cards(len(devices))
-    if emulation is not None:
-        for one, count in Counter(devices).items():
-            require_memory(emulation, one, count)
-        whose, other = f"of an emulated {emulation.name}", "emulate a larger card"
-        limits_bytes = tuple(
-            stream.within("--vram", limit, emulation.vram_bytes, whose, other) for limit in limits_bytes
-        )
     twice = device.type == "cuda" and len({*devices}) < len(devices) and None in limits_bytes
     require(not twice, f"device {config.device!r} names a GPU twice: say with --vram what each of the two may take")
     with device_errors(device), ExitStack() as undo:
@@ -353,8 +265,6 @@ def _load(
                 _require_dtype(dtype, one)
             own_figures = _known_figures(profile, device, dtype)
             figures = own_figures or planning.common_figures()  # what plans are compared by
-            if emulation is not None:
-                figures = _with_link(figures, emulation.link_gbps)
             draft = draft_source or config.proposed_by
             cards = [
                 DeviceLimit(one, limit, device_memory_used_by_others(one.index, in_use) if one.type == "cuda" else None)
@@ -389,16 +299,13 @@ def _load(
         gc.collect()
         gc.freeze()
         undo.callback(gc.unfreeze)
-        if emulation is not None:
-            for one, count in Counter(devices).items():
-                require_link(emulation, one, count)
         recorder = TraceRecorder(device) if config.trace is not None else None
         recorders = [recorder and recorder.of_card(number, one.device) for number, one in enumerate(budgets)]
         open_cards = []
         for number, one_budget in enumerate(budgets):
             one = one_budget.device
             with current_device(one):  # what paces a copy is launched once
-                queues = _make_queues(one, emulation, recorders[number], undo, d2h=plan.target.on_host)
+                queues = _make_queues(one, config.pace, recorders[number], undo, d2h=plan.target.on_host)
             open_cards.append(OpenCard(Card(number, one), one_budget, queues))
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
         proposes = plan.proposer != "none" or plan.has_verifier
@@ -429,8 +336,7 @@ def _load(
                 largest_windows(config.max_gamma, plan.tree_room), known_cost,
                 streamed=target.link_peak_gbps is not None,
             ),
-            plan=placed, cost=known_cost, placement=describe_placement(target, plan, budgets, emulation),
-            emulated=None if emulation is None else emulation.name,
+            plan=placed, cost=known_cost, placement=describe_placement(target, plan, budgets),
             recorder=recorder, resources=undo.pop_all(),
         )  # fmt: skip
 
@@ -476,7 +382,7 @@ def _plan_cards(
         with _with_remedies(asked, figures, own, budgets[:count]):
             return find(asked, figures, own)
 
-    is_open = request.device == "auto" and request.emulate is None
+    is_open = request.device == "auto"
     plan = planning.as_many_cards_as_help(planned, len(cards), figures) if is_open else planned(len(cards))
     for number, budget in enumerate(budgets):
         if number < plan.num_cards:
@@ -506,16 +412,16 @@ def _with_remedies(
 
 
 def _make_queues(
-    device: torch.device, emulation: Emulation | None, recorder: TraceRecorder | None, undo: ExitStack, *, d2h: bool
+    device: torch.device, pace: Callable[[torch.device], tuple[LinkPace, LinkPace]] | None,
+    recorder: TraceRecorder | None, undo: ExitStack, *, d2h: bool,
 ) -> CopyQueues:  # fmt: skip
-    """The copy queues, paced as the link that is played and logged to a trace; `d2h` says whether one leads to the
-    host. `undo` closes them."""
+    """The copy queues, at the pace that the configuration asks for and logged to a trace; `d2h` says whether one leads
+    to the host. `undo` closes them."""
 
-    def make(pace_gbps: float | None, row: str) -> CopyEngine:
-        log = None if recorder is None else CopyLog(recorder, row)
-        engine = make_copy_engine(device, pace_gbps=pace_gbps, log=log)
+    def make(row: str, pace: LinkPace | None) -> CopyEngine:
+        engine = make_copy_engine(device, pace=pace, log=None if recorder is None else CopyLog(recorder, row))
         undo.callback(engine.close)
         return engine
 
-    h2d = make(None if emulation is None else emulation.link_gbps, LINK)
-    return CopyQueues(h2d, make(None if emulation is None else emulation.link_back_gbps, LINK_BACK) if d2h else None)
+    there, back = (None, None) if pace is None else pace(device)
+    return CopyQueues(make(LINK, there), make(LINK_BACK, back) if d2h else None)

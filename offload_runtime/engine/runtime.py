@@ -75,7 +75,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         self.devices = tuple(budget.device for budget in engine.budgets)  # of the cards
         self.device = self.devices[0]
         self.dtype = weights.layout.dtype
-        self.placement, self.plan, self.emulated = engine.placement, engine.plan, engine.emulated
+        self.placement, self.plan = engine.placement, engine.plan
         speed = f"{weights.load_seconds:.1f} s ({weights.load_gbps:.1f} GB/s)"
         self.load_report = f"loaded {format_bytes(weights.layout.total_bytes)} in {speed}: {weights.layout.stored_as}"
         # Tokens that prompt and answer may have together.
@@ -499,7 +499,7 @@ class Runtime(AbstractContextManager["Runtime"]):
                 self._give_back()
             finally:
                 if path is not None and recorder is not None:
-                    about = {**device_facts(self.devices), "dtype": str(self.dtype), "emulated": self.emulated,
+                    about = {**device_facts(self.devices), "dtype": str(self.dtype),
                              "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
                     write_trace(path, recorder.finish(), about)
 

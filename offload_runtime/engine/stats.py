@@ -39,7 +39,6 @@ class GenerationStats:
         predicted_s_per_pass: The same by the figures of the machine (see `Runtime.load`), for steps of as many
             proposals as these had and no prompts; a retrieval verifier is taken to accept as much as usual. None
             without figures.
-        emulated: Name of the machine that was emulated.
         pageable_bytes: Host memory that is streamed and not page-locked: planned so, or because the system refused.
         link_idle_share: Share of the time of these passes, waiting and sampling included, in which no copy was on its
             way to the device; chunks that a retrieval verifier gathers are no copies. Of several cards the mean of the
@@ -68,7 +67,6 @@ class GenerationStats:
     acceptance: tuple[Acceptance, ...]
     measured_s_per_pass: float | None = None
     predicted_s_per_pass: float | None = None
-    emulated: str | None = None
     pageable_bytes: int = 0
     link_idle_share: float | None = None
     hidden_draft_share: float | None = None

@@ -45,22 +45,6 @@ def _figure(default: Any = None, *, gpu: bool = True, keys: str = "", **bounds: 
 
 
 @dataclass(frozen=True)
-class Emulation:
-    """Cards to play, `cards` of them: `whole_vram_bytes` is all of the memory of each, `vram_bytes` what of it a
-    program can have.
-
-    `link_gbps` is host to device, `link_back_gbps` device to host, in GB/s.
-    """
-
-    name: str
-    whole_vram_bytes: int
-    vram_bytes: int
-    link_gbps: float
-    link_back_gbps: float
-    cards: int = 1
-
-
-@dataclass(frozen=True)
 class MachineProfile:
     """A machine's figures; those of a GPU are of one of its `gpus` equal cards. Validates itself when made.
 
@@ -114,22 +98,6 @@ class MachineProfile:
             part_bytes, whole_bytes = getattr(self, part), getattr(self, whole)
             if part_bytes is not None and part_bytes > whole_bytes:
                 raise ProfileError(f"{part} = {part_bytes} exceeds {whole} = {whole_bytes}: lower it")
-
-    def emulation(self) -> Emulation:
-        """Return what to play of this machine; a link of unknown speed back is as fast as it is forth.
-
-        Raises:
-            OptionError: The profile says too little of a GPU.
-        """
-        if not self.gpus or self.vram_bytes is None or self.link_gbps is None:
-            raise OptionError(
-                f"the profile {self.name} cannot be emulated: it needs a GPU with vram_bytes and link_gbps: choose "
-                "another with --emulate"
-            )
-        back_gbps = self.link_gbps if self.link_back_gbps is None else self.link_back_gbps
-        # A run on a GPU counts its own context; a reserve that was measured holds one, and what others have.
-        usable_bytes = self.vram_bytes - (self.vram_others_bytes or self.vram_reserved_bytes or 0)
-        return Emulation(self.name, self.vram_bytes, usable_bytes, self.link_gbps, back_gbps, self.gpus)
 
     def require_gpu(self) -> MachineProfile:
         """Return this profile, if it has all that predictions need. Raises `OptionError` for one without a GPU, or that

@@ -16,18 +16,14 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from offload_runtime_kernels.pace_link import pace_link, pace_link_reference
 
 from offload_runtime.errors import CopyError
-from offload_runtime.sizes import GB
 from offload_runtime.trace import COMPUTE, CopyLog, Label, TraceRecorder
 
 # One cudaMemcpyAsync of a whole layer would make every small upload of the compute stream wait behind it;
 # 64 MiB pieces keep the link at its peak and let others in between.
 COPY_PIECE_BYTES = 64 << 20
 
-# A sleeping thread wakes up to a tenth of a millisecond late, and much later on a busy machine.
-_HOST_SLACK_NS = 5_000_000
 # Makes the copies of one queue as slow as a slower link would. Called where the copies run, in their order: with 0 when
 # a copy begins, after whatever it waited for, and then with the bytes that have been copied since the last call, to go
 # on when the slower link would be done with them.
@@ -81,17 +77,11 @@ class CopyEngine(Protocol):
         """Finish outstanding work and release the queue."""
 
 
-def make_copy_engine(device: torch.device, *, pace_gbps: float | None = None, log: CopyLog | None = None) -> CopyEngine:
-    """The copy queue that fits `device`.
-
-    Args:
-        device: Where to or where from the copies go.
-        pace_gbps: Of an emulated link, which the copies are as slow as, GB/s; None: as fast as they can.
-        log: Of a trace that the queue reports to; None: none.
-    """
-    if device.type == "cuda":
-        return CudaCopyEngine(device, pace=None if pace_gbps is None else stream_pace(pace_gbps, device), log=log)
-    return ThreadCopyEngine(pace=None if pace_gbps is None else host_pace(pace_gbps), log=log)
+def make_copy_engine(
+    device: torch.device, *, pace: LinkPace | None = None, log: CopyLog | None = None
+) -> CopyEngine:  # fmt: skip
+    """The copy queue that fits `device`, at a pace if there is one; it reports to the log of a trace."""
+    return CudaCopyEngine(device, pace=pace, log=log) if device.type == "cuda" else ThreadCopyEngine(pace=pace, log=log)
 
 
 @dataclass(frozen=True)
@@ -117,25 +107,6 @@ def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, 
     return repeats * src.nbytes / (engine.copy_seconds() - before_s) / 1e9
 
 
-def host_pace(gbps: float) -> LinkPace:
-    """Pace of a thread that copies: it sleeps.
-
-    Args:
-        gbps: Of the emulated link, GB/s.
-    """
-    assert gbps > 0
-    deadline_ns = 0
-
-    def pace(nbytes: int) -> None:
-        nonlocal deadline_ns
-        now_ns, duration_ns = time.perf_counter_ns(), round(nbytes / (gbps * GB) * 1e9)
-        deadline_ns = pace_link_reference(deadline_ns, now_ns, duration_ns, slack_ns=_HOST_SLACK_NS)
-        if deadline_ns > now_ns:
-            time.sleep((deadline_ns - now_ns) / 1e9)
-
-    return pace
-
-
 # Work that is done: what an event stands for as long as no copy has been asked for with it.
 DONE: Future[None] = Future()
 DONE.set_result(None)
@@ -151,7 +122,7 @@ class ThreadCopyEngine:
     """Copy engine of the CPU: a worker thread copies while the main thread computes.
 
     Args:
-        pace: Of the link that the copies emulate; None: none.
+        pace: Of the copies; None: as fast as they can.
         log: Of a trace; None: none.
     """
 
@@ -234,20 +205,6 @@ class ThreadCopyEngine:
         self._worker.shutdown()
 
 
-def stream_pace(gbps: float, device: torch.device) -> LinkPace:
-    """Pace of the current CUDA stream: a kernel of one warp waits by the GPU's clock, the host waits for nothing.
-
-    Args:
-        gbps: Of the emulated link, GB/s.
-        device: The GPU.
-    """
-    assert gbps > 0
-    deadline_ns = torch.zeros(1, dtype=torch.int64, device=device)  # on the GPU's clock
-    pace_link(deadline_ns, 0)  # compiles
-    torch.cuda.current_stream(device).synchronize()  # the copies have a stream of their own
-    return lambda nbytes: pace_link(deadline_ns, round(nbytes / (gbps * GB) * 1e9))
-
-
 class _IntervalTimer:
     """Sums the time between pairs of CUDA events without ever waiting for one, in the order in which they were made."""
 
@@ -279,7 +236,7 @@ class CudaCopyEngine:
 
     Args:
         device: The GPU.
-        pace: Of the link that the copies emulate; None: none.
+        pace: Of the copies; None: as fast as they can.
         log: Of a trace; None: none.
     """
 

@@ -26,6 +26,7 @@ from common import PeerOptions, check_context, model_name, options_from, peer_pa
 from passes import predicted_pass, scripted, time_window, weight_bytes_of
 from runs import Asked, Run, answers, asked_generations, figures, num_differing_of
 
+from emulation import emulated  # isort: skip
 from harness import check_machine, emit, integers, provenance  # isort: skip (`common` sets the path)
 from timing import Answer, measure_copy_gbps, measure_link_gbps, timed_answer  # isort: skip
 
@@ -167,12 +168,12 @@ NO_SINGLES = Singles()
 def load(options: PeerOptions, own: OurOptions, *, widest: int = 1, on_progress: LoadProgress | None = None) -> Runtime:
     """The runtime, within the peers' memory and with as many resident layers; its windows may be `widest` tokens."""
     return Runtime.load(
-        options.source, draft=own.draft, device=own.devices or str(options.device), dtype=options.dtype_name,
-        vram=options.vram_bytes,
+        options.source, draft=own.draft, dtype=options.dtype_name,
         resident_layers="auto" if options.resident_layers is None else options.resident_layers,
         context=reserved_tokens(options, own) + (widest if widest > _ROOM_TOKENS else 0), kv=own.kv,
         speculation=own.as_speculation(), max_gamma=max(own.gamma or 0, _DEFAULT_MAX_GAMMA, widest - 1),
-        tree_nodes=own.tree_nodes, weights=own.weights, encode=own.encode, emulate=own.emulate,
+        tree_nodes=own.tree_nodes, weights=own.weights, encode=own.encode,
+        **emulated(own.emulate, device=own.devices or str(options.device), vram=options.vram_bytes),
         on_progress=on_progress,
     )  # fmt: skip
 
