@@ -102,7 +102,7 @@ def test_a_limit_is_kept_and_the_tokens_are_the_same(
         assert (stats.pageable_bytes > 0) == plan.is_staged
         staged_kv_bytes = len(staged) * 2 * 49152  # two blocks of 700 tokens are full
         weight_bytes = len(plan.placement.staged_layers) * model.layer_bytes
-        machine = replace(common_figures(), host_gbps_while_link_busy=30.0)  # of which staging reads half
+        machine = replace(common_figures(), staging_gbps=15.0)
         decoding = pass_time(plan, machine, length_tokens=700, rows=1)
         assert decoding.staged_bytes == weight_bytes + staged_kv_bytes
         prefill = prefill_time(plan, machine, 700)

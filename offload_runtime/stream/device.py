@@ -186,6 +186,14 @@ def memory_name(device_type: str) -> str:
     return "device memory" if device_type == "cuda" else "memory"
 
 
+def _nvml() -> Any:
+    """NVIDIA's management library, initialised. Whatever it raises means that nothing can be told."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml
+
+
 def device_memory_in_use() -> dict[str, int]:
     """Bytes in use on each GPU, by its UUID, before this process touches any, from the driver; none when that cannot be
     told.
@@ -195,15 +203,11 @@ def device_memory_in_use() -> dict[str, int]:
     if torch.cuda.is_initialized():
         return {}
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return {
-            # Version 2 leaves out the driver's own reserve, as `cudaMemGetInfo` does.
-            pynvml.nvmlDeviceGetUUID(handle): int(pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2).used)
-            for handle in handles
-        }
+        nvml = _nvml()
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        # Version 2 leaves out the driver's own reserve, as `cudaMemGetInfo` does.
+        used = [int(nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used) for handle in handles]
+        return dict(zip(map(nvml.nvmlDeviceGetUUID, handles), used, strict=True))
     except Exception:  # no driver library, or one that does not say: nothing to measure by
         return {}
 
@@ -211,24 +215,19 @@ def device_memory_in_use() -> dict[str, int]:
 def _other_programs(device: torch.device) -> list[str]:
     """Other processes that hold most of a GPU's memory, from the driver; none when that cannot be told."""
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-        listed = (pynvml.nvmlDeviceGetComputeRunningProcesses, pynvml.nvmlDeviceGetGraphicsRunningProcesses)
+        nvml = _nvml()
+        card = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        listed = (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses)
         held = {one.pid: one.usedGpuMemory or 0 for found in listed for one in found(card) if one.pid != os.getpid()}
-        largest = sorted(held, key=lambda pid: -held[pid])[:_MOST_PROGRAMS]
-        return [f"pid {pid}, {_program_name(pid)}, {format_bytes(held[pid])}" for pid in largest]
     except Exception:  # no driver library, or one that does not say
         return []
-
-
-def _program_name(pid: int) -> str:
-    import pynvml
-
-    with contextlib.suppress(pynvml.NVMLError):  # of another user, or outside of a container
-        return os.path.basename(os.fsdecode(pynvml.nvmlSystemGetProcessName(pid)))
-    return "of an unknown name"
+    programs = []
+    for pid in sorted(held, key=lambda pid: -held[pid])[:_MOST_PROGRAMS]:
+        name = "of an unknown name"
+        with contextlib.suppress(nvml.NVMLError):  # of another user, or outside of a container
+            name = os.path.basename(os.fsdecode(nvml.nvmlSystemGetProcessName(pid)))
+        programs.append(f"pid {pid}, {name}, {format_bytes(held[pid])}")
+    return programs
 
 
 def device_memory_used_by_others(index: int, in_use: Mapping[str, int] | None = None) -> int | None:
@@ -327,7 +326,7 @@ def overwrite(target: torch.Tensor, host: torch.Tensor) -> None:
     pinned, received = host.contiguous().pin_memory(), target
     if not target.is_contiguous():
         received = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-    copy_words(_words(pinned), _words(received))
+    copy_words(pinned.view(-1).view(torch.int32), received.view(-1).view(torch.int32))
     if received is not target:
         target.copy_(received)
     hold_pinned(pinned, target.device)
@@ -348,7 +347,3 @@ def hold_pinned(pinned: object, device: torch.device) -> None:
 def _held(device: torch.device) -> deque[tuple[object, torch.cuda.Event]]:
     """Page-locked tensors that kernels of a device may still be reading, the oldest first."""
     return deque()
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.int32)

@@ -107,6 +107,12 @@ def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, 
     return repeats * src.nbytes / (engine.copy_seconds() - before_s) / 1e9
 
 
+def copy_failed(what: str, error: object) -> CopyError:
+    """Make the error of a copy, after which nothing that is streamed can be used."""
+    advice = "what is streamed cannot be trusted any more; load the runtime again"
+    return CopyError(f"{what} failed ({error}): {advice}")
+
+
 # Work that is done: what an event stands for as long as no copy has been asked for with it.
 DONE: Future[None] = Future()
 DONE.set_result(None)
@@ -187,10 +193,7 @@ class ThreadCopyEngine:
 
     def _wait(self, copy: Future[None]) -> None:
         if (error := copy.exception()) is not None:
-            raise CopyError(
-                f"a copy to the device failed ({error}): the streamed weights cannot be trusted any more; "
-                "load the runtime again"
-            ) from error
+            raise copy_failed("a copy to the device", error) from error
 
     def copy_seconds(self) -> float:
         return self._copy_s
@@ -269,7 +272,7 @@ class CudaCopyEngine:
                 if source_free is not None:
                     source_free.record(self._stream)
         except RuntimeError as error:
-            raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
+            raise copy_failed("a copy to the device", error) from error
         if self.log is not None:
             self.log.copied(label, src.nbytes, start, end)
         self.bytes_copied += src.nbytes
@@ -291,7 +294,7 @@ class CudaCopyEngine:
         try:
             ready.synchronize()
         except RuntimeError as error:
-            raise CopyError(f"a copy to the device failed ({error}): load the runtime again") from error
+            raise copy_failed("a copy to the device", error) from error
 
     def drain(self) -> None:
         self._stream.synchronize()

@@ -21,8 +21,8 @@ from typing import Any, ClassVar
 import torch
 
 from offload_runtime.errors import CopyError
-from offload_runtime.stream.arena import PageableMemory
-from offload_runtime.stream.queue import DONE, CopyEngine
+from offload_runtime.stream.arena import PAGE_BYTES, PageableMemory
+from offload_runtime.stream.queue import DONE, CopyEngine, copy_failed
 from offload_runtime.trace import Label
 
 # Each thread fills a piece of its own. Copies of 16 MiB and more have the link's peak; a thread takes 2 to 3 ms for 32.
@@ -33,7 +33,6 @@ _PIECES_OF_A_LAYER = 4
 # One piece is filled while the other is on the link.
 FEWEST_PIECES = 2
 MOST_THREADS = 8
-_PAGE_BYTES = 4096
 _THREADS = "staging"
 
 
@@ -53,7 +52,7 @@ class RingShape:
 def ring_shape(layer_bytes: int, available_bytes: int | None = None) -> RingShape:
     """The ring for layers of `layer_bytes`, within `available_bytes` of page-locked memory or, at least, two pieces."""
     share = -(-layer_bytes // _PIECES_OF_A_LAYER)
-    piece_bytes = min(_PIECE_BYTES, -(-share // _PAGE_BYTES) * _PAGE_BYTES)
+    piece_bytes = min(_PIECE_BYTES, -(-share // PAGE_BYTES) * PAGE_BYTES)
     fitting = _MOST_PIECES if available_bytes is None else available_bytes // piece_bytes
     return RingShape(piece_bytes, max(FEWEST_PIECES, min(_MOST_PIECES, fitting)))
 
@@ -147,10 +146,7 @@ class _StagingQueue:
         except CopyError:
             raise
         except Exception as error:  # without words where it was dropped
-            raise CopyError(
-                f"{self.failing} failed ({str(error) or 'the queue is closed'}): what is streamed cannot be trusted "
-                "any more; load the runtime again"
-            ) from error
+            raise copy_failed(self.failing, str(error) or "the queue is closed") from error
         finally:
             ended = time.perf_counter()
             if not is_over:
