@@ -50,6 +50,14 @@ def test_measuring_without_a_gpu_gives_the_host_and_reasons_for_the_rest() -> No
     assert load_profile("cpu-box") == replace(profile, name="cpu-box")
 
 
+def test_links_are_measured_side_by_side() -> None:
+    benches = [bench.LinkBench(torch.device("cpu"), back=back) for back in (False, True)]
+    rates_gbps = bench.measure_links_gbps(benches, bench.spent(0.1))
+    assert len(rates_gbps) == 2 and all(0.01 < gbps < 1000 for gbps in rates_gbps)
+    for one in benches:
+        one.engine.close()
+
+
 # Several cards.
 
 

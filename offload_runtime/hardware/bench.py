@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from functools import partial
-from itertools import cycle
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,11 +26,19 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows
 
 from offload_runtime.hardware.system import HostInfo
 from offload_runtime.sizes import GB, GIB, format_bytes
-from offload_runtime.stream import Card, HostArena, Registrar, TransferBuffers, current_device, transfer
+from offload_runtime.stream import (
+    Card,
+    HostArena,
+    Registrar,
+    TransferBuffers,
+    current_device,
+    make_copy_engine,
+    transfer,
+)
 
 MIB = 1 << 20
-# Copies are as large as those of streaming, and walk through a buffer that no cache holds; so many are queued at once.
-_PIECE_BYTES, _LINK_BYTES, _QUEUED = 64 * MIB, 256 * MIB, 8
+# A copy is as large as a layer, more than any cache holds; so many are queued at once.
+_LINK_BYTES, _QUEUED = 256 * MIB, 3
 # The card's clocks, and with them the link, need a moment of work to rise.
 _WAKING_S = 0.3
 _TORCH_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -91,55 +99,47 @@ def _event_time_s(enqueue: Callable[[], object], *, budget_s: float, spin_cycles
 
 
 class LinkBench:
-    """Copies without end over a GPU's link, on a stream of their own: from page-locked memory or, `back`, to it."""
+    """Copies without end over a device's link, as streaming makes them: from page-locked memory or, `back`, to it."""
 
     def __init__(self, device: torch.device, *, back: bool = False) -> None:
         # A page that was never written is the kernel's one zero page, which stays in the caches.
-        host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
+        host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
         there = torch.ones(_LINK_BYTES, dtype=torch.uint8, device=device)
-        target, source = (host, there) if back else (there, host)
-        self._pieces = cycle(zip(target.split(_PIECE_BYTES), source.split(_PIECE_BYTES), strict=True))
-        self._device, self._stream = device, torch.cuda.Stream(device)
-        self._queued: deque[torch.cuda.Event] = deque()  # each fires at the end of a copy
+        self._target, self._source = (host, there) if back else (there, host)
+        self.engine, self._queued = make_copy_engine(device), deque[Any]()
 
-    def feed(self) -> list[torch.cuda.Event]:
-        """Queue copies up to a fixed number. Returns the ends of those that have arrived since the last call."""
-        arrived = []
-        while self._queued and self._queued[0].query():
-            arrived.append(self._queued.popleft())
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            while len(self._queued) < _QUEUED:
-                target, piece = next(self._pieces)
-                target.copy_(piece, non_blocking=True)
-                end = torch.cuda.Event(enable_timing=True)
-                end.record()
-                self._queued.append(end)
-        return arrived
-
-    def finish(self) -> None:
-        """Wait until all that is queued has arrived."""
-        self._stream.synchronize()
+    def feed(self) -> None:
+        """Keep a few copies queued."""
+        while self._queued and self.engine.is_done(self._queued[0]):
+            self._queued.popleft()
+        while len(self._queued) < _QUEUED:
+            self._queued.append(self.engine.new_event())
+            self.engine.enqueue(
+                self._target, self._source, free=self.engine.new_event(), ready=self._queued[-1]
+            )  # fmt: skip
 
 
 def measure_links_gbps(benches: Sequence[LinkBench], until: Callable[[], bool]) -> tuple[float, ...]:
-    """Keep links busy side by side until something is so. Returns what each carried in GB/s, of copies that ended
-    within the same time, in which no link was idle."""
-    started_s, ends = time.perf_counter(), [list[torch.cuda.Event]() for _ in benches]
-    while True:
-        arrived, awake = [bench.feed() for bench in benches], time.perf_counter() - started_s > _WAKING_S
-        for one, more in zip(ends, arrived, strict=True):
-            one += more if awake else []
-        if awake and min(map(len, ends)) > 1 and until():
+    """Keep links busy side by side until something is so. Returns what each carried in GB/s of the time that its copies
+    took, of which no link was idle but for the last few."""
+    engines, found = [bench.engine for bench in benches], list[list[tuple[int, float]]]()
+    for over in (spent(_WAKING_S), until):
+        while True:
             for bench in benches:
-                bench.finish()
-            return tuple((len(one) - 1) * _PIECE_BYTES / (one[0].elapsed_time(one[-1]) * 1e-3) / GB for one in ends)
-        time.sleep(0.001)
+                bench.feed()
+            if over():
+                break
+            time.sleep(0.001)
+        for engine in engines:
+            engine.drain()
+        found.append([(engine.bytes_copied, engine.copy_seconds()) for engine in engines])
+    return tuple((after[0] - before[0]) / (after[1] - before[1]) / GB for before, after in zip(*found, strict=True))
 
 
 def spent(budget_s: float) -> Callable[[], bool]:
-    """Return what says whether a time from now on, and the links' waking, is over."""
-    end_s = time.perf_counter() + _WAKING_S + budget_s
-    return lambda: time.perf_counter() >= end_s
+    """Return what says whether a time from the first question on is over."""
+    started_s = cache(time.perf_counter)
+    return lambda: time.perf_counter() - started_s() >= budget_s
 
 
 def measure_transfers(cards: Sequence[Card], *, budget_s: float) -> tuple[float, float]:
