@@ -70,11 +70,10 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
         return
     check_limits(plan, machine)
     check_asked_limits(plan, request)
-    parts = {part.name: part.nbytes for part in plan.device}
+    parts = plan.device
     target, placement = plan.target, plan.placement
-    assert len(parts) == len(plan.device)
     # Weights are on the device or on the host, and the device's share of a draft is all of it.
-    host = {part.name: part.nbytes for part in plan.host}
+    host = plan.host
     resident = parts.get("resident layers", 0) + parts["embedding and head"]
     streamed = len(placement.streamed_layers) * target.layer_bytes
     assert resident + streamed == ModelLayout.of(target.config, target.dtype).total_bytes
@@ -236,7 +235,7 @@ def test_the_ledger_of_a_run_holds_what_was_planned(
     with load(deep_target, context=CONTEXT, draft=proposer, kv=kv, speculation=options, max_batch=2) as runtime:
         reserved = runtime.engine.budgets[0].reservations
         assert runtime.plan.device_bytes == sum(reserved.values())
-        parts = {part.name: part.nbytes for part in runtime.plan.device}
+        parts = runtime.plan.device
         assert parts["embedding and head"] == reserved["target: embedding and head"]
         assert parts["resident layers"] == reserved["target: resident layers"]
         assert parts["workspace"] == reserved["workspace"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from io import BytesIO
 from itertools import groupby
@@ -28,7 +28,7 @@ from offload_runtime.options import require
 from offload_runtime.sizes import GB, format_bytes
 
 if TYPE_CHECKING:
-    from offload_runtime.plan import Change, MemoryPart, PassTime, Refusal, RunForecast, RunPlan
+    from offload_runtime.plan import Change, Parts, PassTime, Refusal, RunForecast, RunPlan
 
 _COMMON_PROFILE = "rtx4090"  # what is planned for where nobody says
 _PLOT_ELSEWHERE = "choose another place for --plot"
@@ -134,10 +134,10 @@ def memory_lines(plan: RunPlan) -> list[Table | str]:
     cards = plan.num_cards
     table = _table("GB", "card" if cards == 1 else f"{cards} cards", "RAM")
 
-    def by_use(parts: Iterable[MemoryPart]) -> Counter[str]:
+    def by_use(parts: Parts) -> Counter[str]:
         found = Counter[str]()
-        for part in parts:
-            found[next((use for word, use in _USES.items() if word in part.name), "work space")] += part.nbytes
+        for name, nbytes in parts.items():
+            found[next((use for word, use in _USES.items() if word in name), "work space")] += nbytes
         return found
 
     card, ram = by_use(plan.device), by_use(plan.host)
@@ -218,11 +218,10 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
         streams = f"a pass streams {format_bytes(card.streamed_bytes)} to it ({_ranges(card.target.layers)})"
         words.append(f"card {number}: {where}{kept}; {streams}")
     memory = memory_name(plan.request.device_type)
-    held = [{part.name: part.nbytes for part in card.device} for card in plan.cards]
-    device = [(part.name, *(parts.get(part.name, 0) for parts in held)) for part in plan.device]
+    device = [(name, *(card.device[name] for card in plan.cards)) for name in plan.device]
     device.append(("peak", *(card.device_bytes for card in plan.cards)))
     device.append(("limit", *(card.limits.device_bytes or 0 for card in plan.cards)))
-    host = [(part.name, part.nbytes, part.nbytes if part.pinned else 0) for part in plan.host]
+    host = [(name, nbytes, plan.page_locked[name]) for name, nbytes in plan.host.items()]
     host += [("peak", plan.host_bytes, plan.pinned_bytes), ("limit", plan.limits.ram_bytes, 0)]
     columns = [""] if plan.num_cards == 1 else [f"card {number}" for number in range(plan.num_cards)]
     tables = [_bytes_table(memory, columns, device), _bytes_table("host memory", ["", "page-locked"], host)]
@@ -332,16 +331,16 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
             "layers": list(card.target.layers), "weights_resident": list(card.placement.resident_layers),
             "kv_resident": list(card.resident_kv_layers), "ring_buffers": card.placement.num_buffers,
             "streamed_bytes": card.streamed_bytes, "limit_bytes": card.limits.device_bytes,
-            "peak_bytes": card.device_bytes, "parts": [asdict(part) for part in card.device],
+            "peak_bytes": card.device_bytes, "parts": _parts_record(card.device),
         }
         for card in plan.cards
     ]  # fmt: skip
     return {
-        "device_memory": {**device, "parts": [asdict(part) for part in plan.device]},
+        "device_memory": {**device, "parts": _parts_record(plan.device)},
         **({"cards": cards} if plan.num_cards > 1 else {}),
         "host_memory": {
             "peak_bytes": plan.host_bytes, "pinned_bytes": plan.pinned_bytes,
-            "loading_bytes": sum(part.nbytes for part in plan.loading), "parts": [asdict(part) for part in plan.host],
+            "loading_bytes": plan.loading.total(), "parts": _parts_record(plan.host, plan.page_locked),
         },
         "stored_bytes": plan.target.layout.bytes_by_kind,
         "layers": {**{name: list(which) for name, which in layers.items()}, "ring_buffers": placement.num_buffers},
@@ -349,6 +348,10 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
         "retrieval_verifier": plan.has_verifier,
         "why_no_retrieval_verifier": None if plan.has_verifier else plan.reason or None,
     }  # fmt: skip
+
+
+def _parts_record(parts: Parts, pinned: Collection[str] = ()) -> list[dict[str, Any]]:
+    return [{"name": name, "nbytes": nbytes, "pinned": name in pinned} for name, nbytes in parts.items()]
 
 
 def refusal_record(refusal: Refusal, machine: MachineProfile) -> dict[str, Any]:
@@ -388,9 +391,9 @@ def draw_plan(plan: RunPlan, path: Path, *, title: str) -> None:
     limits = (plan.limits.device_bytes, plan.limits.ram_bytes)
     for place, (parts, limit_bytes) in enumerate(zip((plan.device, plan.host), limits, strict=True)):
         top_gb = 0.0
-        for part in parts:
-            size_gb, hatch = part.nbytes / GB, "//" if part.pinned else None
-            label = f"{part.name}: {size_gb:.3g} GB"
+        for name, nbytes in parts.items():
+            size_gb, hatch = nbytes / GB, "//" if place == 1 and name in plan.page_locked else None
+            label = f"{name}: {size_gb:.3g} GB"
             axes.bar(place, size_gb, bottom=top_gb, edgecolor="white", hatch=hatch, label=label)
             top_gb += size_gb
         if limit_bytes is not None:

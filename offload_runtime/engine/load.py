@@ -33,7 +33,6 @@ from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.system import HostInfo, read_host_info
 from offload_runtime.options import require
 from offload_runtime.plan import CardLimit, MemoryLimits, ModelPlan, Placement, RunPlan
-from offload_runtime.plan.model import total
 from offload_runtime.plan.request import DTYPE_NAMES
 from offload_runtime.plan.sizes import PROCESS_BYTES
 from offload_runtime.sampling import SlotSampling
@@ -167,7 +166,7 @@ def describe_draft_cache(plan: RunPlan) -> str:
     draft = plan.draft
     if draft is None:
         return ""
-    held = format_bytes(total(draft.kv_parts))
+    held = format_bytes(draft.kv_parts.total())
     if draft.cache == "streaming":
         kept = f"{draft.options.sink_tokens} first and {draft.recent_tokens} newest tokens"
         return f"streaming draft cache of the {kept} ({held})"
@@ -212,7 +211,7 @@ def _describe_kv(plan: ModelPlan) -> str:
         return where
     kept = plan.placement.resident_kv_layers
     resident = f" but for {len(kept)} layers" if kept else ""
-    return f"{where}, in host memory{resident} as it grows, {format_bytes(total(plan.kv_parts))} of it on the device"
+    return f"{where}, in host memory{resident} as it grows, {format_bytes(plan.kv_parts.total())} of it on the device"
 
 
 def load_runtime(

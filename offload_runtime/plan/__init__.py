@@ -7,7 +7,7 @@ caches and runners say how large they are; this room reads no weights, and knows
 """
 
 from offload_runtime.plan.cost import PassTime, link_slack, pass_time, predicted_step_s, prefill_time
-from offload_runtime.plan.model import MemoryPart, ModelPlan, Placement
+from offload_runtime.plan.model import ModelPlan, Parts, Placement
 from offload_runtime.plan.report import (
     Change,
     Refusal,

@@ -32,35 +32,13 @@ from offload_runtime.weights import ModelLayout
 NO_RING = RingShape(0, 0)
 
 
-@dataclass(frozen=True)
-class MemoryPart:
-    """Bytes of one thing; `pinned` where they must be page-locked."""
-
-    name: str
-    nbytes: int
-    pinned: bool = False
+# Bytes by what they are for.
+Parts = Counter[str]
 
 
-Parts = tuple[MemoryPart, ...]
-
-
-def listed(parts: Iterable[MemoryPart]) -> str:
+def listed(parts: Parts) -> str:
     """The names and sizes of parts, for people."""
-    return ", ".join(f"{part.name} {format_bytes(part.nbytes)}" for part in parts)
-
-
-def total(parts: Iterable[MemoryPart]) -> int:
-    """The bytes of parts together."""
-    return sum(part.nbytes for part in parts)
-
-
-def merged(parts: Iterable[MemoryPart]) -> Parts:
-    """Parts of several cards, those of one name as one; without those that are nothing."""
-    found: dict[str, MemoryPart] = {}
-    for part in parts:
-        before = found.get(part.name)
-        found[part.name] = part if before is None else replace(part, nbytes=before.nbytes + part.nbytes)
-    return tuple(part for part in found.values() if part.nbytes)
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
 
 
 @dataclass(frozen=True)
@@ -296,16 +274,18 @@ class ModelPlan:
     def kv_parts(self) -> Parts:
         """What the KV cache takes of the device."""
         if len(self.placements) > 1:
-            return merged(chain(*(card.kv_parts for card in self.cards)))
+            return sum((card.kv_parts for card in self.cards), Parts())
         if not self.on_host:
             chosen_bytes = self.retrieved_bytes if self.cache == "retrieval" else 0
-            return (MemoryPart("KV cache", self.whole_kv_bytes + chosen_bytes),)
+            return Parts({"KV cache": self.whole_kv_bytes + chosen_bytes})
         streamed = self.kv_layers_on_host
-        return (
-            MemoryPart("KV of resident layers", self.reserved_kv_bytes({*self.layers}.difference(streamed))),
-            MemoryPart("open KV blocks", self.open_kv_bytes(streamed)),
-            MemoryPart("ring of KV pieces", self.kv_ring_bytes if streamed else 0),
-            MemoryPart("prefill workspace", self.prefill_workspace_bytes if streamed else 0),
+        return Parts(
+            {
+                "KV of resident layers": self.reserved_kv_bytes({*self.layers}.difference(streamed)),
+                "open KV blocks": self.open_kv_bytes(streamed),
+                "ring of KV pieces": self.kv_ring_bytes if streamed else 0,
+                "prefill workspace": self.prefill_workspace_bytes if streamed else 0,
+            }
         )
 
     @cached_property

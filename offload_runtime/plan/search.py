@@ -70,7 +70,7 @@ def check_host_memory(plan: RunPlan) -> None:
     """Refuse a plan that takes more host memory than there may be, this process included. Raises `BudgetError`."""
     limits, missing_bytes = plan.limits, plan.short_of_host_bytes
     if missing_bytes:
-        loaded = model.total(plan.host) > model.total(plan.loading)
+        loaded = plan.host.total() > plan.loading.total()
         parts = model.listed(plan.host) if loaded else f"{model.listed(plan.loading)}, while weights are read"
         allowed, missing = format_bytes(limits.ram_bytes), format_bytes_up(missing_bytes)
         message = f"{limits.ram_name} of {allowed} is too small by {missing} ({parts})"
@@ -291,7 +291,7 @@ def _place(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
     if limit_bytes is None:  # all keys and values stay on the host, as asked
         resident = len(placement.layers) if asked is None else asked
         return plan.with_placements(_evenly(placement, resident, _RING_BUFFERS))
-    left_bytes = limit_bytes - model.total(plan.needed) + target.held_bytes(placement)
+    left_bytes = limit_bytes - plan.needed.total() + target.held_bytes(placement)
     smallest = min(map(target.layout.layer_bytes.__getitem__, target.layers))
     most = min(len(target.layers), max(0, left_bytes) // smallest)
     counts = range(most, -1, -1) if asked is None else (asked,)
@@ -542,13 +542,13 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
 def _cannot_stage(least: Iterable[Placement], limit_bytes: int, name: str, transfer_bytes: int = 0) -> ShortageError:
     """Say that not even the least rings of some cards can be page-locked, beside what rows pass through."""
     rings = [(one.h2d_ring.nbytes, one.d2h_ring.nbytes) for one in least]
-    parts = model.merged(
-        [
-            model.MemoryPart("a ring to stage layers through", sum(h2d for h2d, _ in rings)),
-            model.MemoryPart("rows between cards", transfer_bytes),
-            model.MemoryPart("pieces to write the KV cache through", sum(d2h for _, d2h in rings)),
-        ]
+    parts = +model.Parts(
+        {
+            "a ring to stage layers through": sum(h2d for h2d, _ in rings),
+            "rows between cards": transfer_bytes,
+            "pieces to write the KV cache through": sum(d2h for _, d2h in rings),
+        }
     )
-    missing_bytes = model.total(parts) - limit_bytes
+    missing_bytes = parts.total() - limit_bytes
     why = f"page-locks {format_bytes(limit_bytes)} at most, too little by {format_bytes_up(missing_bytes)}"
     return ShortageError(f"{name} {why} ({model.listed(parts)})", "page-locked memory", missing_bytes)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 
 import torch
 
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import OptionError
 from offload_runtime.options import require
-from offload_runtime.plan.model import MemoryPart, ModelPlan, Parts, Placement, all_resident, merged, total
+from offload_runtime.plan.model import ModelPlan, Parts, Placement, all_resident
 from offload_runtime.plan.request import (
     AUTO_CONTEXT_TOKENS,
     DTYPE_NAMES,
@@ -33,6 +32,8 @@ from offload_runtime.weights.loader import passing_bytes
 # are read, before kernels are compiled and library modules are loaded (H200, torch 2.11, a 70B in Q4_K_M: 1.62 GB where
 # all of it was on the card, 1.57 beside streamed layers; 0.81 and 0.82 while it was read).
 PROCESS_BYTES, _LOADING_PROCESS_BYTES = 1_620_000_000, 840_000_000
+
+_PAGE_LOCKED = ("streamed layers", "staging ring", "KV cache", "pieces to write KV through", "rows between cards")
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class RunPlan:
     @cached_property
     def device(self) -> Parts:
         """Device memory, part by part."""
-        return merged((*self.needed, MemoryPart("CUDA graphs of passes", self.captured_bytes)))
+        return self.needed + Parts({"CUDA graphs of passes": self.captured_bytes})
 
     @cached_property
     def captured_bytes(self) -> int:
@@ -115,32 +116,34 @@ class RunPlan:
         if self.placement.streamed_layers or target.kv_layers_on_host:
             return 0
         nbytes, limit_bytes = captured_pass_bytes(target.config, target.dtype.itemsize), self.limits.device_bytes
-        return nbytes if limit_bytes is None or total(self.needed) + nbytes <= limit_bytes else 0
+        return nbytes if limit_bytes is None or self.needed.total() + nbytes <= limit_bytes else 0
 
     @cached_property
     def needed(self) -> Parts:
         """Device memory of what there must be."""
         if self.num_cards > 1:
-            return merged(chain(*(card.needed for card in self.cards)))
+            return sum((card.needed for card in self.cards), Parts())
         target, draft, placement = self.target, self.draft, self.placement
-        return (
-            MemoryPart("CUDA context", self.limits.cards[0].reserved_bytes),
-            MemoryPart("embedding and head", target.layout.shared.total_bytes if target.has_head else 0),
-            MemoryPart("resident layers", target.bytes_of_layers(placement.resident_layers)),
-            MemoryPart("ring of layers", placement.num_buffers * target.layer_bytes),
-            *target.kv_parts,
-            MemoryPart("retrieval cache", self.verifier_bytes if self.has_verifier else 0),
-            MemoryPart("draft weights", 0 if draft is None else draft.layout.total_bytes),
-            MemoryPart("draft KV cache", 0 if draft is None else total(draft.kv_parts)),
-            MemoryPart("CUDA graphs", self.graph_bytes),
-            MemoryPart("decoded matrices", sum(one.scratch_bytes(self.request.device_type) for one in self.models)),
-            MemoryPart("workspace", self.workspace_bytes),
+        return +Parts(
+            {
+                "CUDA context": self.limits.cards[0].reserved_bytes,
+                "embedding and head": target.layout.shared.total_bytes if target.has_head else 0,
+                "resident layers": target.bytes_of_layers(placement.resident_layers),
+                "ring of layers": placement.num_buffers * target.layer_bytes,
+                **target.kv_parts,
+                "retrieval cache": self.verifier_bytes if self.has_verifier else 0,
+                "draft weights": 0 if draft is None else draft.layout.total_bytes,
+                "draft KV cache": 0 if draft is None else draft.kv_parts.total(),
+                "CUDA graphs": self.graph_bytes,
+                "decoded matrices": sum(one.scratch_bytes(self.request.device_type) for one in self.models),
+                "workspace": self.workspace_bytes,
+            }
         )
 
     @cached_property
     def device_bytes(self) -> int:
         """Peak of the device's memory."""
-        return total(self.device)
+        return self.device.total()
 
     @property
     def models(self) -> list[ModelPlan]:
@@ -185,24 +188,22 @@ class RunPlan:
     @cached_property
     def host(self) -> Parts:
         """Host memory once the models are loaded, at the longest context, part by part."""
-        target, placement, pinned = self.target, self.placement, self.limits.page_locks
-        rings = target.placements  # each has its own
+        target, placement, rings = self.target, self.placement, self.target.placements  # each card has its own
         staged_bytes = target.host_bytes_of_layers(placement.staged_layers)
-        streamed_bytes = target.host_bytes_of_layers(placement.streamed_layers)
         staged_kv_bytes = target.reserved_kv_bytes(placement.staged_kv_layers)
-        return merged(
-            [
-                MemoryPart("streamed layers", streamed_bytes - staged_bytes, pinned),
-                MemoryPart("staged layers", staged_bytes),
-                MemoryPart("staging ring", sum(one.h2d_ring.nbytes for one in rings), pinned),
-                MemoryPart("KV cache", target.host_kv_bytes - staged_kv_bytes, pinned),
-                MemoryPart("staged KV cache", staged_kv_bytes),
-                MemoryPart("pieces to write KV through", sum(one.d2h_ring.nbytes for one in rings), pinned),
-                MemoryPart("rows between cards", self.transfer_bytes, pinned),
+        return +Parts(
+            {
+                "streamed layers": target.host_bytes_of_layers(placement.streamed_layers) - staged_bytes,
+                "staged layers": staged_bytes,
+                "staging ring": sum(one.h2d_ring.nbytes for one in rings),
+                "KV cache": target.host_kv_bytes - staged_kv_bytes,
+                "staged KV cache": staged_kv_bytes,
+                "pieces to write KV through": sum(one.d2h_ring.nbytes for one in rings),
+                "rows between cards": self.transfer_bytes,
                 # Of a CPU, whose memory is the host's.
-                MemoryPart("all that a GPU would hold", self.device_bytes if self.on_cpu else 0),
-                MemoryPart("Python and libraries", PROCESS_BYTES),
-            ]
+                "all that a GPU would hold": self.device_bytes if self.on_cpu else 0,
+                "Python and libraries": PROCESS_BYTES,
+            }
         )
 
     @property
@@ -223,19 +224,19 @@ class RunPlan:
         """Host memory while the target's weights are read, part by part, or the draft's, if that is more."""
         streamed = self.placement.streamed_layers
         held_bytes = sum(model.layout.total_bytes for model in self.models) - self.target.bytes_of_layers(streamed)
-        return merged(
-            [
-                MemoryPart("streamed layers", self.target.host_bytes_of_layers(streamed)),
-                MemoryPart("weights on their way", self.passing_bytes),
-                MemoryPart("weights that a GPU would hold", held_bytes if self.on_cpu else 0),
-                MemoryPart("Python and libraries", _LOADING_PROCESS_BYTES),
-            ]
+        return +Parts(
+            {
+                "streamed layers": self.target.host_bytes_of_layers(streamed),
+                "weights on their way": self.passing_bytes,
+                "weights that a GPU would hold": held_bytes if self.on_cpu else 0,
+                "Python and libraries": _LOADING_PROCESS_BYTES,
+            }
         )
 
     @cached_property
     def host_bytes(self) -> int:
         """Peak of host memory."""
-        return max(total(self.host), total(self.loading))
+        return max(self.host.total(), self.loading.total())
 
     @property
     def short_of_host_bytes(self) -> int:
@@ -243,10 +244,15 @@ class RunPlan:
         return max(0, self.host_bytes - self.limits.ram_bytes)
 
     @property
+    def page_locked(self) -> Parts:
+        """What of host memory must be page-locked."""
+        return Parts({name: self.host[name] for name in _PAGE_LOCKED if self.limits.page_locks})
+
+    @property
     def pinned_bytes(self) -> int:
         """Peak of page-locked host memory; while weights are read, pieces of them are locked in what is left of the
         limit."""
-        return total(part for part in self.host if part.pinned)
+        return self.page_locked.total()
 
     # --- what of it moves, and how
 
