@@ -95,7 +95,7 @@ class ModelConfig:
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of keys and values that one token holds over all layers."""
-        return sum(layer.attention.kv_elements(1) for layer in self.layers) * element_bytes
+        return sum(self.kv_elements) * element_bytes
 
     def shared_tensors(self) -> Iterator[Tensor]:
         """What lies around the layers, by whole names: `embedding` [V, H], `final_norm` [H], `lm_head` [V, H] unless it

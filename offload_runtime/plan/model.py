@@ -332,7 +332,8 @@ class ModelPlan:
 
     def streamed_kv(self, length_tokens: int) -> dict[int, int]:
         """The same of every layer whose cache is on the host, by layer."""
-        return {layer: self.streamed_kv_bytes(layer, length_tokens) for layer in self.kv_layers_on_host}
+        each_bytes = self.batch * (length_tokens // BLOCK_TOKENS * BLOCK_TOKENS) * self.dtype.itemsize
+        return {layer: each_bytes * self.config.kv_elements[layer] for layer in self.kv_layers_on_host}
 
     # --- what passes take
 

@@ -8,11 +8,11 @@ page-locked is staged through rings. A plan and a run search here alike.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, product
+from operator import itemgetter, mul
 from typing import NamedTuple
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -357,10 +357,9 @@ class _Deal(NamedTuple):
 def _copied_bytes(card: RunPlan, num_cards: int) -> float:
     """What a pass brings to a card, or as much as takes as long, over the first card's link: keys and values that the
     ring has no room for come in turn, if the others have as many."""
-    target = card.target
+    target, ring_bytes = card.target, card.target.kv_ring_bytes
     streamed = target.streamed_kv(target.context_tokens - 1).values()
-    in_turn = sum(max(0, nbytes - target.kv_ring_bytes) for nbytes in streamed)
-    in_turn += sum(streamed) * (num_cards - 1) // num_cards
+    in_turn = sum(max(0, nbytes - ring_bytes) for nbytes in streamed) + sum(streamed) * (num_cards - 1) // num_cards
     return max(card.streamed_bytes, in_turn) / card.limits.cards[0].link_ratio
 
 
@@ -373,16 +372,19 @@ def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: in
         begin, end = (sum(counts[:count]) * (asked or 0) // sum(counts) for count in (number, number + 1))
         share = None if asked is None else end - begin  # in proportion
         rings = [card.target, card.target.with_overlapped_kv_ring(len(dealt))] if card.target.on_host else [card.target]
-        placed, refused = list[RunPlan](), list[ShortageError]()
+        placed, refused = list[tuple[float, RunPlan]](), list[ShortageError]()
         for target in rings:
             try:
                 most = max(0, len(target.full_layers) - streamed_kv_layers)
-                placed.append(_place(replace(card, target=target), most, share))
+                one = _place(replace(card, target=target), most, share)
+                placed.append((_copied_bytes(one, len(dealt)), one))
             except ShortageError as error:
                 refused.append(error)
-        cards.append(min(placed, key=lambda one: _copied_bytes(one, len(dealt)), default=card))
-        loads.append((0, _copied_bytes(cards[-1], len(dealt))) if placed else (refused[0].missing_bytes, 0.0))
-        short = short if placed else short or refused[0]
+        if not placed:
+            short = short or refused[0]
+        copied, best = min(placed, key=itemgetter(0), default=(0.0, card))
+        cards.append(best)
+        loads.append((0 if placed else refused[0].missing_bytes, copied))
     missing, copies = zip(*loads, strict=True)
     return _Deal(cards, loads, (sum(missing), max(copies), max(counts) - min(counts)), short)
 
@@ -450,7 +452,7 @@ def _moved(deal: _Deal, counts: list[int], share: float) -> list[int]:
     target, ratios = deal.cards[0].target, [card.limits.cards[0].link_ratio for card in deal.cards]
     each_bytes = max(target.layout.layer_bytes) + target.reserved_kv_bytes(target.largest_kv_layer)
     loads = [short + copied for short, copied in deal.loads]
-    level = sum(map(operator.mul, loads, ratios)) / sum(ratios)
+    level = sum(map(mul, loads, ratios)) / sum(ratios)
     wanted = [share * (level - load) * ratio / each_bytes for load, ratio in zip(loads, ratios, strict=True)]
     changed = [max(1, count + round(more)) for count, more in zip(counts, wanted, strict=True)]
     changed[loads.index(max(loads))] -= changed == counts
