@@ -30,7 +30,7 @@ from ours_runtime import NO_MODEL, add_our_options, our_options
 from offload_runtime.engine.load_model import open_sources, read_tokenizer
 from offload_runtime.errors import OptionError
 from offload_runtime.options import require_positive
-from offload_runtime.plan.request import resolve_context
+from offload_runtime.plan.sizes import resolve_context
 from offload_runtime.stream import resolve_device
 from offload_runtime.weights import fetch_demo_model
 

@@ -286,7 +286,7 @@ def answer_record(result: GenerationResult) -> dict[str, Any]:
 
 def run_record(runtime: Runtime, options: AnswerOptions) -> dict[str, Any]:
     """Return what `--json` prints of the run, which all its answers share."""
-    from offload_runtime.plan.request import DTYPE_NAMES
+    from offload_runtime.plan.sizes import DTYPE_NAMES
 
     dtype = DTYPE_NAMES[runtime.dtype]
     asked = {"target": options.config.target, "draft": options.config.draft, "seed": options.params.sampling.seed}

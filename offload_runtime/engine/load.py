@@ -33,8 +33,7 @@ from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.system import HostInfo, read_host_info
 from offload_runtime.options import require
 from offload_runtime.plan import CardLimit, MemoryLimits, ModelPlan, Placement, RunPlan
-from offload_runtime.plan.request import DTYPE_NAMES
-from offload_runtime.plan.sizes import PROCESS_BYTES
+from offload_runtime.plan.sizes import DTYPE_NAMES, PROCESS_BYTES
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import Controller

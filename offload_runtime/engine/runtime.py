@@ -38,7 +38,7 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import documented, require, require_type
 from offload_runtime.params import GenerationParams, params_of_each, params_once
 from offload_runtime.plan import RunPlan
-from offload_runtime.plan.request import DTYPE_NAMES
+from offload_runtime.plan.sizes import DTYPE_NAMES
 from offload_runtime.runners import OnLayer
 from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import PLAIN, Proposer

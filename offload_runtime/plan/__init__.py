@@ -22,7 +22,6 @@ from offload_runtime.plan.report import (
     upgrades,
     with_found_draft,
 )
-from offload_runtime.plan.request import CardLimit, MemoryLimits, common_figures, describe_models, resolve_dtype
 from offload_runtime.plan.search import (
     as_many_cards_as_help,
     check_host_memory,
@@ -31,5 +30,5 @@ from offload_runtime.plan.search import (
     plan_run,
     with_staging_rings,
 )
-from offload_runtime.plan.sizes import RunPlan
+from offload_runtime.plan.sizes import CardLimit, MemoryLimits, RunPlan, common_figures, describe_models, resolve_dtype
 from offload_runtime.stream import memory_name

@@ -27,8 +27,7 @@ from offload_runtime.core import DraftBudget, depths_of
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.models.layers import Attention, DecoderLayer, Work
 from offload_runtime.plan.model import ModelPlan, unmatched_kv_bytes
-from offload_runtime.plan.request import DTYPE_NAMES
-from offload_runtime.plan.sizes import RunPlan
+from offload_runtime.plan.sizes import DTYPE_NAMES, RunPlan
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
 from offload_runtime.sizes import GB
 from offload_runtime.speculation import best_tree_tokens, expected_accepted, likely_parents, num_guesses

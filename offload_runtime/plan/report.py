@@ -14,9 +14,8 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError, OffloadError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.plan import cost
-from offload_runtime.plan.request import USUAL_CARD, MemoryLimits, ShortageError, limits_of
 from offload_runtime.plan.search import LEAST_CONTEXT_TOKENS, plan_run
-from offload_runtime.plan.sizes import RunPlan, make_plan
+from offload_runtime.plan.sizes import USUAL_CARD, MemoryLimits, RunPlan, ShortageError, limits_of, make_plan
 from offload_runtime.sizes import GB, format_bytes_up, parse_bytes
 from offload_runtime.weights import DescribedModel, FoundDraft, find_drafts, usual_draft
 from offload_runtime.weights.neighbours import MIXES, stored_kinds

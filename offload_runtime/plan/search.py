@@ -24,8 +24,7 @@ from offload_runtime.options import require
 from offload_runtime.plan import model
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.model import ModelPlan, Placement
-from offload_runtime.plan.request import TREE_ROOMS, MemoryLimits, ShortageError, limits_of
-from offload_runtime.plan.sizes import RunPlan, make_plan
+from offload_runtime.plan.sizes import TREE_ROOMS, MemoryLimits, RunPlan, ShortageError, limits_of, make_plan
 from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.stream import FEWEST_PIECES, PAGE_BYTES, RingShape, ring_shape
 

@@ -18,7 +18,7 @@ from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.plan import RunPlan, find_plan, plan_run
-from offload_runtime.plan.request import MemoryLimits
+from offload_runtime.plan.sizes import MemoryLimits
 from offload_runtime.sizes import GB
 from offload_runtime.weights import DescribedModel
 
