@@ -26,7 +26,7 @@ class Mutation:
 
 _STEP = "offload_runtime/speculation/step.py"
 _TARGET = "offload_runtime/runners/model_runner.py"
-_KV = "offload_runtime/kv"
+_KV = "offload_runtime/cache"
 _KERNELS = "kernels/offload_runtime_kernels"
 _GGUF_ROWS = "offload_runtime/weights/formats.py"
 _QUANTISED = "offload_runtime/weights/quantised.py"

@@ -17,10 +17,10 @@ from offload_runtime_kernels.attention import AttentionParams, QueryRows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.kv import BlockLayout, BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
-from offload_runtime.kv.device import StreamingDraftCache, block_shapes, kept_positions, num_blocks
-from offload_runtime.kv.retrieval import RetrievedChunks, RetrievedDraftCache
-from offload_runtime.kv.saved_blocks import SavedBlock, first_whole_block
+from offload_runtime.cache import BlockLayout, BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
+from offload_runtime.cache.device import StreamingDraftCache, block_shapes, kept_positions, num_blocks
+from offload_runtime.cache.retrieval import RetrievedChunks, RetrievedDraftCache
+from offload_runtime.cache.saved_blocks import SavedBlock, first_whole_block
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.stream import DeviceBudget
 from offload_runtime.stream.queue import ThreadCopyEngine

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from emulation import emulated
 
+from offload_runtime.cache import HostKVCache, block_bytes
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError
 from offload_runtime.hardware import MachineProfile, save_profile
-from offload_runtime.kv import HostKVCache, block_bytes
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 
 TARGET = "deep_target"  # its keys and values take more memory than a ring for them

@@ -43,15 +43,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": {"grammar", "stream", "penalties", KERNELS},
     "models": {"stream", KERNELS},  # what everything else orders and adds up
     "weights": {"stream", "models", KERNELS},
-    "kv": {"stream", "models", KERNELS},
-    "plan": {"stream", "hardware", "kv", "models", "runners", "sampling", "speculation", "weights", KERNELS},
-    "runners": {"stream", "grammar", "models", "kv", "sampling", "trace", KERNELS},
-    "speculation": {"grammar", "kv", "stream", "models", "sampling", "runners", "trace", KERNELS},
+    "cache": {"stream", "models", KERNELS},
+    "plan": {"stream", "hardware", "cache", "models", "runners", "sampling", "speculation", "weights", KERNELS},
+    "runners": {"stream", "grammar", "models", "cache", "sampling", "trace", KERNELS},
+    "speculation": {"grammar", "cache", "stream", "models", "sampling", "runners", "trace", KERNELS},
     "engine": {
-        "stream", "grammar", "kv", "hardware", "models", "plan", "runners", "sampling", "speculation", "trace",
+        "stream", "grammar", "cache", "hardware", "models", "plan", "runners", "sampling", "speculation", "trace",
         "weights", KERNELS,
     },
-    "verify": {"engine", "kv", "models", "runners", "sampling", "speculation"},
+    "verify": {"engine", "cache", "models", "runners", "sampling", "speculation"},
     "server": {"engine", "grammar"},
     "cli": {"engine", "hardware", "plan", "server", "verify", "weights", "__init__"},  # of itself the version
     "__init__": {"engine"},

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams, Scheduler
+from offload_runtime.cache import DeviceKVCache
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.engine import Engine
 from offload_runtime.engine.request import Request
 from offload_runtime.errors import OptionError
-from offload_runtime.kv import DeviceKVCache
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_tokens
 

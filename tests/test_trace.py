@@ -16,11 +16,11 @@ import pytest
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
+from offload_runtime.cache import HostKVCache
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.core import TokenTree
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import StorageError
-from offload_runtime.kv import HostKVCache
 from offload_runtime.speculation import Budgets, NgramProposer, Proposer, Texts, WithNgrams, drafting
 from offload_runtime.stream import CopyEngine
 from offload_runtime.trace import TraceRecorder

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 
+from offload_runtime.cache import DeviceKVCache, HostKVCache
+from offload_runtime.cache.retrieval import RetrievalCache
 from offload_runtime.core import Batch, DraftBudget
 from offload_runtime.engine.load_model import LoadedModel, warm_up
-from offload_runtime.kv import DeviceKVCache, HostKVCache
-from offload_runtime.kv.retrieval import RetrievalCache
 from offload_runtime.params import SamplingParams
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.cost import guess_parents

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from offload_runtime.cache import BlockStore
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.prefix_cache import PrefixCache
@@ -34,7 +35,6 @@ from offload_runtime.errors import (
     OffloadError,
 )
 from offload_runtime.fields import Fields
-from offload_runtime.kv import BlockStore
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import OnLayer
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs

@@ -15,12 +15,12 @@ from offload_runtime_kernels._jit import triton_available
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import TILE_ROWS
 
+from offload_runtime.cache import DeviceKVCache, HostKVCache, HostKVCard
+from offload_runtime.cache.device import StreamingDraftCache
+from offload_runtime.cache.retrieval import RetrievedDraftCache
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.staged_layers import StagedMemory, lock_layers, locked_shares
 from offload_runtime.errors import DeviceError
-from offload_runtime.kv import DeviceKVCache, HostKVCache, HostKVCard
-from offload_runtime.kv.device import StreamingDraftCache
-from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Weights
 from offload_runtime.models.rope import RopeTable

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
+from offload_runtime.cache import BlockLayout, BlockStore
+from offload_runtime.cache.saved_blocks import SavedBlock
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.sessions import SavedPrefixes
 from offload_runtime.errors import BudgetError
-from offload_runtime.kv import BlockLayout, BlockStore
-from offload_runtime.kv.saved_blocks import SavedBlock
 from offload_runtime.stream import check_host_memory
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from offload_runtime.cache import BlockStore
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.conversation import Conversation
@@ -33,7 +34,6 @@ from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.engine.token_stream import TokenStream
 from offload_runtime.engine.windows import settle
 from offload_runtime.errors import BudgetError
-from offload_runtime.kv import BlockStore
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import documented, require, require_type
 from offload_runtime.params import GenerationParams, params_of_each, params_once

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
+from offload_runtime.cache import BlockFiles, BlockLayout, block_names
+from offload_runtime.cache.saved_blocks import first_whole_block, num_restorable
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError, SessionError, StorageError
 from offload_runtime.files import delete_leftovers, regular_file, write_atomically
-from offload_runtime.kv import BlockFiles, BlockLayout, block_names
-from offload_runtime.kv.saved_blocks import first_whole_block, num_restorable
 from offload_runtime.options import require, require_unicode
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import DraftKVState

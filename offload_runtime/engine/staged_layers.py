@@ -6,9 +6,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+from offload_runtime.cache import BlockLocking
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware.system import usable_cores
-from offload_runtime.kv import BlockLocking
 from offload_runtime.plan import ModelPlan, Placement, place_staged, with_staging_rings
 from offload_runtime.sizes import format_bytes
 from offload_runtime.stream import (

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from offload_runtime.cache import KVCache
 from offload_runtime.core import DraftBudget
 from offload_runtime.engine.request import Request
-from offload_runtime.kv import KVCache
 from offload_runtime.options import require
 from offload_runtime.params import GenerationParams
 from offload_runtime.plan import RunPlan

@@ -1,6 +1,6 @@
 """One model of a run before it is loaded: where its layers are, and what of it takes how many bytes.
 
-Who allocates a tensor says how large it is (`models`, `kv`, `runners`, `weights`); here it is only added up.
+Who allocates a tensor says how large it is (`models`, `cache`, `runners`, `weights`); here it is only added up.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from itertools import chain
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime import kv
+from offload_runtime import cache
+from offload_runtime.cache.device import streaming_capacity_tokens
+from offload_runtime.cache.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.kv.device import streaming_capacity_tokens
-from offload_runtime.kv.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.runners import tree_positions
 from offload_runtime.runners.graphs import MOST_DEPTH
@@ -57,7 +57,7 @@ class Placement:
     staged_layers: tuple[int, ...] = ()
     resident_kv_layers: tuple[int, ...] = ()
     staged_kv_layers: tuple[int, ...] = ()
-    kv_ring_buffers: int = kv.KV_RING_BUFFERS
+    kv_ring_buffers: int = cache.KV_RING_BUFFERS
     h2d_ring: RingShape = NO_RING
     d2h_ring: RingShape = NO_RING
 
@@ -227,7 +227,7 @@ class ModelPlan:
 
     def open_kv_bytes(self, layers: Iterable[int]) -> int:
         """The newest blocks of layers whose cache is on the host, which are on the device."""
-        return self.batch * self.kv_bytes_of(layers, kv.ring_blocks(self.window_tokens) * BLOCK_TOKENS)
+        return self.batch * self.kv_bytes_of(layers, cache.ring_blocks(self.window_tokens) * BLOCK_TOKENS)
 
     @property
     def whole_kv_bytes(self) -> int:
@@ -235,14 +235,14 @@ class ModelPlan:
         kept_bytes = self.reserved_kv_bytes(self.layers)
         if self.cache == "streaming":
             kept_bytes = self.batch * self.kv_bytes_of(self.layers, self.streaming_tokens)
-        tree_tokens = kv.num_blocks(self.tree_positions) * BLOCK_TOKENS
+        tree_tokens = cache.num_blocks(self.tree_positions) * BLOCK_TOKENS
         return kept_bytes + self.batch * self.kv_bytes_of(self.layers, tree_tokens)
 
     @cached_property
     def kv_piece_bytes(self) -> int:
         """A buffer of the ring that a cache on the host is streamed through."""
-        overlapped = self.placement.kv_ring_buffers > kv.KV_RING_BUFFERS
-        return kv.kv_piece_bytes(self.config, self.dtype, self.context_tokens, overlapped=overlapped)
+        overlapped = self.placement.kv_ring_buffers > cache.KV_RING_BUFFERS
+        return cache.kv_piece_bytes(self.config, self.dtype, self.context_tokens, overlapped=overlapped)
 
     def kv_pieces(self, streamed_bytes: int) -> int:
         """Copies that bring so many bytes of a layer, of all sequences alike."""
@@ -257,7 +257,7 @@ class ModelPlan:
         """The same, of one card, with a ring of keys and values with which the links of all cards are busy at once. A
         card brings those of its next layer while the others attend, one after the other, to what their links bring; of
         n cards each needs room for (n - 1) / n of a layer, the piece that it attends to and one that arrives."""
-        least = kv.KV_RING_BUFFERS + 1
+        least = cache.KV_RING_BUFFERS + 1
         ring = replace(self, placements=(replace(self.placement, kv_ring_buffers=least),))
         largest = self.streamed_kv_bytes(*self.largest_kv_layer, self.context_tokens - 1)
         buffers = max(least, 2 + -(-ring.kv_pieces(largest) * (num_cards - 1) // num_cards))
@@ -267,7 +267,7 @@ class ModelPlan:
     def prefill_workspace_bytes(self) -> int:
         """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
         needed_bytes = self.reserved_kv_bytes(self.largest_kv_layer) // self.batch
-        chosen_tokens = kv.num_blocks(self.options.budget_tokens) * BLOCK_TOKENS
+        chosen_tokens = cache.num_blocks(self.options.budget_tokens) * BLOCK_TOKENS
         return 0 if self.borrows and self.kv_bytes_of(self.layers, chosen_tokens) >= needed_bytes else needed_bytes
 
     @property

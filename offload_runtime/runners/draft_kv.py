@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from offload_runtime.cache.device import StreamingDraftCache, kept_positions
 from offload_runtime.core import Batch, TokenTree
-from offload_runtime.kv.device import StreamingDraftCache, kept_positions
 from offload_runtime.runners.model_runner import ModelRunner
 
 # More new tokens than this go through the draft as a prompt; chunks are chosen by as many queries at the most.

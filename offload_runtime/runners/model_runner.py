@@ -19,9 +19,9 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.kv_blocks import RopeRows
 
+from offload_runtime.cache import KVCache
 from offload_runtime.core import Batch, BatchShape, TokenTree
 from offload_runtime.grammar import token_masks
-from offload_runtime.kv import KVCache
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import LayerCache, Rows, Weights
 from offload_runtime.models.rope import RopeTable, RowFrequencies

@@ -25,8 +25,8 @@ from offload_runtime_kernels.window_steps import (
     step_rows,
 )
 
+from offload_runtime.cache.retrieval import RetrievedDraftCache
 from offload_runtime.core import DraftBudget, TokenTree, depths_of
-from offload_runtime.kv.retrieval import RetrievedDraftCache
 from offload_runtime.models.layers import Rows
 from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.params import SamplingParams

@@ -20,9 +20,9 @@ from typing import TypeGuard
 import numpy as np
 import torch
 
+from offload_runtime.cache import DeviceKVCache
+from offload_runtime.cache.device import StreamingDraftCache
 from offload_runtime.core import BatchShape
-from offload_runtime.kv import DeviceKVCache
-from offload_runtime.kv.device import StreamingDraftCache
 from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.draft_kv import DraftKVState, excluded_ids

@@ -19,8 +19,8 @@ from offload_runtime_kernels.attention_sources import sources_workspace_bytes
 from offload_runtime_kernels.chunk_scores import WORKSPACE_BYTES as SCORES_WORKSPACE_BYTES
 from offload_runtime_kernels.window_steps import WINDOW_HEADER_WORDS, StepRotation, accept, step_rows
 
+from offload_runtime.cache.retrieval import RetrievalCache
 from offload_runtime.core import TokenTree
-from offload_runtime.kv.retrieval import RetrievalCache
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Rows, Weights
 from offload_runtime.models.rope import RopeTable, RowFrequencies

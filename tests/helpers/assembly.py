@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from offload_runtime.cache import BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
+from offload_runtime.cache.device import num_blocks
 from offload_runtime.core import Batch, TokenTree
-from offload_runtime.kv import BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
-from offload_runtime.kv.device import num_blocks
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.runners import Decoder, ModelRunner, decide
 from offload_runtime.sampling import SlotSampling

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
+from offload_runtime.cache.device import block_bytes, kept_from, num_blocks
 from offload_runtime.config import MOST_GAMMA_DRAFT
 from offload_runtime.errors import BudgetError, CopyError
-from offload_runtime.kv.device import block_bytes, kept_from, num_blocks
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.sizes import format_bytes, size_option_down
 from offload_runtime.stream import (

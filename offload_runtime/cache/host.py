@@ -25,7 +25,7 @@ from offload_runtime_kernels.attention import (
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.kv.device import (
+from offload_runtime.cache.device import (
     BlockCache,
     allocate_layers,
     block_bytes,
@@ -36,8 +36,8 @@ from offload_runtime.kv.device import (
     kept_from,
     num_blocks,
 )
-from offload_runtime.kv.host_io import HostBlocks, HostKVCard, HostPrefill, HostWrites, Run, ring_blocks
-from offload_runtime.kv.saved_blocks import SavedBlock
+from offload_runtime.cache.host_io import HostBlocks, HostKVCard, HostPrefill, HostWrites, Run, ring_blocks
+from offload_runtime.cache.saved_blocks import SavedBlock
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.stream.queue import KV, CopySchedule
 

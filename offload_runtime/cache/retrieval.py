@@ -18,9 +18,9 @@ from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
+from offload_runtime.cache.device import DeviceKVCache, allocate_layers, block_shapes, kv_cache_bytes, num_blocks
+from offload_runtime.cache.host import HostKVCache
 from offload_runtime.config import chunks_of_budget
-from offload_runtime.kv.device import DeviceKVCache, allocate_layers, block_shapes, kv_cache_bytes, num_blocks
-from offload_runtime.kv.host import HostKVCache
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.stream import DeviceBudget, current_device, overwrite
 

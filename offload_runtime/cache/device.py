@@ -1,6 +1,6 @@
 """What a KV cache is to the decoder, the runners and the engine, and the one on the compute device.
 
-That one is reserved in full up front; `kv.host` has the one whose blocks live in host memory.
+That one is reserved in full up front; `cache.host` has the one whose blocks live in host memory.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from offload_runtime_kernels.compact_rows import compact_rows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
+from offload_runtime.cache.saved_blocks import SavedBlock
 from offload_runtime.errors import BudgetError, ContextLengthError
-from offload_runtime.kv.saved_blocks import SavedBlock
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import LayerCache
 from offload_runtime.sizes import format_bytes
