@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, product
-from operator import itemgetter, mul
+from operator import itemgetter
 from typing import NamedTuple
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
@@ -35,8 +35,6 @@ _RING_BUFFERS = 3
 _COPIED = 256
 # Sequences at once where nobody said how many: more of them make the passes of each longer.
 _MOST_SEQUENCES = 16
-# Of the layers that would make copies equal, the share that is not worth to be moved.
-_LEAST_SHARE = 0.4
 # Less is no context that anybody left it to the runtime to choose.
 LEAST_CONTEXT_TOKENS = 2048
 # Pieces on their way to the host at once, each moved on by a thread of its own; of what may be locked, the share that
@@ -99,8 +97,9 @@ def as_many_cards_as_help(planned: Callable[[int], RunPlan], num_cards: int, mac
 def find_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> RunPlan:
     """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
     asked for, or where it is None of the longest one that host memory has room for. Errors as of `plan_run`."""
-    asked = request if request.max_batch is not None else replace(request, max_batch=1)
-    plan = _fastest_plan(asked, machine, limits)
+    if request.max_batch is None:
+        return _find_widest_plan(request, machine, limits)
+    plan = _fastest_plan(request, machine, limits)
     # More than once: with another context other layers may find room on the device, and their keys and values leave
     # less of a token to host memory.
     while request.context is None and plan.target.kv_layers_on_host and plan.short_of_host_bytes:
@@ -109,26 +108,26 @@ def find_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLim
         shorter = (target.context_tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
         if shorter < LEAST_CONTEXT_TOKENS:
             break
-        plan = _fastest_plan(replace(asked, context=shorter), machine, limits)
-    plan = replace(plan, request=asked)
-    return plan if request.max_batch is not None else _widened(plan)
+        plan = _fastest_plan(replace(request, context=shorter), machine, limits)
+    return replace(plan, request=request)
 
 
-def _widened(plan: RunPlan) -> RunPlan:
-    """The same run of as many sequences as fit beside one another, up to 16, without streaming more than one does: what
-    every pass brings is then shared by all of them. Each has the context that one alone has."""
-    widest, fewest, most = plan, 2, _MOST_SEQUENCES
-    while fewest <= most:
-        count = (fewest + most) // 2
-        request = replace(plan.request, max_batch=count, context=plan.target.context_tokens)
+def _find_widest_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> RunPlan:
+    """The plan of as many sequences as fit beside one another, up to 16, without streaming more than one does: what
+    every pass brings is then shared by all of them. Each has the context that one alone has. Errors as of one."""
+    widest = find_plan(replace(request, max_batch=1), machine, limits)
+    context, streamed_bytes = widest.target.context_tokens, widest.streamed_bytes
+    fewest, most = 1, _MOST_SEQUENCES
+    while fewest < most:
+        count = min(2 * fewest, (fewest + most + 1) // 2)  # few at first: where weights are streamed two are too many
         try:
-            wider = _placed(plan.of_batch(count))
+            plan = find_plan(replace(request, max_batch=count, context=context), machine, limits)
         except OffloadError:
-            wider = None
-        if wider is None or wider.short_of_host_bytes or wider.streamed_bytes > plan.streamed_bytes:
+            plan = None
+        if plan is None or plan.short_of_host_bytes or plan.streamed_bytes > streamed_bytes:
             most = count - 1
         else:
-            widest, fewest = replace(wider, request=request), count + 1
+            widest, fewest = plan, count
     return widest
 
 
@@ -404,10 +403,10 @@ def _deal(plan: RunPlan) -> RunPlan:
     """Deal the layers of a plan out to its cards, so that the copies of the one that takes longest for them take the
     least time; of equals the most even.
 
-    From even counts on as many layers move as would make the copies of all cards equal, or fewer where that gains
-    nothing. They are dealt out in turn, so that all links are busy, and all cards, where a prefill goes layer by layer;
-    where everything is on the cards, in blocks: an 80-layer model then crosses 2 times in place of 80, which are
-    predicted to take 2.4 ms of a pass of two RTX 4090s.
+    From even counts on layers go from the card that is short of memory, or whose copies take longest, to others, half
+    of the model at first and fewer where that gains nothing. Layers are dealt out in turn, so that all links are busy,
+    and all cards, where a prefill goes layer by layer; where everything is on the cards, in blocks: an 80-layer model
+    then crosses 2 times in place of 80, which are predicted to take 2.4 ms of a pass of two RTX 4090s.
 
     Raises:
         BudgetError: One card is too small; says which.
@@ -419,13 +418,16 @@ def _deal(plan: RunPlan) -> RunPlan:
     # The first card has the embedding and the head, so that the others get what does not go evenly.
     counts = [layers * (card + 1) // cards - layers * card // cards for card in range(cards)]
     best = _dealt(plan, _interleaved(tuple(counts)))
-    share = 1.0
-    while share > _LEAST_SHARE:
-        changed = _moved(best, counts, share)
-        if (found := _dealt(plan, _interleaved(tuple(changed)))).rank < best.rank:
-            counts, best = changed, found
+    moved = max(counts) // 2
+    while moved:
+        giver, *takers = sorted(range(cards), key=lambda card: (best.loads[card], counts[card]), reverse=True)
+        for taker in reversed(takers):
+            changed = [count + moved * ((card == taker) - (card == giver)) for card, count in enumerate(counts)]
+            if changed[giver] > 0 and (found := _dealt(plan, _interleaved(tuple(changed)))).rank < best.rank:
+                counts, best = changed, found
+                break
         else:
-            share /= 2
+            moved //= 2
     if best.short is not None:
         raise best.short
     ends = list(accumulate(counts))
@@ -443,20 +445,6 @@ def _deal(plan: RunPlan) -> RunPlan:
     chosen = [_some(layers, count, evenly=evenly) for layers, count in kept]
     pairs = zip(best.cards, chosen, strict=True)
     return plan.with_placements(*(replace(card.placement, resident_kv_layers=layers) for card, layers in pairs))
-
-
-def _moved(deal: _Deal, counts: list[int], share: float) -> list[int]:
-    """Counts after a share of the layers, and one at least, has moved with which all cards would have as much to copy,
-    or be as short of memory, over their links."""
-    target, ratios = deal.cards[0].target, [card.limits.cards[0].link_ratio for card in deal.cards]
-    each_bytes = max(target.layout.layer_bytes) + target.reserved_kv_bytes(target.largest_kv_layer)
-    loads = [short + copied for short, copied in deal.loads]
-    level = sum(map(mul, loads, ratios)) / sum(ratios)
-    wanted = [share * (level - load) * ratio / each_bytes for load, ratio in zip(loads, ratios, strict=True)]
-    changed = [max(1, count + round(more)) for count, more in zip(counts, wanted, strict=True)]
-    changed[loads.index(max(loads))] -= changed == counts
-    changed[loads.index(min(loads))] += sum(counts) - sum(changed)
-    return changed if min(changed) > 0 else counts
 
 
 # --- staged, where the system does not lock all that a run streams from

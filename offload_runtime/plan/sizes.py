@@ -216,13 +216,6 @@ class RunPlan:
         """The same with the target's layers elsewhere, of each card."""
         return replace(self, target=replace(self.target, placements=placements))
 
-    def of_batch(self, batch: int) -> RunPlan:
-        """The same of so many sequences, nothing placed yet."""
-        draft = self.draft and replace(self.draft, batch=batch, step_rows=max(STEP_ROWS, batch))
-        unplaced = (all_resident(range(self.target.config.num_layers)),)
-        target = replace(self.target, batch=batch, placements=unplaced, borrows=self.target.borrows and batch == 1)
-        return replace(self, target=target, draft=draft)
-
     @property
     def placement(self) -> Placement:
         """Where the target's layers are."""
