@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from offload_runtime.params import GenerationOptions, GenerationParams, SamplingParams
+from offload_runtime.params import GenerationParams, SamplingParams
 
 if TYPE_CHECKING:
     from offload_runtime.engine import (
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Conversation", "EndEvent", "ErrorEvent", "GenerationOptions", "GenerationParams", "GenerationResult",
+    "Conversation", "EndEvent", "ErrorEvent", "GenerationParams", "GenerationResult",
     "GenerationStats", "Reply", "Runtime", "SamplingParams", "Scheduler", "SchedulerCounters", "Ticket", "TokenEvent",
     "TokenLogprobs", "TokenStream", "__version__",
 ]  # fmt: skip

@@ -9,11 +9,10 @@ from __future__ import annotations
 import ipaddress
 import re
 import reprlib
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, MISSING, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from offload_runtime.errors import OptionError
 from offload_runtime.options import LIMITS, MACHINE, MODEL, OUTPUT, SPECULATION, documented, option, require, validate
@@ -270,31 +269,6 @@ class RuntimeConfig:
     def finds_draft(self) -> bool:
         """Return whether a small model may draft that nobody has named."""
         return isinstance(self.draft, str) and self.draft == "auto" and self.speculation.mode in ("auto", "chain")
-
-
-class RuntimeOptions(TypedDict, total=False):
-    """Type checkers read here what options a runtime has by name; they are the fields of `RuntimeConfig`."""
-
-    draft: Any
-    context: int | str | None
-    kv: KVPlace
-    weights: WeightStorage
-    allow_special_tokens: bool
-    speculation: SpeculationOptions
-    tree_nodes: int | str | None
-    gamma: int | str | None
-    max_gamma: int
-    max_batch: int | str | None
-    device: str
-    dtype: Dtype
-    encode: Encode
-    vram: str | int | Sequence[str | int] | None
-    ram: str | int | None
-    pinned: str | int | None
-    resident_layers: int | str | None
-    pace: Any
-    profile: Any
-    trace: str | Path | None
 
 
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})

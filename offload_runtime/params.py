@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from offload_runtime.errors import OptionError
 from offload_runtime.options import (
@@ -282,38 +282,8 @@ class GenerationParams:
 OneOrMany = TypeVar("OneOrMany", bound=GenerationParams | Sequence[GenerationParams])
 
 
-class GenerationOptions(TypedDict, total=False):
-    """The options of an answer by name, as `Runtime.stream` and its like take them; they are the fields of
-    `GenerationParams` and `SamplingParams`, which say what each is."""
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int
-    noise_id: int
-    stop: str | Sequence[str]
-    gamma: int | None
-    tree_nodes: int | None
-    ignore_eos: bool
-    min_tokens: int
-    stop_token_ids: Sequence[int]
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logit_bias: Mapping[int, float] | Sequence[Sequence[float]]
-    logprobs: int | None
-    prompt_logprobs: int | None
-    json_schema: Mapping[str, Any] | str | None
-    grammar: str | None
-
-
-documented(GenerationParams, SamplingParams)(GenerationOptions)
-
-
 def params_once(
-    by_name: GenerationOptions, params: OneOrMany | None, *, max_new_tokens: int = GenerationParams.max_new_tokens,
+    by_name: Mapping[str, Any], params: OneOrMany | None, *, max_new_tokens: int = GenerationParams.max_new_tokens,
     kind: Any = GenerationParams | None,
 ) -> GenerationParams | OneOrMany:  # fmt: skip
     """Return the options of a call, which were given by name or all of them as `params`, of this `kind`;
@@ -327,11 +297,7 @@ def params_once(
     if params is not None:
         require(not by_name, "options are given twice, by name and as params: put all of them into params")
         return params
-    given: dict[str, Any] = {"max_new_tokens": max_new_tokens, **by_name}
-    if unknown := sorted(given.keys() - GenerationOptions.__annotations__.keys()):
-        names = ", ".join(GenerationOptions.__annotations__)
-        raise TypeError(f"{unknown[0]!r} is no option of an answer: there are {names}")
-    return GenerationParams().changed(**given)
+    return GenerationParams().changed(**{"max_new_tokens": max_new_tokens, **by_name})
 
 
 def params_of_each(

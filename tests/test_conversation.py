@@ -15,7 +15,6 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.core import Batch
 from offload_runtime.engine import Conversation, Runtime
 from offload_runtime.engine.conversation import Reply
-from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.runners import ModelRunner, decide
@@ -64,7 +63,7 @@ class Spy:
 
     def __init__(self, runtime: Runtime) -> None:
         self.prompts: list[list[int]] = []
-        self._runtime = runtime
+        self._runtime, self.room = runtime, runtime.room
         target = runtime.engine.target
         self.runner = SpiedRunner(target.runner, runtime.tokenizer.eos_token_id)
         runtime.engine.target = replace(target, runner=self.runner)
@@ -75,10 +74,10 @@ class Spy:
 
     def conversation(self, system: str | None = None) -> Conversation:
         """As of the runtime, but for whom it asks to start."""
-        room = PromptRoom(self._runtime.tokenizer, self._runtime.config, self._runtime.context_tokens)
-        return Conversation(room, self._start, system)
+        stand_in: Any = self
+        return Conversation(stand_in, system)
 
-    def _start(self, tokens: list[int], *args: Any, **options: Any) -> Reply:
+    def start(self, tokens: list[int], *args: Any, **options: Any) -> Reply:
         self.prompts.append(list(tokens))
         return self._runtime.start(tokens, *args, **options)
 

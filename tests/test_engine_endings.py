@@ -118,7 +118,7 @@ def test_end_of_sequence_anywhere_in_a_window(runtime: Runtime, said: list[int])
 
 
 def test_the_checkpoints_own_end_of_sequence(runtime: Runtime) -> None:
-    assert runtime.engine.eos_token_ids == {runtime.tokenizer.eos_token_id}
+    assert runtime.room.eos_token_ids == {runtime.tokenizer.eos_token_id}
 
 
 @pytest.mark.slow

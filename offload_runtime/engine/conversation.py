@@ -1,24 +1,78 @@
-"""A chat: the messages so far, and the tokens whose keys and values are still in the cache."""
+"""An answer piece by piece (`TokenStream`), and a chat (`Conversation`): the messages so far, and the tokens whose keys
+and values are still in the cache."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from offload_runtime.engine.request import PromptRoom
+from offload_runtime.engine.engine import RequestOutput
+from offload_runtime.engine.request import PromptRoom, Request
 from offload_runtime.engine.sessions import messages_of, reading_session
-from offload_runtime.engine.token_stream import TokenStream
-from offload_runtime.errors import ContextLengthError
+from offload_runtime.engine.stats import GenerationResult
+from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.options import is_of_type, require
 from offload_runtime.params import GenerationParams, params_once
 from offload_runtime.runners import OnLayer
+from offload_runtime.sampling import TokenLogprobs
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack  # of typing from Python 3.11 on
 
-    from offload_runtime.params import GenerationOptions
+class TokenStream(Iterator[str]):
+    """Iterates over the pieces of text of one answer. Nothing is computed before the first piece is asked for.
+
+    Args:
+        request: The only one of its engine.
+        step: Takes the next step of the request, and waits for other calls of the runtime before.
+        cancel: Ends it.
+    """
+
+    def __init__(
+        self, request: Request, step: Callable[[Request], Sequence[RequestOutput]], cancel: Callable[[Request], None]
+    ) -> None:
+        self._request, self._step, self._cancel = request, step, cancel
+        self._pieces = deque[str]()
+        self._is_over = self._has_ended = False  # no more pieces will come; and there is a result
+
+    def __next__(self) -> str:
+        while not self._is_over:
+            if self._pieces and self._request.finish_reason != "interrupted":
+                piece = self._pieces.popleft()
+                self._is_over = self._has_ended = self._request.finish_reason is not None and not self._pieces
+                return piece
+            self._is_over = True  # unless the step succeeds
+            for output in self._step(self._request):
+                self._pieces.extend(event.text for event in output.tokens if event.text)
+                if output.error is not None:
+                    raise output.error
+            self._is_over = self._has_ended = self._request.finish_reason is not None and not self._pieces
+        raise StopIteration
+
+    @property
+    def has_ended(self) -> bool:
+        """Say whether the last piece was given, or the stream was closed."""
+        return self._has_ended
+
+    @property
+    def result(self) -> GenerationResult:
+        """Return the finished generation; raise `OptionError` before the last piece or `close`."""
+        if not self._has_ended or self._request.result is None:
+            raise OptionError("this answer has not ended: iterate to its end or call close() first")
+        return self._request.result
+
+    @property
+    def logprobs(self) -> Sequence[TokenLogprobs]:
+        """Return those of the tokens so far, where they were asked for; some text of them may still be held back."""
+        return self._request.logprobs
+
+    def close(self) -> None:
+        """Stop here. What was generated is kept in `result`, and the cache stays usable."""
+        self._cancel(self._request)
+        self._pieces.clear()
+        self._is_over = self._has_ended = True
+
 
 # The answer of a turn: iterate for text, `result` afterwards. It joins the conversation when it has ended.
 Reply = TokenStream
@@ -34,28 +88,27 @@ class _Turn(NamedTuple):
     reply: Reply
 
 
-class Sessions(Protocol):
-    """Keeps what caches hold of conversations; see `Runtime`."""
+class Answering(Protocol):
+    """Answers prompts, and keeps what caches hold of them; see `Runtime`, whose methods these are."""
 
-    def save_session(
-        self, path: Path, record: Mapping[str, Any], text: str, tokens: tuple[int, ...], *, owner: object
-    ) -> None:
-        """Save what `to_json` gives, the text that it is to the model, its tokens, and what the caches hold of them if
-        that was left there by `owner`."""
+    room: PromptRoom
 
-    def load_session(self, path: Path, record: Mapping[str, Any], *, owner: object) -> tuple[str, tuple[int, ...], int]:
-        """Bring the caches to what was saved, for `owner`: that text and its tokens, none where a file (`record`) has
-        messages alone, and how many of them need not be read again."""
+    def start(
+        self, tokens: list[int], params: GenerationParams, *, owner: object | None, speculate: bool,
+        on_prefill: OnLayer | None,
+    ) -> TokenStream: ...  # fmt: skip
+
+    def save_session(self, path: Path, record: Mapping[str, Any], seen: _Seen, *, owner: object) -> None: ...
+
+    def load_session(self, path: Path, record: Mapping[str, Any], *, owner: object) -> tuple[_Seen, int]: ...
 
 
 class Conversation:
     """Turns of user and assistant; only what is new goes through prefill. See `Runtime.conversation`.
 
     Args:
-        room: What prompts have to go with.
-        start: `Runtime.start`.
+        runtime: Answers, and holds what was read.
         system: What the model is told first, or None.
-        sessions: What saves it, and loads others; None where nothing does.
         template_options: What the chat template is given beside messages.
 
     Attributes:
@@ -63,11 +116,9 @@ class Conversation:
     """
 
     def __init__(
-        self, room: PromptRoom, start: Callable[..., TokenStream], system: str | None = None,
-        sessions: Sessions | None = None, template_options: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
-        self._template_options = template_options
-        self._room, self._start, self._sessions = room, start, sessions
+        self, runtime: Answering, system: str | None = None, template_options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._runtime, self._room, self._template_options = runtime, runtime.room, template_options
         self.num_regenerated = 0
         self._earlier: dict[int, _Seen] = {}  # by the number of messages what was seen of them, for `undo`
         self._newest: _Turn | None = None  # joins the conversation when its answer has ended
@@ -92,7 +143,7 @@ class Conversation:
 
     def say(
         self, text: str, *, params: GenerationParams | None = None, speculate: bool = True,
-        on_prefill: OnLayer | None = None, **options: Unpack[GenerationOptions],
+        on_prefill: OnLayer | None = None, **options: Any,
     ) -> Reply:  # fmt: skip
         """Answer a message. Options as in `Runtime.stream`, but an answer also ends where the context does, and earlier
         turns count as prompt for penalties.
@@ -150,7 +201,7 @@ class Conversation:
             raise ContextLengthError(f"{full}: start over with /reset, shorten the message or raise --context")
         most = min(asked.max_new_tokens, room)
         asked = replace(asked, max_new_tokens=most, min_tokens=min(asked.min_tokens, most))
-        reply = self._start(tokens, asked, owner=self, speculate=speculate, on_prefill=on_prefill)
+        reply = self._runtime.start(tokens, asked, owner=self, speculate=speculate, on_prefill=on_prefill)
         self._newest = _Turn(messages, seen, (prompt_text, tuple(tokens)), reply)
         return reply
 
@@ -181,7 +232,6 @@ class Conversation:
         Raises:
             StorageError: It cannot be written, is no regular file, or another process uses it; what was there stays.
         """
-        assert self._sessions is not None
         self._take_answer()
         text, tokens = self._seen
         # What was seen of earlier messages, for `undo`, as characters and tokens that all of it begins with.
@@ -189,7 +239,7 @@ class Conversation:
             [count, len(before), len(its_tokens)] for count, (before, its_tokens) in self._earlier.items()
             if text.startswith(before) and tokens[: len(its_tokens)] == its_tokens
         ]  # fmt: skip
-        self._sessions.save_session(Path(path), self.to_json() | {"earlier": earlier}, text, tokens, owner=self)
+        self._runtime.save_session(Path(path), self.to_json() | {"earlier": earlier}, self._seen, owner=self)
 
     def load(self, path: str | Path) -> int:
         """Go on from a conversation that was saved. Its answers have the bits that they would have had, and the next
@@ -206,12 +256,11 @@ class Conversation:
             ContextLengthError: It is longer than the context.
             After each of them the conversation is as before.
         """
-        assert self._sessions is not None
         with reading_session(path := Path(path)) as record:
             messages, num_regenerated, earlier = messages_of(record), _count_of(record), record.get("earlier", [])
             fine = is_of_type(earlier, list[list[int]]) and all(len(one) == 3 and min(one) >= 0 for one in earlier)
             require(fine, f"{path} is not a saved conversation: `earlier` needs lists of three counts")
-            text, tokens, num_held = self._sessions.load_session(path, record, owner=self)
+            (text, tokens), num_held = self._runtime.load_session(path, record, owner=self)
         self.num_regenerated = num_regenerated
         self._earlier = {count: (text[:characters], tokens[:most]) for count, characters, most in earlier}
         self._begin_with(messages, text, tokens)

@@ -22,7 +22,7 @@ from offload_runtime.cache import BlockStore
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.prefix_cache import PrefixCache
-from offload_runtime.engine.request import Request
+from offload_runtime.engine.request import PromptRoom, Request
 from offload_runtime.engine.sessions import SavedPrefixes, SessionCache, session_caches
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
 from offload_runtime.engine.windows import WindowChooser
@@ -34,7 +34,6 @@ from offload_runtime.errors import (
     NumericalError,
     OffloadError,
 )
-from offload_runtime.fields import Fields
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import OnLayer
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
@@ -95,9 +94,7 @@ class Engine:
     Attributes:
         target: The model that decides.
         draft: The draft model; None without one.
-        tokenizer: The target's.
-        eos_token_ids: Tokens that end an answer.
-        generation: What the model's `generation_config.json` says.
+        room: What prompts and their options have to go with.
         proposer: Guesses, for as many sequences as were planned for.
         sampling: How each slot's tokens are chosen.
         budgets: Ledgers of the cards.
@@ -117,9 +114,7 @@ class Engine:
 
     target: LoadedModel
     draft: LoadedModel | None
-    tokenizer: Any
-    eos_token_ids: frozenset[int]
-    generation: Fields
+    room: PromptRoom
     proposer: Proposer
     sampling: SlotSampling
     budgets: tuple[DeviceBudget, ...]

@@ -274,16 +274,17 @@ def _load(
                 find = partial(_find_draft, drafts)
             plan, budgets = _plan_cards(request, figures, limits, cards, find, undo)
         tokenizer, shared = reading.result()
-        eos_token_ids = frozenset(target_source.generation_eos(tokenizer))
+        room = PromptRoom(
+            tokenizer, plan.target.config, plan.target.context_tokens, config.allow_special_tokens,
+            target_source.generation_fields, frozenset(target_source.generation_eos(tokenizer)),
+        )  # fmt: skip
         for found in drafts:
             if isinstance(found.model, CheckpointSource) and found.model is plan.request.draft:
                 draft_source, shared = found.model, found.shared
         if on_plan is not None:
             on_plan(plan)
         if check is not None:
-            model = plan.target
-            special, generation = config.allow_special_tokens, target_source.generation_fields
-            check(PromptRoom(tokenizer, model.config, model.context_tokens, special, generation, eos_token_ids))
+            check(room)
         with _with_remedies(plan.request, figures, plan.limits, budgets):
             planning.check_host_memory(plan)
         for number, one_budget in enumerate(budgets):
@@ -328,8 +329,7 @@ def _load(
         target.runner.recorder = recorder
         target.runner.streamer.recorders = recorders
         return Engine(
-            target, drafter, tokenizer, eos_token_ids, target_source.generation_fields, proposer,
-            SlotSampling(batch, device), tuple(budgets), free,
+            target, drafter, room, proposer, SlotSampling(batch, device), tuple(budgets), free,
             controller=Controller(
                 largest_windows(config.max_gamma, plan.tree_room), known_cost,
                 streamed=target.link_peak_gbps is not None,

@@ -14,7 +14,7 @@ import torch
 from offload_runtime.cache import BlockStore
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch, TokenTree
-from offload_runtime.engine.conversation import Conversation
+from offload_runtime.engine.conversation import Conversation, TokenStream
 from offload_runtime.engine.engine import Engine, RequestOutput, device_errors
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
@@ -31,12 +31,11 @@ from offload_runtime.engine.sessions import (
     text_without_blocks,
 )
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.engine.token_stream import TokenStream
 from offload_runtime.engine.windows import settle
 from offload_runtime.errors import BudgetError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import documented, require, require_type
-from offload_runtime.params import GenerationParams, params_of_each, params_once
+from offload_runtime.params import GenerationParams, SamplingParams, params_of_each, params_once
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.sizes import DTYPE_NAMES
 from offload_runtime.runners import OnLayer
@@ -46,11 +45,7 @@ from offload_runtime.trace import write_trace
 from offload_runtime.weights import CheckpointSource
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack  # of typing from Python 3.11 on
-
-    from offload_runtime.config import RuntimeOptions
     from offload_runtime.engine.chat_template import ChatTemplate
-    from offload_runtime.params import GenerationOptions
 
 # A call that waits for others looks so often whether a scheduler has the runtime now.
 _LOOK_AGAIN_S = 0.1
@@ -71,7 +66,7 @@ class Runtime(AbstractContextManager["Runtime"]):
     def __init__(self, engine: Engine) -> None:
         target, weights = engine.target, engine.target.weights
         self.config: ModelConfig = target.config
-        self.tokenizer: Any = engine.tokenizer
+        self.room, self.tokenizer = engine.room, engine.room.tokenizer
         self.devices = tuple(budget.device for budget in engine.budgets)  # of the cards
         self.device = self.devices[0]
         self.dtype = weights.layout.dtype
@@ -80,10 +75,6 @@ class Runtime(AbstractContextManager["Runtime"]):
         self.load_report = f"loaded {format_bytes(weights.layout.total_bytes)} in {speed}: {weights.layout.stored_as}"
         # Tokens that prompt and answer may have together.
         self.context_tokens = target.runner.cache.capacity_tokens
-        allowed = engine.plan.request.allow_special_tokens
-        self._room = PromptRoom(
-            self.tokenizer, self.config, self.context_tokens, allowed, engine.generation, engine.eos_token_ids
-        )
         self.engine = engine  # gone once the runtime is closed
         # A runtime that is dropped without `close` must not leave copies running into memory that others get, nor the
         # allocator capped. Alive until it is closed.
@@ -104,7 +95,7 @@ class Runtime(AbstractContextManager["Runtime"]):
     def load(
         cls, target: str | Path | CheckpointSource, *, on_progress: LoadProgress | None = None,
         on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
-        **options: Unpack[RuntimeOptions],
+        **options: Any,
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
@@ -119,9 +110,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError,
             StorageError: before anything large is read, each saying what would help.
         """
-        given: Any = options  # in any of the forms that the configuration brings into its own
-        config = RuntimeConfig(target, **given)
-        return cls.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check)
+        return cls.from_config(RuntimeConfig(target, **options), on_progress=on_progress, on_plan=on_plan, check=check)
 
     @classmethod
     def from_config(
@@ -131,9 +120,10 @@ class Runtime(AbstractContextManager["Runtime"]):
         """Load what a configuration asks for. Callbacks and errors as of `load`."""
         return cls(load_runtime(config, on_progress=on_progress, on_plan=on_plan, check=check))
 
+    @documented(GenerationParams, SamplingParams)
     def stream(
         self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True,
-        on_prefill: OnLayer | None = None, **options: Unpack[GenerationOptions],
+        on_prefill: OnLayer | None = None, **options: Any,
     ) -> TokenStream:  # fmt: skip
         """Generate piece by piece.
 
@@ -146,7 +136,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             params: The options, in place of those by name.
             speculate: False decodes plainly, one token a pass.
             on_prefill: Called with (layers done, layers) while the prompt is worked on.
-            options: By name; see `GenerationOptions`.
+            options: By name, as listed below.
 
         Returns:
             An iterator over text; its `result` is there afterwards.
@@ -156,12 +146,12 @@ class Runtime(AbstractContextManager["Runtime"]):
             OptionError: A value makes no sense.
         """
         asked = params_once(options, params)
-        tokens = self._room.fit(prompt, asked.max_new_tokens)
+        tokens = self.room.fit(prompt, asked.max_new_tokens)
         return self.start(tokens, asked, speculate=speculate, on_prefill=on_prefill)
 
     def generate(
         self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True,
-        on_prefill: OnLayer | None = None, **options: Unpack[GenerationOptions],
+        on_prefill: OnLayer | None = None, **options: Any,
     ) -> GenerationResult:  # fmt: skip
         """Like `stream`, but returns when everything is there.
 
@@ -175,7 +165,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         self, system: str | None = None, *, template_options: Mapping[str, Any] | None = None
     ) -> Conversation:  # fmt: skip
         """A chat that keeps its keys and values between turns; `template_options` as of `encode`."""
-        return Conversation(self._room, self.start, system, self, template_options)
+        return Conversation(self, system, template_options)
 
     def load_conversation(self, path: str | Path) -> Conversation:
         """A chat that goes on from one that was saved. Raises as `Conversation.load`."""
@@ -184,25 +174,29 @@ class Runtime(AbstractContextManager["Runtime"]):
         return conversation
 
     def save_session(
-        self, path: Path, record: Mapping[str, Any], text: str, tokens: tuple[int, ...], *, owner: object
+        self, path: Path, record: Mapping[str, Any], seen: tuple[str, tuple[int, ...]], *, owner: object
     ) -> None:
-        """What `Conversation.save` does."""
+        """Save a record of a conversation, the text that it is to the model with its tokens, and what the caches hold
+        of them if that was left there by `owner`."""
         with self._locked():
             self._require_open()
-            engine, slot, held, prompt_tokens = self.engine, 0, 0, len(tokens)
+            engine, slot, held, prompt_tokens = self.engine, 0, 0, len(seen[1])
             if engine.owner is owner:
-                slot, held, prompt_tokens = engine.prefix_cache.find(tokens)
-            saved = SavedText(text, tokens, prompt_tokens)
+                slot, held, prompt_tokens = engine.prefix_cache.find(seen[1])
+            saved = SavedText(*seen, prompt_tokens)
             with device_errors(self.device):
                 save_session(path, record, saved, engine.session_caches(), slot=slot, held=held)
 
-    def load_session(self, path: Path, record: Mapping[str, Any], *, owner: object) -> tuple[str, tuple[int, ...], int]:
-        """What `Conversation.load` does with what its file says."""
+    def load_session(
+        self, path: Path, record: Mapping[str, Any], *, owner: object
+    ) -> tuple[tuple[str, tuple[int, ...]], int]:
+        """Bring the caches to what was saved, for `owner`. Returns that text and its tokens, none where a file
+        (`record`) has messages alone, and how many of them need not be read again."""
         self._require_open()
         if has_messages_alone(record):
-            return "", (), 0
+            return ("", ()), 0
         if not has_blocks(path, record):
-            return *text_without_blocks(path, record, self.engine.session_caches()["target"]), 0
+            return text_without_blocks(path, record, self.engine.session_caches()["target"]), 0
         with self._locked(), device_errors(self.device), session_files(path) as files:
             self._require_open()
             session = SavedSession(path, record, files, self.engine.session_caches())
@@ -211,13 +205,13 @@ class Runtime(AbstractContextManager["Runtime"]):
                 session.verify()
             self._begin([], owner=owner)
             session.restore(self.engine.prefix_cache.clear(saved.tokens, saved.prompt_tokens))
-        return saved.text, saved.tokens, session.held_tokens
+        return (saved.text, saved.tokens), session.held_tokens
 
     def generate_batch(
         self, prompts: Sequence[Prompt], *, params: GenerationParams | Sequence[GenerationParams] | None = None,
         noise_ids: Sequence[int] | None = None, speculate: bool = True, on_prefill: OnLayer | None = None,
         on_progress: Callable[[int, int], None] | None = None, should_stop: Callable[[], bool] | None = None,
-        **options: Unpack[GenerationOptions],
+        **options: Any,
     ) -> list[GenerationResult]:  # fmt: skip
         """Generate for several prompts at once: one pass of the target verifies a window of each.
 
@@ -243,7 +237,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         fine = 1 <= len(prompts) <= most
         require(fine, f"{len(prompts)} prompts for a runtime loaded for 1 to {most}: raise max_batch when loading it")
         asked = params_of_each(params_once(options, params, kind=Any), noise_ids, len(prompts))
-        tokens = self._room.fit_all(prompts, [one.max_new_tokens for one in asked])
+        tokens = self.room.fit_all(prompts, [one.max_new_tokens for one in asked])
         with self._locked():
             pairs = zip(tokens, asked, strict=True)
             requests = self._begin([self._request(*pair, speculate=speculate) for pair in pairs])
@@ -280,12 +274,12 @@ class Runtime(AbstractContextManager["Runtime"]):
         `generate` and its like are greedy unless told otherwise, whatever this says; `chat` goes by it. A value that
         makes no sense is left out, with a warning.
         """
-        return self._room.sampling_defaults
+        return self.room.sampling_defaults
 
     @property
     def chat_template(self) -> ChatTemplate:
         """The model's chat template. Raises `OptionError` if it has none."""
-        return self._room.chat_template
+        return self.room.chat_template
 
     def encode(self, prompt: Prompt, *, template_options: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt.
@@ -298,7 +292,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         Raises:
             OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
         """
-        return self._room.encode(prompt, template_options)
+        return self.room.encode(prompt, template_options)
 
     def start(
         self, tokens: list[int], params: GenerationParams, *, owner: object | None = None, speculate: bool = True,
@@ -370,15 +364,15 @@ class Runtime(AbstractContextManager["Runtime"]):
                 the vocabulary.
             ContextLengthError: Prompt and answer exceed the reserved context.
         """
-        prompt = self._room.fit(prompt, 1)
+        prompt = self.room.fit(prompt, 1)
         with self._locked():
             requests = self._begin([self._request(prompt, GenerationParams(1), speculate=False)])
             outputs = self.engine.step(with_logits=True)
             self._raise_error(outputs, requests)
             first, call = [one.logits for one in outputs if one.logits is not None], self._call
         for answer in answers:
-            tokens = self._room.encode(answer) if answer else []
-            self._room.fit([*prompt, *tokens], 0)
+            tokens = self.room.encode(answer) if answer else []
+            self.room.fit([*prompt, *tokens], 0)
             with self._locked():
                 self._require_current(self._call is call)
                 with device_errors(self.device):
@@ -389,10 +383,10 @@ class Runtime(AbstractContextManager["Runtime"]):
     def _request(self, tokens: list[int], params: GenerationParams, *, speculate: bool) -> Request:
         """A request for a prompt of this runtime and its options. Raises `OptionError`."""
         self._require_open()
-        matcher = self._room.check(params)
+        matcher = self.room.check(params)
         budget = settle(self.engine.plan, self.engine.proposer, params)
         budget = budget if speculate else PLAIN
-        return Request(tokens, params, self.tokenizer, self.engine.eos_token_ids, budget=budget, matcher=matcher)
+        return Request(tokens, params, self.tokenizer, self.room.eos_token_ids, budget=budget, matcher=matcher)
 
     def _begin(self, requests: Sequence[Request], owner: object | None = None) -> Sequence[Request]:
         """A call of these requests begins, which are all that the caches and their slots are used for, and ends those
@@ -433,7 +427,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         Raises:
             OptionError, ContextLengthError: As of `stream`.
         """
-        return self._request(self._room.fit(prompt, params.max_new_tokens), params, speculate=speculate)
+        return self._request(self.room.fit(prompt, params.max_new_tokens), params, speculate=speculate)
 
     @contextmanager
     def serving(

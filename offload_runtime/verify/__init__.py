@@ -175,7 +175,7 @@ class _Verification:
     def __init__(self, runtime: Runtime, plan: VerificationPlan, on_progress: OnProgress) -> None:
         self.report = VerificationReport(runtime.device.type == "cuda", [], [])
         self._runtime, self._plan, self._on_progress = runtime, plan, on_progress
-        self._prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
+        self._prompts = plan.encoded(runtime.room)
         proposers = len(proposers_of(runtime, (), accuracy=1.0)) + 2  # as loaded, and in one more history
         self._plain = len(plan.prompts) * len(plan.settings) + (plan.long_tokens > 0)
         self._runs = self._plain * proposers
@@ -230,7 +230,7 @@ def decode_plainly(runtime: Runtime, plan: VerificationPlan, on_progress: OnProg
     """Generate what plain decoding says to all prompts of a plan, greedily and in the next setting: the logits of every
     token stay on the host. Errors as of `verify`."""
     found: Plainly = {}
-    prompts = plan.encoded(PromptRoom(runtime.tokenizer, runtime.config, runtime.context_tokens))
+    prompts = plan.encoded(runtime.room)
     settings = dict(islice(plan.settings.items(), _ONE_CARD_SETTINGS))
     for prompt_name, prompt in prompts.items():
         for seed, (setting_name, setting) in enumerate(settings.items()):
