@@ -64,7 +64,7 @@ def test_gpus_of_different_kinds_are_warned_of(
         ("cuda:1", False),
     ):
         caplog.clear()
-        chosen = choose_devices(RuntimeConfig("model", device=device), None)
+        chosen = choose_devices(RuntimeConfig("model", device=device))
         assert len(chosen) == {"auto": 2}.get(device, device.count(",") + 1)
         assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
         assert not warned or caplog.messages[0].startswith("RTX 3090 and RTX 4090: GPUs of different kinds round")

@@ -27,12 +27,11 @@ from common import PASSED_ON, SHAPES, add_run_options, as_words, check_context, 
 from harness import check_out, emit, provenance, write_unfinished
 from ours_runtime import NO_MODEL, add_our_options, our_options
 
-from offload_runtime.engine.load_model import open_sources, read_tokenizer
 from offload_runtime.errors import OptionError
 from offload_runtime.options import require_positive
 from offload_runtime.plan.sizes import resolve_context
 from offload_runtime.stream import resolve_device
-from offload_runtime.weights import fetch_demo_model
+from offload_runtime.weights import fetch_demo_model, open_checkpoint, share_vocabulary
 
 # Options that only some systems take, and that must not be given where none of them is asked for.
 _OF_SOME = (
@@ -78,8 +77,10 @@ def read_prompts(arguments: argparse.Namespace) -> list[list[int]]:
         OptionError: A file cannot be read or has too few tokens, or prompt and answer exceed `--context`.
         CheckpointError, HubError, VocabularyMismatchError: A model cannot be opened, or the draft is another's.
     """
-    draft = None if arguments.draft in NO_MODEL else arguments.draft
-    tokenizer, _ = read_tokenizer(*open_sources(arguments.target or arguments.source, draft))
+    source = open_checkpoint(arguments.target or arguments.source)
+    tokenizer = source.tokenizer()
+    if arguments.draft not in NO_MODEL:
+        share_vocabulary(source, open_checkpoint(arguments.draft))  # raises what would be in its way
     prompts = []
     for path in arguments.prompt_file:
         count = arguments.prompt_tokens

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -357,22 +357,19 @@ class Engine:
         return session_caches(self.plan, self.target, self.draft, self.proposer.draft_state)
 
 
-@dataclass(frozen=True)
-class _Passes:
-    """Counts passes after prefill, and says what they took."""
+class _Passes(NamedTuple):
+    """Counts passes after prefill, and says what they took; or has what counters show at some time."""
 
-    count: int = 0
+    passes: int = 0
     seconds: float = 0.0
     streamed_bytes: int = 0
     stall_s: float = 0.0
     copy_s: float = 0.0
 
-    def since(self, before: _Passes) -> _Passes:
-        """Return what has come since."""
-        return _Passes(
-            self.count - before.count, self.seconds - before.seconds, self.streamed_bytes - before.streamed_bytes,
-            max(0.0, self.stall_s - before.stall_s), self.copy_s - before.copy_s,
-        )  # fmt: skip
+    def grown(self, now: _Passes, before: _Passes) -> _Passes:
+        """Return the same with what has come between two times."""
+        grown: Any = (mine + later - earlier for mine, later, earlier in zip(self, now, before, strict=True))
+        return _Passes(*grown)
 
 
 class PassMeter:
@@ -384,50 +381,43 @@ class PassMeter:
     """
 
     def __init__(self, target: LoadedModel, recorder: TraceRecorder | None) -> None:
-        self._target, self._recorder, self._passes, self._ended_s = target, recorder, _Passes(), 0.0
+        self._target, self._recorder, self._passes = target, recorder, _Passes()
         self._link_peak_gbps, self._pinned_bytes = target.link_peak_gbps, target.pinned_bytes  # they stay as they are
         # Those that carry something, whose mean counts.
         self._links = [card.engine for card in target.cards if card.link_peak_gbps is not None] or [
             card.engine for card in target.cards
         ]
-        self._counters = self._read()
+        self._counters = self._read(0.0)
         # What there was when a request had its first token, and where the trace was.
         self._begun: dict[Request, tuple[_Passes, Any]] = {}
 
     @property
     def passes(self) -> int:
         """Count the passes that have ended."""
-        return self._passes.count
+        return self._passes.passes
 
-    def _read(self) -> tuple[int, float, float]:
+    def _read(self, now_s: float) -> _Passes:
         """Return the bytes that were begun to be copied, seconds of stalls and of copies, so far."""
         stall_s = sum(card.engine.stall_seconds() for card in self._target.cards)
         copy_s = sum(link.copy_seconds() for link in self._links) / len(self._links)
-        return self._target.runner.streamer.bytes_begun, stall_s, copy_s
+        return _Passes(0, now_s, self._target.runner.streamer.bytes_begun, stall_s, copy_s)
 
     def begin(self, request: Request) -> None:
         """Begin to measure for a request that has its first token. What came since the last pass was its prefill."""
-        recorder = self._recorder
-        self._counters, self._ended_s = self._read(), request.first_token_s
-        self._begun[request] = self._passes, () if recorder is None else recorder.position()
+        self._counters = self._read(request.first_token_s)
+        self._begun[request] = self._passes, () if self._recorder is None else self._recorder.position()
 
     def lap(self) -> float:
         """End a pass, now: what the link carries from here on is not counted unless another one follows."""
-        before, before_s = self._counters, self._ended_s
-        self._counters, self._ended_s = self._read(), time.perf_counter()
-        (nbytes, stall_s, copy_s), passes = self._counters, self._passes
-        self._passes = _Passes(
-            passes.count + 1, passes.seconds + self._ended_s - before_s, passes.streamed_bytes + nbytes - before[0],
-            passes.stall_s + stall_s - before[1], passes.copy_s + copy_s - before[2],
-        )  # fmt: skip
-        return self._ended_s
+        before, self._counters = self._counters, self._read(time.perf_counter())
+        self._passes = self._passes.grown(self._counters._replace(passes=1), before)
+        return self._counters.seconds
 
-    def hidden_draft_share(self, request: Request) -> float | None:
-        """Return what `GenerationStats` says, since the request began."""
-        recorder = self._recorder
-        if recorder is None or request not in self._begun:
+    def _hidden_draft_share(self, since: Any) -> float | None:
+        """Return what `GenerationStats` says, since a place in the trace."""
+        if self._recorder is None:
             return None
-        spans = recorder.since(self._begun[request][1])
+        spans = self._recorder.since(since)
         drafts = [(span.start_s, span.end_s) for span in spans if span.row == DRAFT]
         target = [(span.start_s, span.end_s) for span in spans if span.row in (PASSES, LINK)]
         drafting_s = union_seconds(drafts)
@@ -437,10 +427,9 @@ class PassMeter:
         """Return the answer of a request that has ended, and its figures beside what was predicted for its passes.
         The meter forgets it."""
         assert request.finish_reason is not None, "iterate to the end or call close() first"
-        hidden_draft_share = self.hidden_draft_share(request)
-        before, _ = self._begun.pop(request, (self._passes, ()))
-        target, passes = self._target, self._passes.since(before)
-        count, seconds = passes.count, passes.seconds
+        before, since = self._begun.pop(request, (self._passes, None))
+        target, passes = self._target, _Passes().grown(self._passes, before)
+        count, seconds = passes.passes, passes.seconds
         streamed = passes.streamed_bytes > 0 and seconds > 0
         decode_s, after_first = request.last_token_s - request.first_token_s, max(0, request.new_tokens - 1)
         stats = GenerationStats(
@@ -453,7 +442,7 @@ class PassMeter:
             bytes_per_pass=round(passes.streamed_bytes / count) if count else target.runner.streamer.bytes_per_pass,
             link_gbps=passes.streamed_bytes / seconds / 1e9 if streamed else None,
             link_peak_gbps=self._link_peak_gbps,
-            stall_s=passes.stall_s,
+            stall_s=max(0.0, passes.stall_s),
             peak_vram_bytes=peak_vram_bytes,
             pinned_bytes=self._pinned_bytes + target.runner.cache.pinned_bytes,
             acceptance=tuple(request.acceptance),
@@ -461,7 +450,7 @@ class PassMeter:
             predicted_s_per_pass=predicted_s / count if count and predicted_s is not None else None,
             pageable_bytes=sum(card.staged.pageable.nbytes for card in target.cards),
             link_idle_share=min(1.0, max(0.0, 1 - passes.copy_s / seconds)) if streamed else None,
-            hidden_draft_share=hidden_draft_share,
+            hidden_draft_share=None if since is None else self._hidden_draft_share(since),
             accepted_by_depth=tuple(request.tally.accepted_by_depth.values()),
             accepted_by_source=dict(request.tally.accepted_by_source),
             windows=dict(request.tally.windows.most_common()),

@@ -9,15 +9,15 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from pathlib import Path
 from threading import Lock
-from typing import NamedTuple
 
 import torch
+from offload_runtime_kernels._jit import triton_available
 
 from offload_runtime import hardware, stream
 from offload_runtime import plan as planning
@@ -32,13 +32,12 @@ from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.system import HostInfo, read_host_info
 from offload_runtime.options import require
-from offload_runtime.plan import CardLimit, MemoryLimits, ModelPlan, Placement, RunPlan
+from offload_runtime.plan import CardLimit, MemoryLimits, Placement, RunPlan
 from offload_runtime.plan.sizes import DTYPE_NAMES, PROCESS_BYTES
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import Controller
 from offload_runtime.stream import (
-    Card,
     CopyEngine,
     CopyQueues,
     DeviceBudget,
@@ -52,22 +51,20 @@ from offload_runtime.stream import (
 )
 from offload_runtime.stream.queue import LinkPace
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
-from offload_runtime.weights import CheckpointSource, FoundDraft, MatricesNotCodable, find_drafts, open_checkpoint
+from offload_runtime.weights import (
+    CheckpointSource,
+    FoundDraft,
+    MatricesNotCodable,
+    find_drafts,
+    open_checkpoint,
+    share_vocabulary,
+)
 
 # With these words torch begins the names of graphics cards.
 _MAKERS = ("NVIDIA", "AMD", "Intel")
 # Stays with the system and with other programs when nobody says how much may be taken.
 _KEPT_SHARE, _MOST_KEPT_BYTES = 16, 2 << 30
 _PLANNING = Lock()  # a card is planned for before the next one looks at what is left of it
-
-
-class DeviceLimit(NamedTuple):
-    """A device of a run: most of its memory that the run may take (None: all that is free), and what others have of it
-    (None: not known)."""
-
-    device: torch.device
-    limit_bytes: int | None
-    other_bytes: int | None
 
 
 def choose_devices(config: RuntimeConfig) -> list[torch.device]:
@@ -108,12 +105,6 @@ def planned_figures(plan: RunPlan) -> MachineProfile | None:
     of `Runtime.load`."""
     given = None if plan.request.profile is None else load_profile(plan.request.profile)
     return _known_figures(given, resolve_device(plan.request.devices[0]), plan.target.dtype)
-
-
-def _require_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse a dtype that the device, which must be there, does not compute in."""
-    if device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) < (8, 0):
-        raise DeviceError(f"{torch.cuda.get_device_name(device)} does not compute in bf16: use --dtype fp16")
 
 
 def _limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo, *, page_locks: bool) -> MemoryLimits:
@@ -187,6 +178,11 @@ def describe_staging(placement: Placement) -> str:
 def describe_placement(model: LoadedModel, plan: RunPlan, budgets: Sequence[DeviceBudget]) -> str:
     """One line: what is resident, what is streamed and how, what is reserved, and who drafts."""
     placement, streamed = model.placement, len(model.placement.streamed_layers)
+    target = plan.target
+    kv = f"KV cache {format_bytes(target.whole_kv_bytes)} for {target.context_tokens} tokens"
+    if target.on_host:
+        kept = f" but for {len(placement.resident_kv_layers)} layers" if placement.resident_kv_layers else ""
+        kv += f", in host memory{kept} as it grows, {format_bytes(target.kv_parts.total())} of it on the device"
     where = f"{len(placement.resident_layers)} of {len(placement.layers)} layers resident"
     if streamed:
         nbytes = model.runner.streamer.bytes_per_pass
@@ -200,17 +196,8 @@ def describe_placement(model: LoadedModel, plan: RunPlan, budgets: Sequence[Devi
         sizes.append(f"{format_bytes(budget.reserved_bytes)}{limit}")
     reserved = f"{' and '.join(sizes)} of {budgets[0].memory_name} reserved"
     drafts = describe_draft_cache(plan), describe_speculation(plan)
-    parts = [where, describe_staging(placement), _describe_kv(plan.target), reserved, *drafts]
+    parts = [where, describe_staging(placement), kv, reserved, *drafts]
     return "; ".join(part for part in parts if part)
-
-
-def _describe_kv(plan: ModelPlan) -> str:
-    where = f"KV cache {format_bytes(plan.whole_kv_bytes)} for {plan.context_tokens} tokens"
-    if not plan.on_host:
-        return where
-    kept = plan.placement.resident_kv_layers
-    resident = f" but for {len(kept)} layers" if kept else ""
-    return f"{where}, in host memory{resident} as it grows, {format_bytes(plan.kv_parts.total())} of it on the device"
 
 
 def load_runtime(
@@ -227,8 +214,13 @@ def load_runtime(
         return load(config)
     except MatricesNotCodable as error:
         uncoded = error.names  # and not the error, whose frames hold what was loaded
-    source = open_checkpoint(config.target) if isinstance(config.target, str | Path) else config.target
+    source = _opened(config.target)
     return load(replace(config, target=replace(source, uncoded=source.uncoded | uncoded)))
+
+
+def _opened(model: str | Path | CheckpointSource) -> CheckpointSource:
+    """Open a checkpoint, and read everything that can be wrong about it, short of tokenizer and weights."""
+    return open_checkpoint(model) if isinstance(model, str | Path) else model
 
 
 def _load(
@@ -243,7 +235,8 @@ def _load(
     in_use = {} if config.devices[0] == "cpu" else device_memory_in_use()
     devices = choose_devices(config)
     device = devices[0]
-    assembly.require_kernels(device)
+    if device.type == "cuda" and not triton_available:
+        raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton, or --device cpu")
     registrar = stream.registrar_for(device)
     page_locks = registrar is not None
     limits = _limits_here(config.ram, config.pinned, read_host_info(), page_locks=page_locks)
@@ -251,34 +244,34 @@ def _load(
     twice = device.type == "cuda" and len({*devices}) < len(devices) and None in limits_bytes
     require(not twice, f"device {config.device!r} names a GPU twice: say with --vram what each of the two may take")
     with device_errors(device), ExitStack() as undo:
-        draft_model = config.draft if config.proposed_by == "the draft" else None
-        name = getattr(config.target, "reference", config.target)
-        target_source, draft_source = assembly.open_sources(config.target, draft_model)
-        drafts = find_drafts(name, target_source, open_checkpoint) if config.finds_draft else []
+        name, target_source = getattr(config.target, "reference", config.target), _opened(config.target)
+        draft_source = _opened(config.draft) if config.proposed_by == "the draft" else None
+        drafts = find_drafts(name, target_source, open_checkpoint) if config.finds_draft else None
         with ThreadPoolExecutor(1, "tokenizer") as pool, _PLANNING:
             # While a CUDA context is made: 128,000 tokens take 0.3 s, and what is imported for them another 0.5.
-            reading = pool.submit(assembly.read_tokenizer, target_source, draft_source)
+            reading = pool.submit(target_source.tokenizer)
+            comparing = None if draft_source is None else pool.submit(share_vocabulary, target_source, draft_source)
             dtype = planning.resolve_dtype(config.dtype, target_source, device.type)
             for one in devices:
-                _require_dtype(dtype, one)
+                too_old = one.type == "cuda" and torch.cuda.get_device_capability(one) < (8, 0)
+                if too_old and dtype == torch.bfloat16:
+                    name_of_gpu = torch.cuda.get_device_name(one)
+                    raise DeviceError(f"{name_of_gpu} does not compute in bf16: use --dtype fp16")
             own_figures = _known_figures(profile, device, dtype)
             figures = own_figures or planning.common_figures()  # what plans are compared by
             draft = draft_source or config.proposed_by
-            cards = [
-                DeviceLimit(one, limit, device_memory_used_by_others(one.index, in_use) if one.type == "cuda" else None)
-                for one, limit in zip(devices, limits_bytes, strict=True)
+            others = [
+                device_memory_used_by_others(one.index, in_use) if one.type == "cuda" else None for one in devices
             ]
+            cards = list(zip(devices, limits_bytes, others, strict=True))
             request = replace(config, target=target_source, draft=draft)
-            find: Callable[..., RunPlan] = planning.find_plan
-            if config.finds_draft:
-                find = partial(_find_draft, drafts)
-            plan, budgets = _plan_cards(request, figures, limits, cards, find, undo)
-        tokenizer, shared = reading.result()
+            plan, budgets = _plan_cards(request, figures, limits, cards, drafts, undo)
+        tokenizer, shared = reading.result(), None if comparing is None else comparing.result()
         room = PromptRoom(
             tokenizer, plan.target.config, plan.target.context_tokens, config.allow_special_tokens,
             target_source.generation_fields, frozenset(target_source.generation_eos(tokenizer)),
         )  # fmt: skip
-        for found in drafts:
+        for found in drafts or ():
             if isinstance(found.model, CheckpointSource) and found.model is plan.request.draft:
                 draft_source, shared = found.model, found.shared
         if on_plan is not None:
@@ -305,7 +298,7 @@ def _load(
             one = one_budget.device
             with current_device(one):  # what paces a copy is launched once
                 queues = _make_queues(one, config.pace, recorders[number], undo, d2h=plan.target.on_host)
-            open_cards.append(OpenCard(Card(number, one), one_budget, queues))
+            open_cards.append(OpenCard(one_budget, queues))
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
         proposes = plan.proposer != "none" or plan.has_verifier
         branches = plan.proposer == "ngram" or (proposes and config.tree_nodes != 0)
@@ -339,32 +332,29 @@ def _load(
         )  # fmt: skip
 
 
-def _find_draft(
-    drafts: Sequence[FoundDraft], request: RuntimeConfig, figures: MachineProfile, limits: MemoryLimits
-) -> RunPlan:
-    """The plan of whoever drafts fastest, of the `drafts` that were found and n-grams."""
-    return planning.plan_fastest_draft(request, drafts, lambda one: planning.find_plan(one, figures, limits), figures)
-
-
 def _plan_cards(
-    request: RuntimeConfig, figures: MachineProfile, limits: MemoryLimits, cards: Sequence[DeviceLimit],
-    find: Callable[..., RunPlan], undo: ExitStack,
+    request: RuntimeConfig, figures: MachineProfile, limits: MemoryLimits,
+    cards: Sequence[tuple[torch.device, int | None, int | None]], drafts: Sequence[FoundDraft] | None, undo: ExitStack,
 ) -> tuple[RunPlan, list[DeviceBudget]]:  # fmt: skip
-    """Open the cards and plan for them: for all, or where nobody has named them for as many as help. Gives the plan and
-    the ledgers of its cards, which `undo` closes.
+    """Open the cards and plan for them: for all, or where nobody has named them for as many as help; with whoever
+    drafts fastest, of the `drafts` that were found and n-grams, unless that is None. Gives the plan and the ledgers of
+    its cards, which `undo` closes.
+
+    `cards` has of each its device, most of its memory that the run may take (None: all that is free), and what others
+    have of it (None: not known).
 
     Raises:
-        BudgetError, OptionError: As of `find`.
+        BudgetError, OptionError: As of `find_plan`.
     """
     budgets = list[DeviceBudget]()
-    ratios = figures.link_ratios([str(card.device) for card in cards])
+    ratios = figures.link_ratios([str(device) for device, *_ in cards])
 
     def planned(count: int) -> RunPlan:
-        for card in cards[len(budgets) : count]:
-            with device_errors(card.device):
-                budgets.append(DeviceBudget(card.device, card.limit_bytes, other_bytes=card.other_bytes))
+        for device, limit_bytes, other_bytes in cards[len(budgets) : count]:
+            with device_errors(device):
+                budgets.append(DeviceBudget(device, limit_bytes, other_bytes=other_bytes))
             undo.callback(budgets[-1].release)
-            budgets[-1].planned_bytes = card.limit_bytes or 0  # until it is planned: a GPU may be named twice
+            budgets[-1].planned_bytes = limit_bytes or 0  # until it is planned: a GPU may be named twice
         devices, sizes = {budget.device for budget in budgets[:count]}, request.vram
         if isinstance(sizes, tuple):
             sizes = sizes[:count] if count > 1 else sizes[0]
@@ -375,10 +365,13 @@ def _plan_cards(
             transfers_through_host=any(not reaches(one, other) for one, other in permutations(devices, 2)),
         )  # fmt: skip
         asked = replace(request, device=",".join([budgets[0].device.type] * count), vram=sizes)
-        if is_open and count < len(cards):  # a further card may have room
-            return find(asked, figures, own)
-        with _with_remedies(asked, figures, own, budgets[:count]):
-            return find(asked, figures, own)
+        may_grow = is_open and count < len(cards)  # a further card may have room
+        with nullcontext() if may_grow else _with_remedies(asked, figures, own, budgets[:count]):
+            if drafts is None:
+                return planning.find_plan(asked, figures, own)
+            return planning.plan_fastest_draft(
+                asked, drafts, lambda one: planning.find_plan(one, figures, own), figures
+            )
 
     is_open = request.device == "auto"
     plan = planning.as_many_cards_as_help(planned, len(cards), figures) if is_open else planned(len(cards))

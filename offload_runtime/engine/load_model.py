@@ -5,16 +5,13 @@ What could not be page-locked (`StagedMemory`) crosses rings: layers spread amon
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
-from typing import Any
 
 import torch
-from offload_runtime_kernels._jit import triton_available
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import TILE_ROWS
 
@@ -22,7 +19,7 @@ from offload_runtime.cache import BlockLocking, DeviceKVCache, HostKVCache, Host
 from offload_runtime.cache.device import StreamingDraftCache
 from offload_runtime.cache.retrieval import RetrievedDraftCache
 from offload_runtime.core import Batch, TokenTree
-from offload_runtime.errors import BudgetError, DeviceError
+from offload_runtime.errors import BudgetError
 from offload_runtime.hardware.system import usable_cores
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Weights
@@ -55,8 +52,6 @@ from offload_runtime.weights import (
     HostWeights,
     SharedVocabulary,
     load_weights,
-    open_checkpoint,
-    share_vocabulary,
 )
 
 
@@ -235,7 +230,6 @@ def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: 
 class OpenCard:
     """A card that models are loaded onto: the ledger of its memory, and the queues of its link."""
 
-    card: Card
     budget: DeviceBudget
     queues: CopyQueues
 
@@ -295,32 +289,6 @@ class LoadedModel:
             card.engine.close()
 
 
-def require_kernels(device: torch.device) -> None:
-    """Refuse a GPU that the kernels cannot be compiled for."""
-    if device.type == "cuda" and not triton_available:
-        raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton, or --device cpu")
-
-
-def read_tokenizer(
-    target: CheckpointSource, draft: CheckpointSource | None
-) -> tuple[Any, SharedVocabulary | None]:  # fmt: skip
-    """The target's tokenizer, and what a draft may propose.
-
-    Raises:
-        CheckpointError: There is none that can be read.
-        VocabularyMismatchError: A draft's token ids mean other text.
-    """
-    return target.tokenizer(), None if draft is None else share_vocabulary(target, draft)
-
-
-def open_sources(
-    target: str | Path | CheckpointSource, draft: str | Path | CheckpointSource | None
-) -> tuple[CheckpointSource, CheckpointSource | None]:
-    """Open the checkpoints and read everything that can be wrong about them, short of tokenizers and weights."""
-    target_source = open_checkpoint(target) if isinstance(target, str | Path) else target
-    return target_source, open_checkpoint(draft) if isinstance(draft, str | Path) else draft
-
-
 def load_models(
     target_source: CheckpointSource, draft_source: CheckpointSource | None, plan: RunPlan, cards: Sequence[OpenCard],
     *, shared: SharedVocabulary | None, registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack,
@@ -353,9 +321,16 @@ def load_model(
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
     device = cards[0].budget.device
+    # What stays on a device, by layer, that of None for embedding and head: uint8 each.
     held: dict[int | None, torch.Tensor] = {}
     for one, own in zip(cards, plan.cards, strict=False):  # a draft is on the first
-        held |= device_blocks(own, one.budget, name=name)
+        kept = own.placement.resident_layers
+        sizes = [own.layout.layer_bytes[index] for index in kept]
+        if kept:  # cut from one allocation, as the allocator rounds each up
+            blocks = one.budget.allocate(f"{name}: resident layers", sum(sizes)).split(sizes)
+            held |= zip(kept, blocks, strict=True)
+        if own.has_head:
+            held[None] = one.budget.allocate(f"{name}: embedding and head", own.layout.shared.total_bytes)
     weights = load_weights(
         source, plan.layout, onto=held, pin=pin, registrar=registrar, pinned_bytes=pinned_bytes, on_progress=report,
         coding_device=device,
@@ -366,32 +341,20 @@ def load_model(
     return connect_model(weights, held, plan, cards, name=name, registrar=registrar, undo=undo)
 
 
-def device_blocks(plan: ModelPlan, budget: DeviceBudget, *, name: str) -> dict[int | None, torch.Tensor]:
-    """Memory for the weights that stay on the device, by layer, that of None for embedding and head, where a card has
-    them: uint8 each. Layers are cut from one allocation: the allocator rounds each up."""
-    layout, kept = plan.layout, plan.placement.resident_layers
-    sizes = [layout.layer_bytes[index] for index in kept]
-    layers = budget.allocate(f"{name}: resident layers", sum(sizes)).split(sizes) if kept else ()
-    found: dict[int | None, torch.Tensor] = dict(zip(kept, layers, strict=True))
-    if plan.has_head:
-        found[None] = budget.allocate(f"{name}: embedding and head", layout.shared.total_bytes)
-    return found
-
-
 def connect_model(
     weights: HostWeights, held: Mapping[int | None, torch.Tensor], plan: ModelPlan, cards: Sequence[OpenCard], *,
     name: str, registrar: Registrar | None, undo: ExitStack,
 ) -> LoadedModel:  # fmt: skip
-    """Connect loaded weights, those on the host and those that `device_blocks` holds, and build the runner.
+    """Connect loaded weights, those on the host and those `held` on devices, and build the runner.
 
     What `undo` does ends what has threads, the copies before the memory that they copy.
     """
     cards = cards[: len(plan.placements)]
-    partition = LayerPartition(tuple(one.card for one in cards), plan.owners)
+    partition = LayerPartition(tuple(Card(n, one.budget.device) for n, one in enumerate(cards)), plan.owners)
     layout, owners = weights.layout, partition.owners
     memories, scratches, buffers, kv_buffers = [], list[torch.Tensor | None](), [], []
     for one, own, locked_bytes in zip(cards, plan.cards, locked_shares(weights, plan), strict=True):
-        with current_device(one.card.device):
+        with current_device(one.budget.device):
             memories.append(lock_layers(weights, own, registrar, undo, locked_bytes=locked_bytes))
         buffers.append(_ring(one.budget, f"{name}: ring", memories[-1].placement.num_buffers, own.layer_bytes))
         scratch_bytes = own.scratch_bytes(one.budget.device.type)
@@ -402,7 +365,7 @@ def connect_model(
     undo.callback(cache.close)
     loaded = list[LoadedCard]()
     for one, memory, *rings in zip(cards, memories, buffers, kv_buffers, strict=True):
-        with current_device(one.card.device):
+        with current_device(one.budget.device):
             peak_gbps = _measure_link(weights, [*chain(*rings)], one.queues.h2d, memory)
         loaded.append(LoadedCard(memory.to_device(one.queues.h2d), memory, peak_gbps))
         undo.callback(loaded[-1].engine.close)
@@ -447,13 +410,6 @@ def _measure_link(
         return measure_link_gbps(engine, buffer, arena.buffer[: buffer.nbytes])
 
 
-def _kinds_of_layers(model: LoadedModel) -> list[Hashable]:
-    """What the kernels of each layer depend on."""
-    config, kv_layers, owners = model.config, model.placement.resident_kv_layers, model.runner.decoder.partition.owners
-    kinds = zip(model.weights.layout.layers, config.layers, owners, strict=True)
-    return [(*kind, index in kv_layers) for index, kind in enumerate(kinds)]
-
-
 @torch.inference_mode()
 def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     """Compile kernels, load library modules and let the allocator take its blocks, with every way to cut a product.
@@ -462,9 +418,12 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     cross the link for nothing. With `trees` also what verifies a tree and moves a path of it. Only useful on CUDA. The
     cache is empty before and afterwards.
     """
-    runner, cache, kinds = model.runner, model.runner.cache, _kinds_of_layers(model)
-    tokens = max(1, min(runner.chunk_tokens, cache.capacity_tokens - TILE_ROWS[-1]))
+    runner, cache, resident_kv = model.runner, model.runner.cache, model.placement.resident_kv_layers
+    # What the kernels of each layer depend on.
+    parts = model.weights.layout.layers, model.config.layers, runner.decoder.partition.owners
+    kinds = [(*kind, layer in resident_kv) for layer, kind in enumerate(zip(*parts, strict=True))]
     firsts = {kinds.index(kind) for kind in kinds}
+    tokens = max(1, min(runner.chunk_tokens, cache.capacity_tokens - TILE_ROWS[-1]))
 
     def layers() -> Iterator[tuple[int, Weights]]:
         return islice(runner.streamer.layers(), max(firsts) + 1)
