@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.cache.device import block_bytes, kept_from, num_blocks
+from offload_runtime.cache.device import kept_from, num_blocks
 from offload_runtime.config import MOST_GAMMA_DRAFT
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.models.config import ModelConfig
@@ -418,7 +418,7 @@ def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int,
         pieces = -(-blocks // max(1, most // block))
         return -(-blocks // pieces) * block
 
-    return max(map(piece_bytes, {block_bytes(config, dtype, layer) for layer in range(config.num_layers)}))
+    return max(piece_bytes(elements * BLOCK_TOKENS * dtype.itemsize) for elements in {*config.kv_elements})
 
 
 def ring_blocks(window_tokens: int) -> int:

@@ -312,18 +312,23 @@ def _place(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
     brought_bytes = target.streamed_kv_bytes(*largest, target.context_tokens - 1)
     streaming_bytes = target.kv_ring_bytes + target.prefill_workspace_bytes  # not needed where all stay
 
-    def kept(one: Placement) -> int:
-        spare_bytes = left_bytes - target.held_bytes(one)
-        if one.num_buffers < min(_RING_BUFFERS, len(target.layers) - len(one.resident_layers)) or spare_bytes < 0:
-            return 0
-        if len(layers) <= most_kv_layers and len(layers) * each_bytes - streaming_bytes <= spare_bytes:
-            return len(layers)
-        return min(most_kv_layers, len(layers) - 1, spare_bytes // each_bytes) if each_bytes > 0 else 0
+    def spared(count: int, buffers: int) -> tuple[int, int]:
+        """Bytes that a pass does not bring where so many layers of weights stay, and layers of keys and values that
+        stay beside them."""
+        weight_bytes = target.bytes_of_layers(_some(target.layers, count))
+        spare_bytes, kept = left_bytes - weight_bytes - buffers * target.layer_bytes, 0
+        if buffers == min(_RING_BUFFERS, len(target.layers) - count) and spare_bytes >= 0:
+            if len(layers) <= most_kv_layers and len(layers) * each_bytes - streaming_bytes <= spare_bytes:
+                kept = len(layers)
+            elif each_bytes > 0:
+                kept = min(most_kv_layers, len(layers) - 1, spare_bytes // each_bytes)
+        return weight_bytes + kept * brought_bytes, kept
 
     counts = range(resident, -1, -1) if asked is None and not plan.has_verifier else (resident,)
-    shares = [first, *(_evenly(placement, count, _RING_BUFFERS) for count in counts)]
-    best = max(shares, key=lambda one: target.bytes_of_layers(one.resident_layers) + kept(one) * brought_bytes)
-    return plan.with_placements(replace(best, resident_kv_layers=_some(layers, kept(best))))
+    shares = [(resident, first.num_buffers), *((n, min(_RING_BUFFERS, len(target.layers) - n)) for n in counts)]
+    (_, kept), (count, buffers) = max(((spared(*one), one) for one in shares), key=lambda found: found[0][0])
+    best = _evenly(placement, count, buffers)
+    return plan.with_placements(replace(best, resident_kv_layers=_some(layers, kept)))
 
 
 def _some(layers: Sequence[int], count: int, *, evenly: bool = True) -> tuple[int, ...]:
@@ -418,7 +423,7 @@ def _deal(plan: RunPlan) -> RunPlan:
     # The first card has the embedding and the head, so that the others get what does not go evenly.
     counts = [layers * (card + 1) // cards - layers * card // cards for card in range(cards)]
     best = _dealt(plan, _interleaved(tuple(counts)))
-    moved = max(counts) // 2
+    moved = max(counts) // 2 if best.rank[:2] > (0, 0.0) else 0
     while moved:
         giver, *takers = sorted(range(cards), key=lambda card: (best.loads[card], counts[card]), reverse=True)
         for taker in reversed(takers):
