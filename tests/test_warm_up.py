@@ -15,7 +15,7 @@ from offload_runtime_kernels.select_chunks import different_counts, select_chunk
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.load_model import warm_up
-from offload_runtime.speculation import DraftModel, drafting
+from offload_runtime.speculation import DraftProposer, drafting
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import load_streaming_kv
 
@@ -78,8 +78,8 @@ def test_warming_up_leaves_nothing(two_layer_target: Path, noisy_copy_of: Callab
             if warm:
                 warm_up(runtime.engine.target, trees=True)
                 proposer = drafting(runtime.engine.proposer)
-                assert isinstance(proposer, DraftModel)
-                proposer.warm_up()
+                assert isinstance(proposer, DraftProposer)
+                proposer.runner.warm_up()
             asked = {"max_new_tokens": 20, "ignore_eos": True, "gamma": 5, "temperature": 0.7, "seed": 2}
             result = runtime.generate([(7 * i * i) % 290 + 3 for i in range(300)], **asked)
             answers.append((result.tokens, result.stats.passes))

@@ -17,17 +17,15 @@ from offload_runtime.runners import ModelRunner, warm_up_batches, warm_up_length
 from offload_runtime.sampling import WARM_UP_SAMPLINGS
 from offload_runtime.speculation import (
     DeviceWindow,
-    DraftModel,
-    DraftTree,
+    DraftProposer,
+    DraftRunner,
     GuessTree,
     NgramProposer,
     Proposer,
     RetrievalVerifier,
     StepWorth,
-    TreeDraftProposer,
     TriForceProposer,
     WithNgrams,
-    grows_trees,
 )
 from offload_runtime.stream import DeviceBudget
 from offload_runtime.trace import TraceRecorder
@@ -64,17 +62,11 @@ def make_proposer(
     if draft is None:
         return Proposer() if plan.proposer == "none" else NgramProposer()
     runner, ngrams, shared = draft.runner, NgramProposer(), _shared_vocabulary(target, draft)
-    chains = DraftModel(runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
+    drafts = DraftRunner(runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
     if budget.device.type == "cuda":
-        chains.warm_up()
-    chains.recorder = recorder
-    if not grows_trees(runner.cache):
-        return WithNgrams(chains, ngrams)
-    tree = DraftTree(runner, chains.texts, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
-    tree.warm_up()
-    tree.recorder = recorder
-    worth = StepWorth(free_s)
-    return WithNgrams(TreeDraftProposer(chains, tree, device=budget.device, ngrams=ngrams, worth=worth), ngrams)
+        drafts.warm_up()
+    drafts.recorder = recorder
+    return WithNgrams(DraftProposer(drafts, ngrams=ngrams, worth=StepWorth(free_s)), ngrams)
 
 
 def _shared_vocabulary(target: LoadedModel, draft: LoadedModel) -> SharedVocabulary:
@@ -113,7 +105,7 @@ def _make_triforce(
     if draft is not None:
         cache, shared = draft.runner.cache, _shared_vocabulary(target, draft)
         has_all = cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of its own
-        first = DraftModel(
+        first = DraftRunner(
             draft.runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch, window=window,
             max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
@@ -121,9 +113,9 @@ def _make_triforce(
         window, verifier, first, trees=trees, max_tokens_with_draft=most_tokens,
         refresh_steps=plan.target.options.steps_between_choices(on_host=plan.target.on_host),
     )  # fmt: skip
-    levels: list[RetrievalVerifier | DraftModel] = [verifier] if first is None else [verifier, first]
+    levels: list[RetrievalVerifier | DraftRunner] = [verifier] if first is None else [verifier, first]
     if budget.device.type == "cuda":
-        with verifier.graphs.eager(), nullcontext() if first is None else first.graphs.eager():
+        with verifier.graphs.eager(), nullcontext() if first is None else first.eager():
             warm_up_verifier(proposer, runner, batch=batch)
         retrieved.warm_up()
         if first is not None:

@@ -17,11 +17,6 @@ CATCH_UP_TOKENS = 32
 REWRITTEN_TOKENS = 2
 
 
-def excluded_ids(ids: Sequence[int], device: torch.device) -> torch.Tensor | None:
-    """Return the tokens that a draft never proposes, for graphs of its steps: [N] int64; None where there are none."""
-    return torch.tensor(ids, dtype=torch.int64, device=device) if ids else None
-
-
 class DraftKVState:
     """Knows the texts of all sequences as far as the draft has read them.
 

@@ -64,6 +64,7 @@ class StepGraphs:
         others: Devices that steps cross to.
         captures: Whether steps can be captured: a graph cannot wait for weights that are on their way.
         input_words, output_words: The most integers that steps fetch and show.
+        most_graphs: More are not held; the one that was not used for longest is dropped.
 
     Attributes:
         inputs: [input_words] int32, device: what the step has fetched.
@@ -72,8 +73,9 @@ class StepGraphs:
 
     def __init__(
         self, device: torch.device, others: Sequence[torch.device] = (), *, captures: bool = True,
-        input_words: int = 0, output_words: int = 0,
+        input_words: int = 0, output_words: int = 0, most_graphs: int = MOST_GRAPHS,
     ) -> None:  # fmt: skip
+        self._most_graphs = most_graphs
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}  # None: has run once; oldest use first
         self._device, locked = device, device.type == "cuda"
         self._replays = locked and captures
@@ -151,7 +153,7 @@ class StepGraphs:
 
     def _keep(self, key: Hashable, graph: torch.cuda.CUDAGraph | None) -> None:
         self._graphs[key] = graph
-        if self.num_graphs > MOST_GRAPHS:  # the one that was not used for longest is dropped
+        if self.num_graphs > self._most_graphs:
             oldest = next(key for key, graph in self._graphs.items() if graph is not None)
             torch.cuda.current_stream(self._device).synchronize()  # it may still be running
             self._graphs.pop(oldest).reset()  # type: ignore[union-attr]
@@ -251,9 +253,9 @@ def captured_pass_bytes(config: ModelConfig, element_bytes: int) -> int:
     return step_graph_bytes(config.num_layers) + inputs + rows * config.vocab_size * element_bytes + activations
 
 
-def step_graph_bytes(num_layers: int) -> int:
+def step_graph_bytes(num_layers: int, most_graphs: int = MOST_GRAPHS) -> int:
     """Return the device bytes of the graphs of a model's steps, but for what a step allocates, which they share."""
-    nodes = MOST_GRAPHS * (num_layers + _OTHER_LAYERS) * _LAYER_KERNELS * _KERNEL_BYTES
+    nodes = most_graphs * (num_layers + _OTHER_LAYERS) * _LAYER_KERNELS * _KERNEL_BYTES
     return nodes + _LIBRARY_BYTES
 
 
@@ -320,13 +322,11 @@ def tree_positions(tree_nodes: int) -> int:
 
 def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, rows: int, batch: int, trees: bool) -> int:
     """Return the device bytes of the CUDA graphs of a draft's steps over `rows`; `trees`: also of those that grow
-    trees, on a stream and in a pool of their own."""
-    nbytes = step_graph_bytes(config.num_layers) + step_activation_bytes(config, element_bytes, rows=rows)
-    if trees:
-        rows = max(STEP_ROWS, batch)
-        nbytes += step_graph_bytes(config.num_layers) + step_activation_bytes(config, element_bytes, rows=rows)
-        # What a `DraftTree` has besides the cache and what a step computes on its way.
-        outputs = (rows + (MOST_GREEDY_STEPS + 1) * batch) * 2 * CHILDREN
-        words = tree_input_words(batch) + outputs + rows * config.num_angles
-        nbytes += 4 * words + rows * config.vocab_size * element_bytes
-    return nbytes
+    trees."""
+    if not trees:
+        return step_graph_bytes(config.num_layers) + step_activation_bytes(config, element_bytes, rows=rows)
+    tree_rows = max(STEP_ROWS, batch)
+    outputs = (tree_rows + (MOST_GREEDY_STEPS + 1) * batch) * 2 * CHILDREN
+    words = tree_input_words(batch) + outputs + tree_rows * config.num_angles
+    activations = step_activation_bytes(config, element_bytes, rows=max(rows, tree_rows))
+    return step_graph_bytes(config.num_layers, 2 * MOST_GRAPHS) + activations + 4 * words

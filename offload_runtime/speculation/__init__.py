@@ -1,32 +1,32 @@
 """Propose / verify steps: a proposer guesses tokens, one target pass checks them, equality decides."""
 
 from offload_runtime.speculation.controller import COPY, PLAIN, Controller, Cost, size_for, size_within
-from offload_runtime.speculation.draft import (
-    MOST_LEVELS,
-    DeviceWindow,
-    DraftModel,
-    GuessTree,
-    best_tree_tokens,
-    expected_accepted,
-    likely_parents,
-)
-from offload_runtime.speculation.draft_tree import DraftTree, StepWorth, grows_trees
+from offload_runtime.speculation.draft import DraftRunner
 from offload_runtime.speculation.ngram import NGRAM, MatchRates, NgramLookup, NgramProposer, WithNgrams, drafting
 from offload_runtime.speculation.step import (
     Acceptance,
     Budgets,
     Proposer,
     StepOutput,
+    StepWorth,
     Tally,
     Texts,
     makes_trees,
     run_step,
 )
-from offload_runtime.speculation.tree import TreeDraftProposer
+from offload_runtime.speculation.tree import DraftProposer
 from offload_runtime.speculation.triforce import (
     RetrievalVerifier,
     TriForceProposer,
     most_guess_rows,
     num_guesses,
     verifier_step_bytes,
+)
+from offload_runtime.speculation.window import (
+    MOST_LEVELS,
+    DeviceWindow,
+    GuessTree,
+    best_tree_tokens,
+    expected_accepted,
+    likely_parents,
 )

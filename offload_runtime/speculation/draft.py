@@ -1,306 +1,104 @@
-"""The draft as a loop on the device: K steps say K tokens of every sequence, and the host only reads them.
+"""A draft model on the device, for all sequences at once: steps that need no host in between, and steps over trees.
 
-A step is one CUDA graph (on the CPU the same code, run eagerly): it feeds the newest tokens of a `DeviceWindow`,
-samples the next ones with the target's noise and writes them into the window behind them. Of a `GuessTree`, which a
-retrieval verifier checks, a step says a whole level.
+`grow` runs steps that are known in advance: each is one CUDA graph (on the CPU the same code, run eagerly) that feeds
+the newest tokens of a `DeviceWindow`, samples the next ones with the target's noise and writes them into the window
+behind them. A chain is the tree of width one, whose every level is the same step.
+
+`expand` says for up to 32 nodes of all sequences together, which the host chooses, what may follow each of them. Keys
+of the known text, its last token included, lie at their own positions; those of a node in a spare position behind all
+others of the cache, for as long as the node lives. So a tree that grows and a text that grows never touch, nodes that
+survive are never written again, and a path that came true is copied to its positions in one launch (`adopt`). What is
+known of a text but has no keys yet rides along in the first step behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from heapq import heapify, heappop, heappush
-from itertools import pairwise, starmap
+from functools import cache, partial
 
+import numpy as np
 import torch
-from offload_runtime_kernels.window_steps import (
-    WINDOW_HEADER_WORDS,
-    StepLayout,
-    StepRotation,
-    StepRows,
-    TreeLinks,
-    put_tokens,
-    step_rows,
-)
+from offload_runtime_kernels.window_steps import StepLayout, StepRotation, put_tokens, step_rows
 
+from offload_runtime.cache import DeviceKVCache
 from offload_runtime.cache.retrieval import RetrievedDraftCache
-from offload_runtime.core import DraftBudget, TokenTree, depths_of
+from offload_runtime.core import BatchShape
 from offload_runtime.models.layers import Rows
 from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, excluded_ids
-from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
-from offload_runtime.runners.model_runner import ModelRunner, window_pass
+from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
+from offload_runtime.runners.graphs import (
+    CHILDREN,
+    MOST_DEPTH,
+    MOST_GRAPHS,
+    MOST_GREEDY_STEPS,
+    NARROW_ROWS,
+    STEP_ROWS,
+    StepGraphs,
+    captured_shape,
+    captured_shapes,
+    graph_reach,
+    tree_input_sizes,
+    tree_input_words,
+    warm_up_batches,
+    warm_up_lengths,
+)
+from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_pass
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
-from offload_runtime.speculation.step import Budgets, Proposer, Texts, chains_where
-from offload_runtime.stream import overwrite
+from offload_runtime.speculation.window import WINDOW_CAPACITY_TOKENS, DeviceWindow, Level, WindowInput
+from offload_runtime.stream import overwrite, packed_words, unpack
 from offload_runtime.trace import TraceRecorder
 
-# A window of the target and what a draft says beyond it.
-WINDOW_CAPACITY_TOKENS = 2048
+# Known tokens that a step over a tree feeds besides the nodes; more go through the draft on their own.
+_MOST_FED = 3
+# How often a draft says nothing of what the target does, at first and at least, and how many nodes this looks back on.
+_FIRST_MISSED, _LEAST_MISSED, _MISSED_MEMORY = 0.15, 0.005, 200
 
 
 @dataclass(frozen=True)
-class WindowInput:
-    """Says what the host tells the device about a sequence.
+class Asked:
+    """Says what a step is to find out about one sequence.
 
     Attributes:
-        tokens: The last known ones, of positions end - len(tokens) to end - 1.
-        end: Tokens of the whole sequence.
-        stop: Once so many are known the sequence stands still.
-        last: Nothing is proposed at this position or behind it; at least `stop`.
+        text: The whole sequence.
+        nodes: Nodes of its tree, parents before their children: of each its token, and the places of the nodes from
+            below the root to itself, by their numbers. The root, the text's last token, has none.
+        greedy_places: For what follows the last of the nodes: its best child, the best child of that, and so on.
     """
 
-    tokens: Sequence[int]
-    end: int
-    stop: int
-    last: int
-
-    def __post_init__(self) -> None:
-        assert 0 < len(self.tokens) <= self.end < self.stop <= self.last
-
-    @property
-    def base(self) -> int:
-        """Position of the first of the tokens."""
-        return self.end - len(self.tokens)
+    text: Sequence[int]
+    nodes: Sequence[tuple[int, tuple[int, ...]]]
+    greedy_places: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
-class WindowOutput:
-    """Holds what the device has said of a sequence: `end` tokens are known, proposals lie behind."""
+class Children:
+    """Holds what may follow a node, the best first, and the scores (logits / T + noise) that say so."""
 
-    end: int
-    base: int
-    tokens: Sequence[int]  # from position `base` on
-    runners_up: Sequence[int]  # the next best of each that was sampled here; -1 for none, undefined before
-
-    def between(self, start: int, stop: int) -> list[int]:
-        """Return the tokens of positions `start` to `stop` - 1."""
-        assert self.base <= start and stop <= self.base + len(self.tokens)
-        return list(self.tokens[start - self.base : stop - self.base])
+    tokens: list[int]
+    scores: list[float]
 
 
-class DeviceWindow:
-    """Holds tokens of several sequences on the device, in tensors that never move, so that CUDA graphs may hold them.
+@dataclass(frozen=True)
+class StepLine:
+    """Holds the rows of one sequence in a step: `fed` tokens that are only fed, then the nodes that are asked about.
 
-    Each sequence's are a row of one tensor, as `window_steps` describes them. Only the verifier of proposals moves
-    `end`.
-
-    Args:
-        device: The compute device.
-        batch: Most sequences.
-
-    Attributes:
-        rows: [num_rows, header and capacity] int32: what steps read and write.
-        runners_up: [batch, capacity] int32: what the verifier would have said instead.
-        num_rows: Sequences 0 to num_rows - 1 take part in steps: all up to the last that has joined, at least one.
-        end: [num_rows] int32, strided: how many tokens of each sequence are known.
-        inputs: As of the last upload.
+    Positions, `cache_positions` and `committed` are the cache's: the text's less what a streaming cache has let go of.
     """
 
-    def __init__(self, device: torch.device, *, batch: int = 1) -> None:
-        self.inputs: Mapping[int, WindowInput] = {}
-        words = WINDOW_HEADER_WORDS + WINDOW_CAPACITY_TOKENS
-        self._state = torch.zeros(batch, words, dtype=torch.int32, device=device)
-        self.runners_up = torch.full((batch, WINDOW_CAPACITY_TOKENS), -1, dtype=torch.int32, device=device)
-        self._joined = set[int]()
-        self._fit_rows()
-
-    def join(self, slot: int) -> None:
-        """Let a sequence take part in steps; the window must be uploaded before the next one."""
-        assert 0 <= slot < len(self._state)
-        self._joined.add(slot)
-        self._fit_rows()
-
-    def leave(self, slot: int) -> None:
-        """Let a sequence take part in no more steps; the window must be uploaded before the next one."""
-        self._joined.discard(slot)
-        self._fit_rows()
-
-    def _fit_rows(self) -> None:
-        self.num_rows = 1 + max(self._joined, default=0)
-        self.rows = self._state[: self.num_rows]
-        self.end = self.rows[:, 0]
-
-    def upload(self, inputs: Mapping[int, WindowInput]) -> None:
-        """Begin anew with the last known tokens of some sequences, on the current stream; never waits.
-
-        Args:
-            inputs: By sequence; the others stand still.
-        """
-        assert inputs and all(slot < self.num_rows for slot in inputs)
-        assert all(one.last - one.base <= WINDOW_CAPACITY_TOKENS for one in inputs.values())
-        width = max(len(one.tokens) for one in inputs.values())
-        rows = [[0] * (WINDOW_HEADER_WORDS + width) for _ in range(self.num_rows)]
-        for slot, one in inputs.items():
-            header = [one.end, one.base, one.stop, one.last, one.end - 1]
-            rows[slot][: WINDOW_HEADER_WORDS + len(one.tokens)] = [*header, *one.tokens]
-        host = torch.tensor(rows, dtype=torch.int32)
-        overwrite(self.rows[:, : host.shape[1]], host)
-        self.inputs = dict(inputs)
-
-    def read(self) -> dict[int, WindowOutput]:
-        """Return what there is of every uploaded sequence, in one copy. Waits for what the current stream has to do."""
-        width = max(one.last - one.base for one in self.inputs.values())
-        count = WINDOW_HEADER_WORDS + width
-        parts = self.rows[:, :count], self.runners_up[: self.num_rows, :width]
-        rows: list[list[int]] = torch.cat(parts, dim=1).tolist()
-        return {
-            slot: WindowOutput(row[0], row[1], row[WINDOW_HEADER_WORDS:count], row[count:])
-            for slot, row in ((slot, rows[slot]) for slot in self.inputs)
-        }
+    slot: int
+    tokens: list[int]
+    positions: list[int]
+    cache_positions: list[int]
+    paths: list[list[int]]
+    fed: int
+    committed: int
 
 
-# Of what a draft's likelier children leave over, the next one is right about so often.
-_NEXT_CHILD = 0.3
-# A level has to bring so many tokens a step: a step of a draft takes a seventh of the verifier's.
-_LEAST_GAIN = 0.2
-MOST_LEVELS = 7
-# Of a tree and the tokens that are written anew: `attend_sources` has a bit for each.
-_MOST_POSITIONS = 64
-
-
-class GuessTree:
-    """Describes a tree of guesses behind the newest known token, as the steps that grow and verify it need it.
-
-    Nodes lie in the slots behind the known tokens, level by level. What was accepted of the tree before stands in
-    slots of nodes, in both caches: its keys are written anew, where they belong, by the rows of the newest tokens.
-
-    Args:
-        parents: Of each node, -1 for the newest known token; in order of levels, the likeliest child of a node first.
-        device: Of the steps.
-
-    Attributes:
-        parents: As given.
-        num_levels: The longest path; a step makes at most one token more known.
-        levels: The nodes of each.
-        drafted: Of each level the rows of the draft's step that says what its nodes are: those with children.
-        chosen: Of each level how many children of such a row are looked at, and which of all these the nodes are.
-        verified: The rows of the verifier's step; the first, of the newest known token, says which chunks matter.
-        links: How the nodes hang together.
-    """
-
-    def __init__(self, parents: Sequence[int], device: torch.device) -> None:
-        self.parents, depths = tuple(parents), [depth + 1 for depth in depths_of(parents)]
-        assert depths == sorted(depths), "level by level"
-        self.num_levels, count = max(depths, default=0), len(depths)
-
-        def ints(values: Sequence[object], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        paths: list[list[int]] = []
-        for node, parent in enumerate(parents):
-            paths.append([*(paths[parent] if parent >= 0 else ()), node])
-        bounds = [*map(depths.index, range(1, self.num_levels + 1)), count]
-        self.levels = list(starmap(range, pairwise(bounds)))
-        # The newest known token is in slot -1, what follows it in the slots from 0 on.
-        self.drafted = [StepLayout.chain(-self.num_known, self.num_known, device)][: self.num_levels]
-        self.chosen = list[tuple[int, torch.Tensor]]()
-        for level, nodes in enumerate(self.levels):
-            above = sorted({parents[node] for node in nodes})
-            ranks = [[child for child in nodes if parents[child] == parents[node]].index(node) for node in nodes]
-            most = 1 + max(ranks)
-            places = [above.index(parents[node]) * most + rank for node, rank in zip(nodes, ranks, strict=True)]
-            self.chosen.append((most, ints(places, torch.int64)))
-            if level:
-                positions = ints([level - 1] * len(above))
-                asked = ints([paths[node] for node in above])
-                self.drafted.append(StepLayout(ints(above), positions, len(above), 0, asked))
-        # The trunk ends with the newest known token, whose row is the first; the rest of it is written anew.
-        trunk = list(range(-1 - self.num_levels, 0))
-        assert len(trunk) + count <= _MOST_POSITIONS, f"{count} nodes in {self.num_levels} levels"
-        rows = [(-1, -1, trunk), *((node, depths[node] - 1, trunk + paths[node]) for node in range(count))]
-        rows += [
-            (cache_position, cache_position, trunk[: index + 1]) for index, cache_position in enumerate(trunk[:-1])
-        ]
-        ancestors = ints([path_of + path_of[-1:] * (2 * self.num_levels + 1 - len(path_of)) for *_, path_of in rows])
-        cache_positions, stands = (
-            ints([cache_position for cache_position, *_ in rows]),
-            ints([position for _, position, _ in rows]),
-        )
-        self.verified = StepLayout(cache_positions, stands, 1, trunk[0], ancestors)
-        bits = [sum(1 << node for node in path) for path in paths]
-        self.links = TreeLinks(ints([parent + 1 for parent in parents]), ints(bits, torch.int64), ints(depths))
-
-    def __len__(self) -> int:
-        return len(self.parents)
-
-    @property
-    def num_known(self) -> int:
-        """Newest known tokens that a draft's first step feeds: all that may have no keys of their own, a path that was
-        accepted, the verifier's sample behind it and the target's."""
-        return self.num_levels + 2
-
-
-def likely_parents(num_nodes: int, acceptance: float) -> tuple[int, ...]:
-    """Return the tree of so many nodes of which most is accepted, but for levels that are not worth a step of the
-    draft.
-
-    Args:
-        num_nodes: At least 1.
-        acceptance: How often a draft's likeliest token is right.
-    """
-    best = _likely_parents(num_nodes, 1, acceptance)
-    for num_levels in range(2, MOST_LEVELS + 1):
-        deeper = _likely_parents(num_nodes, num_levels, acceptance)
-        if expected_accepted(deeper, acceptance) - expected_accepted(best, acceptance) < _LEAST_GAIN:
-            break
-        best = deeper
-    return best
-
-
-def _likely_parents(num_nodes: int, num_levels: int, acceptance: float) -> tuple[int, ...]:
-    """Return the same of at most so many levels."""
-    # Of each node: how improbable it is, its depth, its parent's place here, what its elder siblings leave over.
-    found, heap = list[tuple[float, int, int, float]](), [(-acceptance, 1, -1, 1.0)]
-    while heap and len(found) < num_nodes:
-        node = heappop(heap)
-        found.append(node)
-        improbable, depth, parent, left = node
-        above = -1.0 if parent < 0 else found[parent][0]
-        left -= improbable / above
-        heappush(heap, (above * left * _NEXT_CHILD, depth, parent, left))
-        if depth < num_levels:
-            heappush(heap, (improbable * acceptance, depth + 1, len(found) - 1, 1.0))
-    order = sorted(range(len(found)), key=lambda place: found[place][1])  # stable: likelier children come first
-    numbers = {-1: -1, **{place: number for number, place in enumerate(order)}}
-    return tuple(numbers[found[place][2]] for place in order)
-
-
-def expected_accepted(parents: Sequence[int], acceptance: float) -> float:
-    """Return the nodes of a tree that a step accepts in the mean, by how often a draft's likeliest token is right."""
-    rates, left = list[float](), dict[int, float]()
-    for parent in parents:
-        rest = left.get(parent, 1.0)
-        share = rest * _NEXT_CHILD if parent in left else acceptance
-        left[parent] = rest - share
-        rates.append(share * (1.0 if parent < 0 else rates[parent]))
-    return sum(rates)
-
-
-@lru_cache(maxsize=4096)
-def best_tree_tokens(hits: tuple[float, ...], nodes: int, depth: int) -> float:
-    """Return the tokens of one verification: the verifier's own and the sum of the `nodes` most probable paths no
-    longer than `depth`, where the child of rank r is what it says with probability `hits[r]`, whatever came before
-    (Chen et al., Sequoia, arXiv 2402.12374). With one child they are those of a chain, (1 - a^(n + 1)) / (1 - a)
-    (Leviathan et al., arXiv 2211.17192, eq. 1)."""
-    assert nodes >= 0 and depth >= 0
-    tokens, heap = 1.0, [(-hit, 1) for hit in hits] if depth else []
-    heapify(heap)
-    for _ in range(nodes):
-        if not heap:
-            break
-        negative, length = heappop(heap)
-        tokens -= negative
-        if length < depth:
-            for hit in hits:
-                heappush(heap, (negative * hit, length + 1))
-    return tokens
-
-
-class DraftModel(Proposer):
+class DraftRunner:
     """Guesses with a small model on the compute device and the target's own noise, for all sequences in one step.
 
     Everything is enqueued on the current stream, which must be the same, or made to wait, from call to call.
@@ -311,50 +109,63 @@ class DraftModel(Proposer):
         vocab_size: What the draft may propose are ids below this,
         excluded: but for these, which mean something else in the target, or nothing.
         batch: Sequences of the draft's cache that it serves; each has the number of the target's.
-        window: Where known tokens come from and guesses go; by default one of its own.
+        window: Where known tokens come from and guesses of `grow` go; by default one of its own.
         max_tokens_with_draft: Of a sequence with what is only tentative; by default what the cache was reserved for.
 
     Attributes:
-        frequencies: By which every sequence's rows are rotated.
         texts: What the cache holds of every sequence: before steps all of the tokens but those that a first step feeds
             itself, and afterwards also those whose keys the steps have written.
+        num_places: Nodes of a sequence's tree that can have keys at a time; 0 where there are only chains.
     """
-
-    name = "draft"
 
     def __init__(
         self, runner: ModelRunner, *, vocab_size: int, excluded: Sequence[int] = (), batch: int = 1,
         window: DeviceWindow | None = None, max_tokens_with_draft: int | None = None,
     ) -> None:  # fmt: skip
-        self.runner, self._batch = runner, batch
+        self._runner, self._batch = runner, batch
         cache = runner.cache
-        self.choosing = cache if isinstance(cache, RetrievedDraftCache) else None
+        self._choosing = cache if isinstance(cache, RetrievedDraftCache) else None
         self._capacity_tokens: int = cache.capacity_tokens
         self._max_tokens_with_draft = cache.capacity_tokens if max_tokens_with_draft is None else max_tokens_with_draft
         self._vocab_size = vocab_size
-        self._device = device = cache.store(0).data.device
-        self._excluded = excluded_ids(excluded, device)
+        store = cache.store(0).data
+        self.device = device = store.device
+        self._excluded = torch.tensor(excluded, dtype=torch.int64, device=device) if excluded else None
         self._sampling = SlotSampling(batch, device)
         self.window, self._own_window = window or DeviceWindow(device, batch=batch), window is None
         self.texts = DraftKVState(runner, batch=batch)
-        self.graphs = StepGraphs(device, captures=not runner.streamer.num_streamed)
+        self.recorder: TraceRecorder | None = None  # of a trace, if there is one
         # What steps read besides the window, a row for each sequence; the tensors never move.
-        self._cursor = torch.zeros(batch, dtype=torch.int32, device=device)  # the position that is sampled next
+        self._cursor = torch.zeros(batch, dtype=torch.int32, device=device)  # the position behind what was named last
         self._slots = torch.arange(batch, dtype=torch.int32, device=device)
-        self.frequencies = RowFrequencies(runner.rope, batch)
-        self._rotation = StepRotation(self.frequencies.tensor, runner.rope.scaling)
-        # The rows of a later step of a chain, and of the first.
-        self._chains = [StepLayout.chain(-count, count, device) for count in (1, REWRITTEN_TOKENS)]
+        self._frequencies = RowFrequencies(runner.rope, batch)
+        self._rotation = StepRotation(self._frequencies.tensor, runner.rope.scaling)
+        self._first = Level(StepLayout.chain(-REWRITTEN_TOKENS, REWRITTEN_TOKENS, device))
+        self._next = Level(StepLayout.chain(-1, 1, device), follows=True)
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
         self._place_host = [(0, 0)] * batch
-        self.recorder: TraceRecorder | None = None  # of a trace, if there is one
+        # What steps over trees write; a draft that only grows what is known in advance has none of it.
+        self._spare = cache.spare_positions if self._own_window and isinstance(cache, DeviceKVCache) else range(0)
+        self.num_places = len(self._spare)
+        rows = max(STEP_ROWS, batch) if self.num_places else 0
+        self._children = min(CHILDREN, vocab_size, runner.decoder.config.vocab_size)
+        self._greedy = SlotSampling(batch, device)
+        self._row_frequencies = RowFrequencies(runner.rope, rows)
+        self._last_outputs = torch.zeros(batch, 2 * self._children, dtype=torch.int32, device=device)
+        count = rows + MOST_GREEDY_STEPS * batch if rows else 0
+        self._outputs = torch.zeros(count, 2 * self._children, dtype=torch.int32, device=device)
+        self._graphs = StepGraphs(
+            device, captures=not runner.streamer.num_streamed, input_words=tree_input_words(batch) if rows else 0,
+            output_words=self._outputs.numel(), most_graphs=MOST_GRAPHS * (2 if rows else 1),
+        )  # fmt: skip
 
     def warm_up(self) -> None:
-        """Compile the kernels of all steps of chains, which would hold up the first proposals.
+        """Compile the kernels of all steps, which would hold up the first proposals, and capture those over trees, as
+        far as no filter is asked for. Leaves the cache empty.
 
-        The steps of a shared window are left to the retrieval verifier. Leaves the cache empty.
+        The steps of a shared window are left to the retrieval verifier.
         """
-        with self.graphs.eager():
+        with self._graphs.eager():
             if self._own_window:
                 for params in WARM_UP_SAMPLINGS[1:]:
                     self._take_steps([params], 1)
@@ -364,32 +175,65 @@ class DraftModel(Proposer):
                     self._take_steps(WARM_UP_SAMPLINGS[:1], length)
             for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - 1)):
                 self._catch_up_behind(length)
-        if self.choosing is not None:
-            self.choosing.warm_up()
-        self.forget()
+        if self._choosing is not None:
+            self._choosing.warm_up()
+        self._forget()
+        if self.num_places and self.device.type == "cuda":
+            self._capture_tree_steps()
 
     def _take_steps(self, slots: Sequence[SamplingParams], length: int) -> None:
         """Make a first step and a later one behind texts of so many tokens."""
         for slot, params in enumerate(slots):
             self.join(slot, params)
         texts = {slot: [0] * length for slot in range(len(slots))}
-        self.propose(texts, dict.fromkeys(texts, DraftBudget("chain", 2)))
+        self.chains(texts, {slot: min(2, self.room(length)) for slot in texts})
         for slot in texts:
             self.leave(slot)
 
     def _catch_up_behind(self, length: int) -> None:
         """Feed what rounds bring that others have proposed, behind a text of so many tokens."""
-        self.forget()
+        self._forget()
         inputs = length + REWRITTEN_TOKENS  # which a first step feeds itself
         for more in (0, *(1 << power for power in range(CATCH_UP_TOKENS.bit_length()))):
             inputs += more
             if inputs <= self._capacity_tokens:
                 self.texts.catch_up(0, [0] * inputs)
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Empty the cache."""
         for slot in range(self._batch):
             self.texts.catch_up(slot, [])
+
+    @torch.inference_mode()
+    def _capture_tree_steps(self) -> None:
+        """Capture the steps over trees of all shapes."""
+        cache = self._runner.cache
+        assert isinstance(cache, DeviceKVCache)
+        cache.begin_window([], [])  # a step is about all sequences; the last pass may have read a single prompt
+        count, greedy = self._batch, [self._spare[:1]] * self._batch
+        nothing = [StepLine(s, [], [], [], [], fed=0, committed=0) for s in range(count)]
+        steps = [
+            (make, shape)
+            for shape in captured_shapes(count, width=self.width(count), capacity_tokens=self._capacity_tokens)
+            for make in ((self._nodes_step, self._greedy_step) if shape.width <= NARROW_ROWS else (self._nodes_step,))
+        ]
+        with self._graphs.eager():  # compiles
+            for params in WARM_UP_SAMPLINGS:
+                for slot in range(count):
+                    self.join(slot, params)
+                for make, shape in steps:
+                    self._lay_out(nothing, greedy, shape)
+                    self._run(make, shape)  # a greedy step goes by what the nodes' before it has fetched
+        for slot in range(count):
+            self.leave(slot)  # without filters
+        for make, shape in steps:
+            self._graphs.capture(self._key(make, shape), partial(make, shape))
+        cache.adopt(0, self._spare[:1], 0)
+        self._graphs.wait()
+
+    def eager(self) -> AbstractContextManager[None]:
+        """Let every step be an ordinary one for a while, as `StepGraphs.eager` does."""
+        return self._graphs.eager()
 
     def join(self, slot: int, params: SamplingParams) -> None:
         """Let a sequence begin in a slot, whose tokens are chosen so."""
@@ -402,132 +246,311 @@ class DraftModel(Proposer):
         self._sampling.release(slot)
         self.window.leave(slot)
 
-    def room(self, length: int) -> int:
-        """Return the most tokens that can be proposed behind `length` tokens: none behind more than the cache is
-        for."""
-        kept = self.texts.num_kept(length)
-        if kept > self._capacity_tokens:
-            return 0
-        in_cache = self._max_tokens_with_draft - kept + 1  # the last guess needs no place in the cache
-        return min(in_cache, WINDOW_CAPACITY_TOKENS - REWRITTEN_TOKENS)
-
-    @property
-    def draft_state(self) -> DraftKVState | None:
-        return self.texts
-
-    def modes(self, texts: Texts) -> Sequence[str]:
-        return chains_where(self.room, texts)
-
-    def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
-        """Return chains; they end with the context, and where logits are NaN. There are as many steps as the longest
-        has tokens."""
-        counts = {slot: min(budget.longest_chain, self.room(len(texts[slot]))) for slot, budget in budgets.items()}
-        asked = {slot: count for slot, count in counts.items() if count > 0}
-        proposals = dict.fromkeys(budgets, TokenTree())
-        if not asked:
-            return proposals
-        for slot in asked:
-            self.texts.catch_up(slot, texts[slot])
-        lengths, count = {slot: len(texts[slot]) for slot in asked}, max(asked.values())
-        ends = {slot: length + asked[slot] for slot, length in lengths.items()}
-        self.window.upload(
-            {slot: WindowInput(texts[slot][-REWRITTEN_TOKENS:], lengths[slot], end, end) for slot, end in ends.items()}
-        )
-        self._enqueue([partial(self._step, first=step == 0) for step in range(count)], count - 1, lengths)
-        outputs = self.window.read()  # the only wait for the device
-        for slot, end in ends.items():
-            guesses = outputs[slot].between(lengths[slot], end)
-            self.texts.learned(slot, [*texts[slot][-REWRITTEN_TOKENS:], *guesses[:-1]])
-            bad = next((index for index, token in enumerate(guesses) if token < 0), len(guesses))
-            proposals[slot] = TokenTree.chain(guesses[:bad], self.name)
-        return proposals
-
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         """Put a prompt into the cache before anything is asked for; nothing where there is no room to propose."""
         if self.room(len(tokens)) > 0:
             self.texts.catch_up(slot, tokens)
 
-    def grow(self, tree: GuessTree, *, longest: Mapping[int, int]) -> None:
+    def room(self, length: int) -> int:
+        """Return the most tokens that can be proposed in a row behind `length` tokens, of which the last needs no keys:
+        none behind more than the cache is for."""
+        kept = self.texts.num_kept(length)
+        if kept > self._capacity_tokens:
+            return 0
+        return min(self._max_tokens_with_draft - kept + 1, WINDOW_CAPACITY_TOKENS - REWRITTEN_TOKENS)
+
+    def width(self, num_sequences: int) -> int:
+        """Return the most rows of each sequence in a step over trees that serves so many."""
+        return max(1, STEP_ROWS // num_sequences)
+
+    def chains(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        """Return so many tokens behind each of some texts, at least one of each and no more than there is `room` for;
+        they end where logits are NaN. There are as many steps as the longest has tokens, and one wait for all."""
+        for slot in counts:
+            self.texts.catch_up(slot, texts[slot])
+        known, lengths = {slot: texts[slot][-REWRITTEN_TOKENS:] for slot in counts}, dict[int, int]()
+        inputs = dict[int, WindowInput]()
+        for slot, count in counts.items():
+            length = lengths[slot] = len(texts[slot])
+            inputs[slot] = WindowInput(known[slot], length, length + count, length + count)
+        self.window.upload(inputs)
+        most = max(counts.values())
+        self.grow([self._first, *[self._next] * (most - 1)], most - 1, lengths)
+        outputs, found = self.window.read(), dict[int, list[int]]()
+        for slot, one in inputs.items():
+            guesses = outputs[slot].between(one.end, one.stop)
+            self.texts.learned(slot, [*known[slot], *guesses[:-1]])
+            found[slot] = guesses[: guesses.index(-1)] if -1 in guesses else guesses
+        return found
+
+    @torch.inference_mode()
+    def grow(self, levels: Sequence[Level], tokens: int, longest: Mapping[int, int]) -> None:
         """Enqueue the steps that put a tree behind each sequence's `end` without waiting: its nodes in their order.
 
         Args:
-            tree: Of guesses. The cache must have caught up to all but the last `tree.num_known` tokens before `end`.
+            levels: Of the tree. The cache must have caught up to all but the tokens before `end` that the first feeds.
+            tokens: How many of the nodes get keys.
             longest: Of every sequence that may not stand still: `end` is at most this, and equal to it where the host
                 knows.
         """
-        self._enqueue(
-            [partial(self._level, tree=tree, level=level) for level in range(tree.num_levels)], len(tree), longest
-        )
-
-    @torch.inference_mode()
-    def _enqueue(self, steps: Sequence[partial[None]], tokens: int, longest: Mapping[int, int]) -> None:
-        """Run steps that write the keys of up to `tokens` tokens behind each sequence's `end`, which is at most the
-        `longest`."""
-        cache, inputs = self.runner.cache, self.window.inputs
+        cache, inputs = self._runner.cache, self.window.inputs
         # Of the keys, when the last step has run.
         lengths = {
             slot: min(end + tokens, inputs[slot].last - 1) - self.texts.starts[slot] for slot, end in longest.items()
         }
         reach = max(lengths.values())
-        assert steps and reach <= self._max_tokens_with_draft
-        if self._device.type == "cuda":  # attention looks at more keys than there are, so that few graphs are needed
+        assert levels and reach <= self._max_tokens_with_draft
+        if self.device.type == "cuda":  # attention looks at more keys than there are, so that few graphs are needed
             reach = graph_reach(reach, self._max_tokens_with_draft)
         for slot, length in lengths.items():
-            self.frequencies.set(slot, length)
+            self._frequencies.set(slot, length)
         # Where a streaming cache stands; any other one stays where it has been all the time.
         places = list(zip(self.texts.starts, self.texts.rope_shifts, strict=True))[: self._batch]
         if places != self._place_host:
             overwrite(self._place, torch.tensor(places, dtype=torch.int32))
             self._place_host = places
         new = {slot: length - cache.length(slot) for slot, length in lengths.items()}
-        if self.choosing is not None:
-            self.choosing.begin_steps(range(self.window.num_rows), new)
+        if self._choosing is not None:
+            self._choosing.begin_steps(range(self.window.num_rows), new)
         else:
             cache.begin_window(list(new), list(new.values()))
         recorder = self.recorder
-        with recorder.span("draft steps", steps=len(steps), slots=len(longest)) if recorder else nullcontext():
-            for number, step in enumerate(steps):
-                choice = None if self.choosing is None else self.choosing.begin_step(first=number == 0)
-                key = step.func.__name__, *step.keywords.values(), self.window.num_rows, reach, choice
-                self.graphs.run((*key, self._sampling.graph_key), partial(step, reach=reach))
+        with recorder.span("draft steps", steps=len(levels), slots=len(longest)) if recorder else nullcontext():
+            for number, level in enumerate(levels):
+                choice = None if self._choosing is None else self._choosing.begin_step(first=number == 0)
+                key = level, self.window.num_rows, reach, choice, self._sampling.graph_key
+                self._graphs.run(key, partial(self._grow_step, level, reach))
 
-    def _step(self, *, first: bool, reach: int) -> None:
-        """Sample the token at every cursor, of a first step at the window's end, from those before it, and advance.
-
-        Captured: no tensor of the host.
-        """
+    def _grow_step(self, level: Level, reach: int) -> None:
+        """Feed the rows of a level and write what they name into the window. Captured: no tensor of the host."""
         window = self.window
-        cursor = self._cursor[: window.num_rows]
-        start = window.end if first else cursor
-        logits, step = self._pass(self._chains[first], start, reach)
-        token = sample(logits[:, -1], self._sampling, step.ahead, self._slots[: window.num_rows])
-        put_tokens(window.rows, start, token[:, None], cursor=cursor)
-
-    def _level(self, *, tree: GuessTree, level: int, reach: int) -> None:
-        """Say what the nodes of a tree's level are. Captured: no tensor of the host."""
-        window = self.window
-        logits, step = self._pass(tree.drafted[level], window.end, reach)
-        if not level:  # all but the newest known token are only fed
-            logits, following, owners = logits[:, -1], step.ahead, self._slots[: window.num_rows]
-        else:
-            logits, following, owners = logits.flatten(0, 1), step.following, step.slots
-        most, chosen = tree.chosen[level]
-        if most == 1:
-            tokens = sample(logits, self._sampling, following, owners)
-        else:
-            tokens = perturbed_logits(logits, self._sampling, following, owners).topk(most, dim=1).indices
-        tokens = tokens.view(window.num_rows, -1)[:, chosen]
-        put_tokens(window.rows, window.end, tokens, offset=tree.levels[level].start)
-
-    def _pass(self, layout: StepLayout, start: torch.Tensor, reach: int) -> tuple[torch.Tensor, StepRows]:
-        """Feed the rows of a step: logits [B, T, V] of what may be proposed, and the rows."""
+        num_rows, slots = window.num_rows, self._slots[: window.num_rows]
+        cursor = self._cursor[:num_rows]
+        start = cursor if level.follows else window.end
         step = step_rows(
-            self.window.rows, start, layout, self._rotation, last_token=self.texts.last_token,
+            window.rows, start, level.layout, self._rotation, last_token=self.texts.last_token,
             place=None if self.texts.streaming is None else self._place,
         )  # fmt: skip
-        rows = Rows.of_step(step, self._slots[: self.window.num_rows], max_length=reach)
-        runner = self.runner
+        logits, following, owners = self._pass(Rows.of_step(step, slots, max_length=reach)), step.following, step.slots
+        if level.layout.ancestors is None:
+            logits, following, owners = logits.unflatten(0, (num_rows, -1))[:, -1], step.ahead, slots
+        if level.most == 1:
+            tokens = sample(logits, self._sampling, following, owners)
+        else:
+            tokens = perturbed_logits(logits, self._sampling, following, owners).topk(level.most, dim=1).indices
+        tokens = tokens.view(num_rows, -1)
+        tokens = tokens if level.chosen is None else tokens[:, level.chosen]
+        put_tokens(window.rows, start, tokens, offset=level.offset, cursor=cursor)
+
+    def _pass(self, rows: Rows) -> torch.Tensor:
+        """Feed rows: logits [N, V] of what may be proposed behind each."""
+        runner = self._runner
         logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
         if self._excluded is not None:
             logits.index_fill_(1, self._excluded, -torch.inf)
-        return logits.view(self.window.num_rows, -1, logits.shape[1])[..., : self._vocab_size], step
+        return logits[:, : self._vocab_size]
+
+    def adopt(self, slot: int, tokens: Sequence[int], places: Sequence[int]) -> None:
+        """Let the text whose keys the cache holds go on with nodes of the tree: move their keys to their places."""
+        cache = self._runner.cache
+        assert isinstance(cache, DeviceKVCache)
+        cache.adopt(slot, [self._spare[place] for place in places], cache.length(slot))
+        self.texts.learned(slot, tokens)
+        self.texts.move_on(slot)
+
+    @torch.inference_mode()
+    def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
+        """Return what may follow some nodes, in one step, and down the greedy path behind the last of them, a step for
+        each of its nodes. Waits.
+
+        Args:
+            asked: By sequence. A root that has not been expanded comes first; what was is not asked again. Spines are
+                cut to the shortest of them, and only few nodes may come with one.
+
+        Returns:
+            For each sequence what follows its nodes, or the first of them that there was room for, then what follows
+            those of its greedy path. A node whose logits are NaN has no children.
+        """
+        width = self.width(len(asked))
+        lines = [self._line(slot, one, width) for slot, one in asked.items()]
+        self._runner.cache.begin_window(list(asked), [line.fed for line in lines])
+        further = min(len(one.greedy_places) for one in asked.values())
+        ends = [line.positions[-1] + 1 for line in lines]
+        frequency_set = self._runner.rope.frequency_set
+        if any(frequency_set(end) != frequency_set(end + further) for end in ends):
+            further = 0  # a row's frequencies are those of one length
+        shape = self._shape(lines, width, further)
+        greedy = [[self._spare[place] for place in one.greedy_places[:further]] for one in asked.values()]
+        recorder, asked_rows = self.recorder, [len(line.tokens) for line in lines]
+        with recorder.span("tree step", rows=asked_rows, greedy_steps=further) if recorder else nullcontext():
+            self._lay_out(lines, greedy, shape)
+            self._run(self._nodes_step, shape)
+            for _ in range(further):
+                self._run(self._greedy_step, shape)
+        self._graphs.wait()
+        outputs = self._graphs.outputs_host.reshape(len(self._outputs), -1)[: shape.num_rows + further * shape.batch]
+        tokens = outputs[:, : self._children].tolist()
+        scores = outputs[:, self._children :].view(np.float32).tolist()
+        answers: dict[int, list[Children]] = {}
+        for number, line in enumerate(lines):
+            if line.fed:
+                self.texts.learned(line.slot, asked[line.slot].text[-line.fed :])
+            # The last of the known tokens is the root where that is asked about.
+            first = number * shape.width + max(0, line.fed - 1)
+            last = number * shape.width + len(line.tokens)
+            rows = [*range(first, last), *range(shape.num_rows + number, len(tokens), shape.batch)]
+            answers[line.slot] = [_children(tokens[row], scores[row]) for row in rows]
+        return answers
+
+    def _line(self, slot: int, asked: Asked, width: int) -> StepLine:
+        """Return the rows of one sequence, after the cache has caught up with most of its text."""
+        text, nodes = asked.text, asked.nodes
+        fed: Sequence[int] = ()
+        if not nodes[0][1]:
+            # The root's own keys are written in any case, so that it always is the last of these rows.
+            fed = self.texts.catch_up_but(slot, text, min(_MOST_FED, width - 1))
+            nodes = nodes[1:]
+        nodes = nodes[: (min(width, NARROW_ROWS) if asked.greedy_places else width) - len(fed)]
+        paths = [[self._spare[place] for place in places] for _, places in nodes]
+        assert all(path and len(path) <= MOST_DEPTH for path in paths)
+        end = len(text) - self.texts.starts[slot]
+        indices = list(range(end - len(fed), end))
+        return StepLine(
+            slot,
+            tokens=[min(token, self.texts.last_token) for token in (*fed, *(token for token, _ in nodes))],
+            positions=[*indices, *(end - 1 + len(path) for path in paths)],
+            cache_positions=[*indices, *(path[-1] for path in paths)],
+            paths=[*([] for _ in indices), *paths],
+            fed=len(fed),
+            committed=end,
+        )
+
+    def _shape(self, lines: Sequence[StepLine], width: int, further: int) -> BatchShape:
+        depth = max(1, *(len(path) for line in lines for path in line.paths)) + further
+        reach = max(max(line.positions) for line in lines) + 1 + further
+        shape = BatchShape(len(lines), max(len(line.tokens) for line in lines), depth, reach)
+        if self.device.type != "cuda":
+            return shape
+        return captured_shape(shape, width=width, capacity_tokens=self._capacity_tokens)
+
+    def _lay_out(self, lines: Sequence[StepLine], greedy: Sequence[Sequence[int]], shape: BatchShape) -> None:
+        """Write what the next step is about to where it will fetch it."""
+        self._graphs.begin()
+        sizes = tree_input_sizes(shape)
+        parts = unpack(self._graphs.inputs_host, sizes)
+        tokens, positions, cache_positions, owners, slots, committed, ancestors, *of_lines, greedy_positions, _ = parts
+        paths, greedy_positions = (
+            ancestors.reshape(-1, shape.depth),
+            greedy_positions.reshape(MOST_GREEDY_STEPS, shape.batch),
+        )
+        self._graphs.inputs_host[: packed_words(sizes)] = 0
+        positions.fill(-1)
+        for number, (line, following) in enumerate(zip(lines, greedy, strict=True)):
+            first = number * shape.width
+            last = first + len(line.tokens)
+            tokens[first:last], positions[first:last] = line.tokens, line.positions
+            cache_positions[first:last] = line.cache_positions
+            owners[first : first + shape.width] = line.slot
+            for row, path in enumerate(line.paths, first):
+                paths[row, : len(path)] = path
+            start, rope_shift = self.texts.starts[line.slot], self.texts.rope_shifts[line.slot]
+            values = (line.slot, line.committed, start, rope_shift, max(first, last - 1))
+            for part, value in zip((slots, committed, *of_lines), values, strict=True):
+                part[number] = value
+            greedy_positions[: len(following), number] = following
+        self._row_frequencies.set_rows(positions.tolist())
+
+    def _parts(self, shape: BatchShape) -> list[torch.Tensor]:
+        """Return the inputs of a step, in the order of `tree_input_sizes`."""
+        return unpack(self._graphs.inputs, tree_input_sizes(shape))
+
+    def _key(self, make: Callable[[BatchShape], None], shape: BatchShape) -> Hashable:
+        return make.__name__, shape, self._sampling.graph_key
+
+    def _run(self, make: Callable[[BatchShape], None], shape: BatchShape) -> None:
+        self._graphs.run(self._key(make, shape), partial(make, shape))
+
+    def _nodes_step(self, shape: BatchShape) -> None:
+        """Fetch what the step is about, feed the rows and write their best children into `_outputs`. Captured: no
+        tensor of the host but those that never move."""
+        self._graphs.fetch(packed_words(tree_input_sizes(shape)))
+        self._choose(self._pass_over(shape), shape, slice(0, shape.num_rows), self._outputs[: shape.num_rows])
+        self._last_outputs[: shape.batch] = self._outputs[self._parts(shape)[9].long()]
+        self._graphs.show(self._outputs[: shape.num_rows])
+
+    def _greedy_step(self, shape: BatchShape) -> None:
+        """Go on from each sequence's last row with its best child, whose keys go to the next of its greedy positions;
+        its own children are written into `_outputs`, behind those of the rows and of earlier such steps. Captured."""
+        batch, num_rows, answer = shape.batch, shape.num_rows, self._last_outputs[: shape.batch]
+        tokens, positions, cache_positions, _, _, committed, ancestors, *rest = self._parts(shape)
+        _, _, last, greedy_positions, steps_done = rest
+        live, step = last.long(), steps_done.long()  # [B], [1]
+        position, (cache_position,) = positions[live] + 1, greedy_positions.view(MOST_GREEDY_STEPS, batch)[step]
+        positions.fill_(-1)  # all other rows only fill up
+        positions[live], cache_positions[live] = position, cache_position
+        tokens[live] = answer[:, 0].clamp(0, self.texts.last_token)
+        ancestors.view(num_rows, shape.depth)[live, (position - committed).long()] = cache_position
+        self._choose(self._pass_over(shape), shape, live, answer)
+        found = self._outputs[num_rows : num_rows + MOST_GREEDY_STEPS * batch].view(MOST_GREEDY_STEPS, batch, -1)
+        found.index_copy_(0, step, answer[None])
+        steps_done += 1
+        self._graphs.show(found, num_rows * 2 * self._children)
+
+    def _pass_over(self, shape: BatchShape) -> torch.Tensor:
+        """Feed the rows of a step over trees: logits as of `_pass`."""
+        shifts = self._parts(shape)[8].repeat_interleave(shape.width) if self.texts.streaming else None
+        frequencies = self._row_frequencies.tensor[: shape.num_rows]
+        return self._pass(device_rows(shape, self._graphs.inputs, self._runner.rope, frequencies, shifts))
+
+    def _choose(self, logits: torch.Tensor, shape: BatchShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:
+        """Write the best children of some of the rows of a step over trees."""
+        parts = self._parts(shape)
+        ahead, owners = parts[1] + 1, parts[3]
+        if self.texts.streaming:
+            ahead = ahead + parts[7].repeat_interleave(shape.width)
+        ahead, owners = ahead[rows], owners[rows]
+        scores = perturbed_logits(logits[rows], self._sampling, ahead, owners)  # [R, V]
+        # Of equal scores the chain's choice comes first, as top-k alone does not promise; -1 where there are NaN.
+        first = sample(scores, self._greedy, ahead, owners)
+        chosen = first.clamp_min(0)[:, None]
+        first_score = scores.gather(1, chosen)
+        others, tokens_of_others = scores.scatter_(1, chosen, -torch.inf).topk(self._children - 1, dim=1)
+        out[:, 0] = first
+        out[:, 1 : self._children] = tokens_of_others
+        out[:, self._children :] = torch.cat((first_score, others), dim=1).view(torch.int32)
+
+
+@cache
+def drafting_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of all runtimes: libraries keep a workspace for every stream that they have ever worked on."""
+    return torch.cuda.Stream(device)
+
+
+def _children(tokens: list[int], scores: list[float]) -> Children:
+    """Return what is allowed of a row of the output; nothing where its logits were NaN, or the best one overflowed."""
+    if tokens[0] < 0 or not math.isfinite(scores[0]):
+        return Children([], [])
+    allowed = [(token, score) for token, score in zip(tokens, scores, strict=True) if math.isfinite(score)]
+    return Children([token for token, _ in allowed], [score for _, score in allowed])
+
+
+class ChildProbabilities:
+    """Makes probabilities of a node's children from the draft's scores for them, by a softmax of what is left of 1 by
+    `missed`: how often the target lately said something else than any of them."""
+
+    def __init__(self) -> None:
+        self.missed, self._observed = _FIRST_MISSED, 10
+
+    def log_probabilities(self, scores: Sequence[float]) -> list[float]:
+        """Return the log-probabilities of children with these finite scores, the best first, given their parent."""
+        if not scores:
+            return []
+        total = sum(math.exp(score - scores[0]) for score in scores)
+        rest = math.log1p(-self.missed) - math.log(total)
+        return [score - scores[0] + rest for score in scores]
+
+    def observe(self, missed: bool) -> None:
+        """Learn whether the target has said none of the children of a node."""
+        self._observed = min(self._observed + 1, _MISSED_MEMORY)
+        self.missed += (missed - self.missed) / self._observed
+        self.missed = min(max(self.missed, _LEAST_MISSED), 1 - _LEAST_MISSED)

@@ -1,7 +1,7 @@
 """The candidates behind a text, what a draft and n-grams have said so far, and the proposer that lets them grow while a
 pass runs and proposes the most probable ones.
 
-`TreeDraftProposer` decides which nodes the next step of the draft is about, a `DraftTree` says what follows them, and a
+`DraftProposer` decides which nodes the next step of the draft is about, a `DraftRunner` says what follows them, and a
 `CandidateTree` keeps what was found.
 """
 
@@ -13,7 +13,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import cache
 from heapq import heapify, heappop, heappush, heappushpop
 from itertools import count as numbers
 from itertools import islice
@@ -26,9 +25,9 @@ from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState
 from offload_runtime.runners.graphs import MOST_DEPTH, MOST_GREEDY_STEPS
-from offload_runtime.speculation.draft_tree import Asked, ChildProbabilities, Children, DraftTree, StepWorth
+from offload_runtime.speculation.draft import Asked, ChildProbabilities, Children, DraftRunner, drafting_stream
 from offload_runtime.speculation.ngram import NgramProposer
-from offload_runtime.speculation.step import Budgets, Proposer, Texts
+from offload_runtime.speculation.step import Budgets, Proposer, StepWorth, Texts, chains_where
 
 DRAFT = "draft"
 
@@ -306,16 +305,15 @@ _FIRST_RATE, _RATE_MEMORY = 0.75, 50
 _MARGIN = math.log(2)
 
 
-class TreeDraftProposer(Proposer):
-    """Grows trees for sequences whose budgets may branch, and leaves the others to a proposer of chains.
+class DraftProposer(Proposer):
+    """Proposes what a draft says: grows trees for sequences whose budgets may branch, where its cache has room for
+    them, and chains for the others.
 
-    On CUDA all of the draft's work is on a stream of its own, which waits for the target's only when a request joins:
-    draft and target share nothing that either of them writes.
+    Where trees grow all of the draft's work on CUDA is on a stream of its own, which waits for the target's only when a
+    request joins: draft and target share nothing that either of them writes.
 
     Args:
-        chains: Of the same draft.
-        model: Of the same draft.
-        device: Where it computes.
+        runner: Of the draft.
         ngrams: Whose guesses join the trees; `WithNgrams` tells them who joins.
         worth: Says when a step is not worth the wait any more.
 
@@ -326,11 +324,10 @@ class TreeDraftProposer(Proposer):
 
     name = DRAFT
 
-    def __init__(
-        self, chains: Proposer, model: DraftTree, *, device: torch.device, ngrams: NgramProposer, worth: StepWorth
-    ) -> None:
-        self._chains, self.model, self.ngrams, self._worth, self._device = chains, model, ngrams, worth, device
-        self._stream = _drafting_stream(device) if device.type == "cuda" else None
+    def __init__(self, runner: DraftRunner, *, ngrams: NgramProposer, worth: StepWorth) -> None:
+        self.runner, self._ngrams, self._worth = runner, ngrams, worth
+        own_stream = runner.device.type == "cuda" and runner.num_places > 0
+        self._stream = drafting_stream(runner.device) if own_stream else None
         self._joined: set[int] = set()
         # How tokens are chosen, but for the noise, since a request joined that was alone: how scores differ.
         self._sampling: SamplingParams | None = None
@@ -340,30 +337,29 @@ class TreeDraftProposer(Proposer):
 
     @property
     def draft_state(self) -> DraftKVState | None:
-        return self._chains.draft_state
+        return self.runner.texts
 
     def modes(self, texts: Texts) -> Sequence[str]:
-        return ("chain", "tree") if self._chains.modes(texts) else ()
+        modes = chains_where(self.runner.room, texts)
+        return (*modes, "tree") if modes and self.runner.num_places else modes
 
     def join(self, slot: int, params: SamplingParams) -> None:
         self._drop(slot)
         self._worth.pause()
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(torch.cuda.current_stream(self.runner.device))
         if not self._joined and params.without_noise != self._sampling:
             self.probabilities, self._best_rate = ChildProbabilities(), _FIRST_RATE  # other scores
             self._worth.forget()
             self._sampling = params.without_noise
         self._joined.add(slot)
         with self._at_work():
-            self.model.join(slot, params)
-            self._chains.join(slot, params)
+            self.runner.join(slot, params)
 
     def leave(self, slot: int) -> None:
         self._drop(slot)
         with self._at_work():
-            self.model.leave(slot)
-            self._chains.leave(slot)
+            self.runner.leave(slot)
 
     def _drop(self, slot: int) -> None:
         """Forget a slot's sequence."""
@@ -373,10 +369,11 @@ class TreeDraftProposer(Proposer):
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         with self._at_work():
-            self._chains.prepare(slot, tokens)
+            self.runner.prepare(slot, tokens)
 
     def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
-        chains = {slot: budget for slot, budget in budgets.items() if budget.tree_nodes is None}
+        grows = self.runner.num_places > 0
+        chains = {slot: budget for slot, budget in budgets.items() if budget.tree_nodes is None or not grows}
         self._verified, proposals = [], dict[int, TokenTree]()
         with self._at_work():
             grown = [slot for slot in budgets if slot in self.trees]
@@ -384,7 +381,7 @@ class TreeDraftProposer(Proposer):
             if chains:
                 for slot in chains:
                     self.trees.pop(slot, None)
-                proposals = self._chains.propose(texts, chains)
+                proposals = self._chains(texts, chains)
             if branching := [slot for slot in budgets if slot not in chains]:
                 for slot in branching:
                     self._follow(slot, texts[slot], budgets[slot])
@@ -392,6 +389,14 @@ class TreeDraftProposer(Proposer):
                 proposals |= {slot: self.trees[slot].window()[0] for slot in branching}
                 self._verified = branching
         return proposals
+
+    def _chains(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
+        """Return chains; they end with the context, and where logits are NaN."""
+        room = self.runner.room
+        counts = {slot: min(budget.longest_chain, room(len(texts[slot]))) for slot, budget in budgets.items()}
+        asked = {slot: count for slot, count in counts.items() if count > 0}
+        found = self.runner.chains(texts, asked) if asked else {}
+        return {slot: TokenTree.chain(found.get(slot, ()), DRAFT) for slot in budgets}
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         """Expand the trees past their windows, one step at a time, as far as there are places for what is found."""
@@ -431,10 +436,10 @@ class TreeDraftProposer(Proposer):
                 one.tree = before.tree
                 one.children = {node: children for node, children in before.children.items() if node in one.tree.nodes}
         # What followed earlier occurrences of the text's ending, as far as a window reaches down.
-        guesses, nodes = self.ngrams.guesses(slot, one.text, budget, max(_NEGLIGIBLE, one.expected)), [one.tree.root]
+        guesses, nodes = self._ngrams.guesses(slot, one.text, budget, max(_NEGLIGIBLE, one.expected)), [one.tree.root]
         guess = guesses.tree
         for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
-            nodes.append(one.tree.add(nodes[parent + 1], token, chance, self.ngrams.name))
+            nodes.append(one.tree.add(nodes[parent + 1], token, chance, self._ngrams.name))
         self.trees[slot] = one
 
     def _learn(self, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> None:
@@ -442,9 +447,8 @@ class TreeDraftProposer(Proposer):
         has said the child of some rank, or none of them."""
         for node, token in zip([before.tree.root, *path], new, strict=False):
             children = before.children.get(node)
-            if children is not None:
-                rank = children.tokens.index(token) if token in children.tokens else None
-                self.probabilities.observe(children.scores, rank)
+            if children is not None and children.tokens:
+                self.probabilities.observe(token not in children.tokens)
 
     def _adopt(self, slot: int, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> bool:
         """Bring the keys of the path that came true to their places, as far as it was expanded.
@@ -453,12 +457,12 @@ class TreeDraftProposer(Proposer):
             Whether the keys before it are at theirs, without which the tree is of no use.
         """
         tree = before.tree
-        if tree.nodes[tree.root].expanded and not self.model.holds(slot, before.text):
+        if tree.nodes[tree.root].expanded and not self.runner.texts.holds(slot, before.text):
             return False
         # Nodes that were not expanded have none.
         places = max((tree.nodes[node].places for node in path), key=len, default=())
         if places:
-            self.model.adopt(slot, new[: len(places)], places)
+            self.runner.adopt(slot, new[: len(places)], places)
         return True
 
     def _fill_windows(self, slots: Sequence[int]) -> None:
@@ -512,13 +516,13 @@ class TreeDraftProposer(Proposer):
             thresholds: Log-probabilities by slot, of all whose trees take part.
             deepest: From a budget's gamma to the depth of nodes that may be expanded.
         """
-        asked, depths, width = dict[int, list[int]](), dict[int, int](), self.model.width(len(thresholds))
+        asked, depths, width = dict[int, list[int]](), dict[int, int](), self.runner.width(len(thresholds))
         for slot, threshold in thresholds.items():
             one = self.trees[slot]
             # The keys of a node that is expanded need a position.
-            depth = depths[slot] = min(deepest(one.budget.gamma), self.model.room(len(one.text)), MOST_DEPTH)
+            depth = depths[slot] = min(deepest(one.budget.gamma), self.runner.room(len(one.text)) - 1, MOST_DEPTH)
             # The root needs no place, but is expanded alone or first.
-            count = min(width, self.model.num_places - len(one.tree.places))
+            count = min(width, self.runner.num_places - len(one.tree.places))
             nodes = one.tree.next_to_expand(count, depth) if depth >= 0 else []
             if promising := [node for node in nodes if one.tree.log_probability(node) > threshold]:
                 asked[slot] = promising
@@ -539,7 +543,7 @@ class TreeDraftProposer(Proposer):
         for slot, (node, *_) in asked.items():
             tree = self.trees[slot].tree
             margin = thresholds[slot] - tree.log_probability(node)
-            length = min(length, depths[slot] - tree.depth(node), self.model.num_places - len(tree.places) - 1)
+            length = min(length, depths[slot] - tree.depth(node), self.runner.num_places - len(tree.places) - 1)
             length = min(length, math.floor(min(MOST_GREEDY_STEPS, margin / math.log(self._best_rate))))
         if not asked or length <= 0:
             return 0
@@ -563,7 +567,7 @@ class TreeDraftProposer(Proposer):
             By slot the log-probabilities of the candidates that are new and not too deep for the window.
         """
         placed = {slot: self.trees[slot].placed(nodes, greedy_steps) for slot, nodes in asked.items()}
-        answers = self.model.expand(
+        answers = self.runner.expand(
             {slot: self.trees[slot].asked(places, further) for slot, (places, further) in placed.items()}
         )
         found: dict[int, list[float]] = {}
@@ -591,9 +595,3 @@ class TreeDraftProposer(Proposer):
         one.children[node] = children
         new = one.tree.expand(node, place, children.tokens[:count], chances[:count])
         return new if one.tree.depth(node) < one.budget.gamma else []
-
-
-@cache
-def _drafting_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream of all runtimes: libraries keep a workspace for every stream that they have ever worked on."""
-    return torch.cuda.Stream(device)

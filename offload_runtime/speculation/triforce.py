@@ -29,15 +29,15 @@ from offload_runtime.runners import DraftKVState
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
 from offload_runtime.runners.model_runner import Decoder, window_pass
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.speculation.draft import (
+from offload_runtime.speculation.draft import DraftRunner
+from offload_runtime.speculation.step import Acceptance, Budgets, Proposer, Texts, chains_where
+from offload_runtime.speculation.window import (
     WINDOW_CAPACITY_TOKENS,
     DeviceWindow,
-    DraftModel,
     GuessTree,
     WindowInput,
     WindowOutput,
 )
-from offload_runtime.speculation.step import Acceptance, Budgets, Proposer, Texts, chains_where
 from offload_runtime.trace import TraceRecorder
 
 # Rows of a verifier's step that take hardly longer than one, and what each sequence has of guesses in any case.
@@ -185,7 +185,7 @@ class TriForceProposer(Proposer):
     name = "retrieval"
 
     def __init__(
-        self, window: DeviceWindow, verifier: RetrievalVerifier, draft: DraftModel | None, *,
+        self, window: DeviceWindow, verifier: RetrievalVerifier, draft: DraftRunner | None, *,
         trees: Sequence[GuessTree], refresh_steps: int, max_tokens_with_draft: int,
     ) -> None:  # fmt: skip
         assert refresh_steps > 0 and all((len(tree) > 0) == (draft is not None) for tree in trees)
@@ -295,7 +295,7 @@ class TriForceProposer(Proposer):
                 if self._draft is not None:
                     # Who has reached the stop stands still.
                     longest = {slot: min(end, inputs[slot].stop - 1) for slot, end in ends.items()}
-                    self._draft.grow(self.tree, longest=longest)
+                    self._draft.grow(self.tree.levels, len(self.tree), longest)
                 self.verifier.step(self.tree, refresh=refresh or self.num_steps % self._refresh_steps == 0)
                 self.num_steps += 1
                 ends = {slot: end + most for slot, end in ends.items()}
