@@ -29,21 +29,15 @@ def parse_bytes(text: str | float, name: str = "") -> int:
     number, unit, shown = text, "", f"{name} {reprlib.repr(text)}".lstrip()  # a word may be of any length
     if not isinstance(number, Real):
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
-        fine = match is not None and match[2].lower() in _SIZE_UNITS
-        if not fine:
+        if match is None or match[2].lower() not in _SIZE_UNITS:
             raise OptionError(f"{shown} is not a size: write it like 24GB, 512MiB or a number of bytes")
-        assert match is not None
         number, unit = float(match[1]), match[2].lower()
     size = number * _SIZE_UNITS[unit]
-    fine = size < _MOST_BYTES and round(size) > 0
-    remedy = "write it like 24GB, or drop it for all that there is"
-    most = format_bytes(_MOST_BYTES)
-    if not fine:
-        raise OptionError(
-            f"{name or 'a size'} must be positive and less than {most}, not {reprlib.repr(text)}: {remedy}"
-        )
-    is_meant = bool(unit) or size >= _LEAST_BARE
-    if not is_meant:
+    if not (size < _MOST_BYTES and round(size) > 0):
+        bounds = f"{name or 'a size'} must be positive and less than {format_bytes(_MOST_BYTES)}"
+        remedy = "write it like 24GB, or drop it for all that there is"
+        raise OptionError(f"{bounds}, not {reprlib.repr(text)}: {remedy}")
+    if not unit and size < _LEAST_BARE:
         raise OptionError(f"{shown} is {number:g} bytes: write {number:g}GB, or {number:g}B if that is meant")
     return round(size)  # 4.1 * 10**6 is a little less than what was meant
 

@@ -54,7 +54,6 @@ from offload_runtime.stream.device import (
 from offload_runtime.stream.queue import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
 from offload_runtime.stream.staging import (
     FEWEST_PIECES,
-    MOST_THREADS,
     RingShape,
     StagingCopyEngine,
     StagingWriteEngine,
