@@ -129,6 +129,17 @@ class _StagingQueue:
             threads.shutdown()
         self.engine.close()
 
+    def wait(self, ready: Any) -> None:
+        self._settle(ready)
+        self.engine.wait(ready)
+
+    def drain(self) -> None:
+        self._settle(None)
+        self.engine.drain()
+
+    def _settle(self, ready: Any | None) -> None:
+        """Wait until the threads are through with what `ready` stands for, None for everything."""
+
     def move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         """Copy `src` to the beginning of `dst`: uint8 [n], host."""
         # Plain memmove lets go of the interpreter's lock, and beyond the caches stores without reading first.
@@ -211,27 +222,18 @@ class StagingCopyEngine(_StagingQueue):
             enqueue()
 
     def compute_wait(self, ready: Any) -> None:
-        self._wait(self._issued_with(ready))
+        self._settle(ready)
         self.engine.compute_wait(ready)
 
     def is_done(self, ready: Any) -> bool:
-        issued = self._issued_with(ready)
-        if not issued.done():
+        # A copy that is not in the queue below has fired no event that could be waited for.
+        if not self._issued.get(id(ready), DONE).done():
             return False
-        self._wait(issued)
+        self._settle(ready)
         return self.engine.is_done(ready)
 
-    def wait(self, ready: Any) -> None:
-        self._wait(self._issued_with(ready))
-        self.engine.wait(ready)
-
-    def drain(self) -> None:
-        self._wait(self._last)
-        self.engine.drain()
-
-    def _issued_with(self, ready: Any) -> Future[None]:
-        """A copy that is not in the queue below has fired no event that could be waited for."""
-        return self._issued.get(id(ready)) or DONE
+    def _settle(self, ready: Any | None) -> None:
+        self._wait(self._last if ready is None else self._issued.get(id(ready), DONE))
 
 
 @dataclass(eq=False)
@@ -285,14 +287,6 @@ class StagingWriteEngine(_StagingQueue):
             self._arrivals.popleft()
         return not self._arrivals and self.engine.is_done(ready)
 
-    def wait(self, ready: Any) -> None:
-        self._wait_for_arrivals()
-        self.engine.wait(ready)
-
-    def drain(self) -> None:
-        self._wait_for_arrivals()
-        self.engine.drain()
-
-    def _wait_for_arrivals(self) -> None:
+    def _settle(self, ready: Any | None) -> None:
         for arrival in list(self._arrivals):
             self._wait(arrival)
