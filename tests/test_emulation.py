@@ -59,10 +59,12 @@ def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path)
 
 def test_more_than_the_emulated_card_has_is_refused() -> None:
     words = (
-        r"--vram 1\.0 GB is more than the 350\.0 MB of an emulated toy: lower it to 350\.0MB, or emulate a larger card"
+        r"--vram 1\.0 GB is more than the 400\.0 MB of an emulated toy: lower it to 400\.0MB, or emulate a larger card"
     )
     with pytest.raises(BudgetError, match=words):
         emulated(TOY, device="cpu", vram="1GB")
+    assert emulated(TOY, device="cpu")["vram"] == 350 * MB
+    assert emulated(TOY, device="cpu", vram="390MB")["vram"] == 390 * MB  # as others are taken to have less
 
 
 def test_a_card_that_is_not_smaller_is_refused_with_figures() -> None:

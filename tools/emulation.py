@@ -68,11 +68,15 @@ def emulated(
         devices = list(islice(cycle(devices), played.gpus))
     cards = f"{played.name} has {played.gpus} card{'s' * (played.gpus != 1)}"
     require(len(devices) == played.gpus, f"{cards} and --device {device} names {len(devices)}: name as many")
-    # A run on a GPU counts its own context; a reserve that was measured holds one, and what others have.
+    # A run on a GPU counts its own context; a reserve that was measured holds one, and what others have. As in a plan
+    # a size that is asked for takes the place of what others are taken to have.
     usable_bytes = played.vram_bytes - (played.vram_others_bytes or played.vram_reserved_bytes or 0)
     whose, other = f"of an emulated {played.name}", "emulate a larger card"
     sizes = asked.vram if isinstance(asked.vram, tuple) else [asked.vram] * played.gpus
-    limits_bytes = tuple(within("--vram", one, usable_bytes, whose, other) for one in sizes)
+    there_bytes = [usable_bytes if one is None else played.vram_bytes for one in sizes]
+    limits_bytes = tuple(
+        within("--vram", one, there, whose, other) for one, there in zip(sizes, there_bytes, strict=True)
+    )
     rates_gbps = played.link_gbps, played.link_back_gbps or played.link_gbps
     for one, count in Counter(devices).items():
         _require_memory(played, one, count)
