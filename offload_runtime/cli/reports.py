@@ -261,7 +261,7 @@ def describe_finding(run: IdentityRun) -> str:
         parts.append(f"token {finding.first_difference} of {run.tokens} is the first that differs")
     if (found := finding.mismatch) is not None:
         apart = f"the logits are {found.moved:.2g} apart and rounding explains {found.rounding:.2g}"
-        parts.append(f"{found.token} instead of {found.plain_token} by a margin of {found.margin:.2g}, {apart}")
+        parts.append(f"{found.token} instead of {found.plain_token}, which moved by {found.swing:.2g}: {apart}")
     if finding.differing_logit_rows:
         parts.append(f"{finding.differing_logit_rows} rows of logits differ")
     if finding.foreign_tokens:
