@@ -269,7 +269,6 @@ class GrownTree:
     text: list[int]
     budget: DraftBudget
     tree: CandidateTree
-    children: dict[int, Children] = field(default_factory=dict)  # by node, what the draft said
     expected: float = -inf  # log-probability of the least probable node that the window may have, by the last one's
 
     def window(self) -> tuple[TokenTree, list[int]]:
@@ -431,24 +430,18 @@ class DraftProposer(Proposer):
         if before is not None and one.text[: len(before.text)] == before.text:
             new, one.expected = one.text[len(before.text) :], before.expected
             path = before.tree.walk(new)
-            self._learn(before, new, path)
+            # Behind the root, and each node of the path that came true, the target has said a child or something else.
+            for number, node in enumerate([before.tree.root, *path][: len(new)]):
+                if before.tree.nodes[node].expanded:
+                    self.probabilities.observe(number == len(path))
             if self._adopt(slot, before, new, path) and before.tree.follow(new):
                 one.tree = before.tree
-                one.children = {node: children for node, children in before.children.items() if node in one.tree.nodes}
         # What followed earlier occurrences of the text's ending, as far as a window reaches down.
         guesses, nodes = self._ngrams.guesses(slot, one.text, budget, max(_NEGLIGIBLE, one.expected)), [one.tree.root]
         guess = guesses.tree
         for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
             nodes.append(one.tree.add(nodes[parent + 1], token, chance, self._ngrams.name))
         self.trees[slot] = one
-
-    def _learn(self, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> None:
-        """Learn how much scores are worth: behind the root, and behind each node of the path that came true, the target
-        has said the child of some rank, or none of them."""
-        for node, token in zip([before.tree.root, *path], new, strict=False):
-            children = before.children.get(node)
-            if children is not None and children.tokens:
-                self.probabilities.observe(token not in children.tokens)
 
     def _adopt(self, slot: int, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> bool:
         """Bring the keys of the path that came true to their places, as far as it was expanded.
@@ -592,6 +585,5 @@ class DraftProposer(Proposer):
         if chances:
             self._best_rate += (math.exp(chances[0]) - self._best_rate) / _RATE_MEMORY
         count = max(min(1, len(chances)), bisect_right(chances, -_LEAST_CHANCE, key=neg))
-        one.children[node] = children
         new = one.tree.expand(node, place, children.tokens[:count], chances[:count])
         return new if one.tree.depth(node) < one.budget.gamma else []

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import torch
 from offload_runtime_kernels.window_steps import WINDOW_HEADER_WORDS, StepLayout, TreeLinks
@@ -226,6 +226,29 @@ class GuessTree:
         return self.num_levels + 2
 
 
+def _best_tree(hits: Sequence[float], nodes: int, depth: int) -> list[tuple[float, int, int]]:
+    """Return the most probable nodes of all trees no deeper than `depth`, the best first: how improbable each is
+    (negative), how deep, and the place of its parent among them, -1 for the root.
+
+    Args:
+        hits: How often the child of rank r is what comes, whatever came before: the likeliest first.
+    """
+    found, heap = list[tuple[float, int, int]](), [(-hits[0], 1, -1, 0, -1.0)] if depth and hits else []
+    while heap and len(found) < nodes:
+        improbable, level, parent, rank, above = heappop(heap)
+        found.append((improbable, level, parent))
+        if rank + 1 < len(hits):
+            heappush(heap, (above * hits[rank + 1], level, parent, rank + 1, above))
+        if level < depth:
+            heappush(heap, (improbable * hits[0], level + 1, len(found) - 1, 0, improbable))
+    return found
+
+
+def _usual_hits(acceptance: float, count: int) -> list[float]:
+    """Return how often each of a draft's best children is right, by how often its likeliest one is."""
+    return [acceptance, *((1 - acceptance) * _NEXT_CHILD * (1 - _NEXT_CHILD) ** rank for rank in range(count - 1))]
+
+
 def likely_parents(num_nodes: int, acceptance: float) -> tuple[int, ...]:
     """Return the tree of so many nodes of which most is accepted, but for levels that are not worth a step of the
     draft.
@@ -234,41 +257,22 @@ def likely_parents(num_nodes: int, acceptance: float) -> tuple[int, ...]:
         num_nodes: At least 1.
         acceptance: How often a draft's likeliest token is right.
     """
-    best = _likely_parents(num_nodes, 1, acceptance)
-    for num_levels in range(2, MOST_LEVELS + 1):
-        deeper = _likely_parents(num_nodes, num_levels, acceptance)
-        if expected_accepted(deeper, acceptance) - expected_accepted(best, acceptance) < _LEAST_GAIN:
+    hits, best, accepted = _usual_hits(acceptance, num_nodes), list[tuple[float, int, int]](), -1.0
+    for num_levels in range(1, MOST_LEVELS + 1):
+        deeper = _best_tree(hits, num_nodes, num_levels)
+        if best and -sum(node[0] for node in deeper) - accepted < _LEAST_GAIN:
             break
-        best = deeper
-    return best
-
-
-def _likely_parents(num_nodes: int, num_levels: int, acceptance: float) -> tuple[int, ...]:
-    """Return the same of at most so many levels."""
-    # Of each node: how improbable it is, its depth, its parent's place here, what its elder siblings leave over.
-    found, heap = list[tuple[float, int, int, float]](), [(-acceptance, 1, -1, 1.0)]
-    while heap and len(found) < num_nodes:
-        node = heappop(heap)
-        found.append(node)
-        improbable, depth, parent, left = node
-        above = -1.0 if parent < 0 else found[parent][0]
-        left -= improbable / above
-        heappush(heap, (above * left * _NEXT_CHILD, depth, parent, left))
-        if depth < num_levels:
-            heappush(heap, (improbable * acceptance, depth + 1, len(found) - 1, 1.0))
-    order = sorted(range(len(found)), key=lambda place: found[place][1])  # stable: likelier children come first
+        best, accepted = deeper, -sum(node[0] for node in deeper)
+    order = sorted(range(len(best)), key=lambda place: best[place][1])  # stable: likelier children come first
     numbers = {-1: -1, **{place: number for number, place in enumerate(order)}}
-    return tuple(numbers[found[place][2]] for place in order)
+    return tuple(numbers[best[place][2]] for place in order)
 
 
 def expected_accepted(parents: Sequence[int], acceptance: float) -> float:
     """Return the nodes of a tree that a step accepts in the mean, by how often a draft's likeliest token is right."""
-    rates, left = list[float](), dict[int, float]()
-    for parent in parents:
-        rest = left.get(parent, 1.0)
-        share = rest * _NEXT_CHILD if parent in left else acceptance
-        left[parent] = rest - share
-        rates.append(share * (1.0 if parent < 0 else rates[parent]))
+    hits, rates = _usual_hits(acceptance, len(parents)), list[float]()
+    for node, parent in enumerate(parents):
+        rates.append(hits[parents[:node].count(parent)] * (1.0 if parent < 0 else rates[parent]))
     return sum(rates)
 
 
@@ -278,15 +282,4 @@ def best_tree_tokens(hits: tuple[float, ...], nodes: int, depth: int) -> float:
     longer than `depth`, where the child of rank r is what it says with probability `hits[r]`, whatever came before
     (Chen et al., Sequoia, arXiv 2402.12374). With one child they are those of a chain, (1 - a^(n + 1)) / (1 - a)
     (Leviathan et al., arXiv 2211.17192, eq. 1)."""
-    assert nodes >= 0 and depth >= 0
-    tokens, heap = 1.0, [(-hit, 1) for hit in hits] if depth else []
-    heapify(heap)
-    for _ in range(nodes):
-        if not heap:
-            break
-        negative, length = heappop(heap)
-        tokens -= negative
-        if length < depth:
-            for hit in hits:
-                heappush(heap, (negative * hit, length + 1))
-    return tokens
+    return 1.0 - sum(improbable for improbable, *_ in _best_tree(sorted(hits, reverse=True), nodes, depth))
