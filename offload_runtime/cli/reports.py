@@ -60,8 +60,16 @@ def machine_tables(report: MachineReport, advice: list[str]) -> list[Table | str
     title = f"this machine, measured in {report.seconds:.0f} s"
     columns = Column("what", no_wrap=True), Column("figure", overflow="fold")
     table = Table(*columns, title=title, title_justify="left", show_header=False)
-    gpu_rows = [] if report.gpu is None else _gpu_rows(report.profile, report.gpu)
-    for row in (*gpu_rows, *_host_rows(report)):
+    profile, host = report.profile, report.host
+    rows = [] if report.gpu is None else _gpu_rows(profile, report.gpu)
+    rows += [
+        ("CPU", f"{host.cpu_name}, {host.cores} logical cores"),
+        ("RAM", f"{format_bytes(profile.ram_bytes)}, {format_bytes(host.available_bytes)} free"),
+        ("host memory, reading", _rate(profile.host_gbps, " GB/s")),
+    ]
+    if report.gpu is not None:
+        rows.append(("host memory, copying beside the link", _rate(profile.staging_gbps, " GB/s")))
+    for row in rows:
         table.add_row(*row)
     return [table, *missing, heading, *(f"  - {line}" for line in advice)]
 
@@ -98,20 +106,6 @@ def _card_rows(profile: MachineProfile, gpu: GpuReport) -> list[tuple[str, str]]
         ("link of each card alone", _figures({f"card {number}": gbps for number, gbps in enumerate(alone)}, "GB/s")),
         ("links, all at once", at_once),
         ("rows from card to card", transfers),
-    ]
-
-
-def _host_rows(report: MachineReport) -> list[tuple[str, str]]:
-    profile, host = report.profile, report.host
-    return [
-        ("CPU", f"{host.cpu_name}, {host.cores} logical cores"),
-        ("RAM", f"{format_bytes(profile.ram_bytes)}, {format_bytes(host.available_bytes)} free"),
-        ("host memory, reading", _rate(profile.host_gbps, " GB/s")),
-        *(
-            []
-            if report.gpu is None
-            else [("host memory, copying beside the link", _rate(profile.staging_gbps, " GB/s"))]
-        ),
     ]
 
 

@@ -305,18 +305,15 @@ class ChatTemplate:
         if any(message["role"] == "tool" for message in found) and not forms.shows_results:
             found = _results_as_questions(found)
         if any(message["role"] == "system" for message in found) and not forms.takes_system:
-            self._say_once()
+            if not self._has_said:
+                self._has_said = True
+                what = "this model's chat template takes no system message: it is put before the user's next one"
+                logging.getLogger(__name__).warning(what)
             found = _systems_in_questions(found)
         for message in found:
             if isinstance(message.get("content"), str | list):
                 message["content"] = forms.content(message["role"], message["content"])
         return found
-
-    def _say_once(self) -> None:
-        if not self._has_said:
-            self._has_said = True
-            what = "this model's chat template takes no system message: it is put before the user's next one"
-            logging.getLogger(__name__).warning(what)
 
     def require_shown(self, messages: Sequence[Message], options: Mapping[str, Any], text: str) -> None:
         """Refuse instructions that the template leaves out of its text of messages (`MessageError`): those of a system

@@ -22,10 +22,10 @@ from offload_runtime.cache import BlockStore
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.prefix_cache import PrefixCache
+from offload_runtime.engine.proposing import WindowChooser
 from offload_runtime.engine.request import PromptRoom, Request
 from offload_runtime.engine.sessions import SavedPrefixes, SessionCache, session_caches
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
-from offload_runtime.engine.windows import WindowChooser
 from offload_runtime.errors import (
     BudgetError,
     ContextLengthError,
@@ -384,9 +384,8 @@ class PassMeter:
         self._target, self._recorder, self._passes = target, recorder, _Passes()
         self._link_peak_gbps, self._pinned_bytes = target.link_peak_gbps, target.pinned_bytes  # they stay as they are
         # Those that carry something, whose mean counts.
-        self._links = [card.engine for card in target.cards if card.link_peak_gbps is not None] or [
-            card.engine for card in target.cards
-        ]
+        streaming = [card for card in target.cards if card.link_peak_gbps is not None]
+        self._links = [card.engine for card in streaming or target.cards]
         self._counters = self._read(0.0)
         # What there was when a request had its first token, and where the trace was.
         self._begun: dict[Request, tuple[_Passes, Any]] = {}
@@ -433,29 +432,23 @@ class PassMeter:
         streamed = passes.streamed_bytes > 0 and seconds > 0
         decode_s, after_first = request.last_token_s - request.first_token_s, max(0, request.new_tokens - 1)
         stats = GenerationStats(
-            prompt_tokens=request.prompt_tokens,
-            new_tokens=request.new_tokens,
+            prompt_tokens=request.prompt_tokens, new_tokens=request.new_tokens, kept_tokens=request.num_kept,
             time_to_first_token_s=max(0.0, request.first_token_s - request.started_s),
             tok_per_s=after_first / decode_s if decode_s > 0 else 0.0,
-            passes=count,
-            tokens_per_pass=after_first / count if count else 0.0,
+            passes=count, tokens_per_pass=after_first / count if count else 0.0,
             bytes_per_pass=round(passes.streamed_bytes / count) if count else target.runner.streamer.bytes_per_pass,
-            link_gbps=passes.streamed_bytes / seconds / 1e9 if streamed else None,
-            link_peak_gbps=self._link_peak_gbps,
-            stall_s=max(0.0, passes.stall_s),
-            peak_vram_bytes=peak_vram_bytes,
+            link_gbps=passes.streamed_bytes / seconds / 1e9 if streamed else None, link_peak_gbps=self._link_peak_gbps,
+            link_idle_share=min(1.0, max(0.0, 1 - passes.copy_s / seconds)) if streamed else None,
+            stall_s=max(0.0, passes.stall_s), peak_vram_bytes=peak_vram_bytes,
             pinned_bytes=self._pinned_bytes + target.runner.cache.pinned_bytes,
-            acceptance=tuple(request.acceptance),
+            pageable_bytes=sum(card.staged.pageable.nbytes for card in target.cards),
             measured_s_per_pass=seconds / count if count else None,
             predicted_s_per_pass=predicted_s / count if count and predicted_s is not None else None,
-            pageable_bytes=sum(card.staged.pageable.nbytes for card in target.cards),
-            link_idle_share=min(1.0, max(0.0, 1 - passes.copy_s / seconds)) if streamed else None,
             hidden_draft_share=None if since is None else self._hidden_draft_share(since),
+            acceptance=tuple(request.acceptance), windows=dict(request.tally.windows.most_common()),
             accepted_by_depth=tuple(request.tally.accepted_by_depth.values()),
             accepted_by_source=dict(request.tally.accepted_by_source),
-            windows=dict(request.tally.windows.most_common()),
-            kept_tokens=request.num_kept,
-        )
+        )  # fmt: skip
         logprobs = None if request.params.logprobs is None else tuple(request.logprobs)
         of_prompt = None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
         return GenerationResult(request.tokens, request.text, request.finish_reason, stats, logprobs, of_prompt)

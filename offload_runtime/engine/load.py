@@ -23,11 +23,10 @@ from offload_runtime import hardware, stream
 from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine import load_model as assembly
-from offload_runtime.engine.build_proposer import make_proposer
 from offload_runtime.engine.engine import Engine, device_errors
 from offload_runtime.engine.load_model import LoadedModel, OpenCard
+from offload_runtime.engine.proposing import largest_windows, make_proposer
 from offload_runtime.engine.request import PromptRoom
-from offload_runtime.engine.windows import largest_windows
 from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.system import HostInfo, read_host_info

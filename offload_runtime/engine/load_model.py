@@ -84,19 +84,13 @@ class StagedMemory:
             return BlockLocking(self.registrar)
         return BlockLocking(self.registrar, self.pageable, self.placement.staged_kv_layers)
 
-    def to_device(self, engine: CopyEngine) -> CopyEngine:
-        """The queue over `engine` that stages what is not page-locked; closing it closes `engine`."""
-        return self._staged(StagingCopyEngine, engine, self.h2d, self.placement.h2d_ring)
-
-    def to_host(self, engine: CopyEngine) -> CopyEngine:
-        """The same for keys and values on their way to the host."""
-        return self._staged(StagingWriteEngine, engine, self.d2h, self.placement.d2h_ring)
-
-    def _staged(
-        self, make: Callable[..., CopyEngine], engine: CopyEngine, arena: HostArena | None, shape: RingShape
-    ) -> CopyEngine:
+    def queue(self, engine: CopyEngine, *, to_host: bool = False) -> CopyEngine:
+        """The queue over `engine` that stages what is not page-locked on its way to the device, or keys and values on
+        theirs to the host; closing it closes `engine`."""
+        arena, shape = (self.d2h, self.placement.d2h_ring) if to_host else (self.h2d, self.placement.h2d_ring)
         if arena is None:
             return engine
+        make = StagingWriteEngine if to_host else StagingCopyEngine
         pieces = list(arena.buffer[: shape.nbytes].view(shape.num_pieces, -1))
         return make(engine, pieces, self.pageable, num_threads=staging_threads(usable_cores()))
 
@@ -217,7 +211,7 @@ def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: 
     for one, own, memory in zip(cards, plan.cards, memories, strict=True):
         assert memory.registrar is not None or one.budget.device.type == "cpu", "a GPU copies from what is locked"
         assert one.queues.d2h is not None, "what is kept on the host has to get there"
-        writeback, sizes = memory.to_host(one.queues.d2h), (own.kv_piece_bytes, own.prefill_workspace_bytes)
+        writeback, sizes = memory.queue(one.queues.d2h, to_host=True), (own.kv_piece_bytes, own.prefill_workspace_bytes)
         on_host.append(HostKVCard(one.budget, writeback, memory.locking, *sizes))
     return HostKVCache(
         plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch,
@@ -367,7 +361,7 @@ def connect_model(
     for one, memory, *rings in zip(cards, memories, buffers, kv_buffers, strict=True):
         with current_device(one.budget.device):
             peak_gbps = _measure_link(weights, [*chain(*rings)], one.queues.h2d, memory)
-        loaded.append(LoadedCard(memory.to_device(one.queues.h2d), memory, peak_gbps))
+        loaded.append(LoadedCard(memory.queue(one.queues.h2d), memory, peak_gbps))
         undo.callback(loaded[-1].engine.close)
     nothing, arenas = torch.empty(0, dtype=torch.uint8), weights.layers
     streamer = LayerStreamer(

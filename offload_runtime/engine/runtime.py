@@ -18,6 +18,7 @@ from offload_runtime.engine.conversation import Conversation, TokenStream
 from offload_runtime.engine.engine import Engine, RequestOutput, device_errors
 from offload_runtime.engine.load import load_runtime
 from offload_runtime.engine.load_model import LoadProgress
+from offload_runtime.engine.proposing import settle
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
 from offload_runtime.engine.sessions import (
     SavedPrefixes,
@@ -31,7 +32,6 @@ from offload_runtime.engine.sessions import (
     text_without_blocks,
 )
 from offload_runtime.engine.stats import GenerationResult
-from offload_runtime.engine.windows import settle
 from offload_runtime.errors import BudgetError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import documented, require, require_type

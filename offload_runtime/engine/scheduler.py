@@ -101,7 +101,7 @@ class Ticket:
             self._on_event(event)
         except Exception:
             logging.getLogger(__name__).exception("an on_event has failed: its request is cancelled")
-            self._on_event = _ignore
+            self._on_event = lambda event: None
             self.cancel()
 
     def end(self, result: GenerationResult) -> EndEvent:
@@ -346,17 +346,10 @@ class Scheduler(AbstractContextManager["Scheduler"]):
             kept_tokens=self._kept_tokens, tokens=self._num_tokens, passes=engine.passes, proposed=dict(proposed),
             accepted=dict(accepted),
         )  # fmt: skip
-        # One of these is the next to free a slot, at the latest.
-        left_s = [_most_seconds_left(request) for request in running if request.new_tokens > 1]
+        # One of these is the next to free a slot, at the latest: each takes for all of its tokens what it took so far.
+        left_s = [
+            (one.last_token_s - one.first_token_s) / (one.new_tokens - 1) * (one.room + 1)
+            for one in running if one.new_tokens > 1
+        ]  # fmt: skip
         with self._changed:
             self._counters, self._retry_after_s = counters, min(left_s, default=_FIRST_RETRY_S)
-
-
-def _most_seconds_left(request: Request) -> float:
-    """Return how long a request of two tokens or more takes for all of them, at the rate at which they came."""
-    token_s = (request.last_token_s - request.first_token_s) / (request.new_tokens - 1)
-    return token_s * (request.room + 1)
-
-
-def _ignore(event: Event) -> None:
-    """Take the place of an `on_event` that has raised."""

@@ -1,4 +1,5 @@
-"""Answers on their way from the scheduler's thread to a response: the only place where both threads meet.
+"""Answers on their way from the scheduler's thread to a response: the only place where both threads meet; and figures
+for Prometheus (`Metrics`): what the scheduler has done so far, as of when they are asked for, how long requests took.
 
 Events cross by `loop.call_soon_threadsafe`, so the thread that owns the device never waits for a client and the event
 loop never for the device. What is asked of the scheduler, `submit` and `cancel`, returns at once.
@@ -9,10 +10,14 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from offload_runtime.engine import EndEvent, ErrorEvent, Scheduler, Ticket, TokenEvent, TokenLogprobs
 from offload_runtime.errors import UnavailableError
@@ -20,8 +25,65 @@ from offload_runtime.params import GenerationParams
 from offload_runtime.server.protocol import Delta, ending_of
 
 if TYPE_CHECKING:
-    from offload_runtime.server.metrics import Metrics
+    from offload_runtime.engine import SchedulerCounters
     from offload_runtime.server.parsers import AnswerParser
+
+_PREFIX = "offload_runtime_"
+# A pass over a streamed model takes half a second, and a long prompt a minute.
+_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 3600)
+# What Prometheus calls the counters of a scheduler, and what it says of them.
+_COUNTERS = {
+    "running": ("requests_running", "Requests that have a slot"),
+    "waiting": ("requests_waiting", "Requests that wait for a slot"),
+    "finished": ("requests_finished", "Requests that have ended"),
+    "prompt_tokens": ("prompt_tokens", "Tokens of prompts that were read"),
+    "tokens": ("tokens", "Tokens of answers"),
+    "passes": ("passes", "Passes of the target but those over prompts alone"),
+    "proposed": ("proposed_tokens", "Proposals that the target verified"),
+    "accepted": ("accepted_tokens", "Proposals that the target accepted"),
+}
+
+
+class Metrics(Collector):
+    """All figures of one server.
+
+    Args:
+        read: Gives the scheduler's counters, or None while there is none.
+
+    Attributes:
+        registry: Has all of them.
+        first: Takes the seconds until a request had its first token.
+        whole: Takes the seconds until all answers of a request were there.
+        refused: Counts requests that ended by an error, by its status.
+    """
+
+    def __init__(self, read: Callable[[], SchedulerCounters | None]) -> None:
+        self._read, self.registry = (
+            read,
+            (registry := CollectorRegistry()),
+        )  # its own: servers in one process do not add up
+        registry.register(self)
+        first, whole = "From a request to its first token, waiting included", "From a request to the end of its answers"
+        self.first = Histogram(f"{_PREFIX}time_to_first_token_seconds", first, registry=registry, buckets=_SECONDS)
+        self.whole = Histogram(f"{_PREFIX}request_seconds", whole, registry=registry, buckets=_SECONDS)
+        self.refused = Counter(f"{_PREFIX}errors", "Requests that ended by an error", ["status"], registry=registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family a counter; none before there is a scheduler."""
+        counters = self._read()
+        if counters is None:
+            return
+        for counter, (name, what) in _COUNTERS.items():
+            kind = GaugeMetricFamily if counter in ("running", "waiting") else CounterMetricFamily
+            value = getattr(counters, counter)
+            if not isinstance(value, dict):
+                yield kind(_PREFIX + name, what, value)
+                continue
+            family = kind(_PREFIX + name, what, labels=["source"])
+            for source, number in sorted(value.items()):
+                family.add_metric([source], number)
+            yield family
+
 
 _Event = TokenEvent | EndEvent | ErrorEvent
 

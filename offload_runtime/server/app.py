@@ -39,9 +39,8 @@ from offload_runtime.errors import (
     UnavailableError,
 )
 from offload_runtime.params import GenerationParams
-from offload_runtime.server.answers import Answers, Choice, unless_gone
+from offload_runtime.server.answers import Answers, Choice, Metrics, unless_gone
 from offload_runtime.server.gate import App, Gate, error_body
-from offload_runtime.server.metrics import Metrics
 from offload_runtime.server.protocol import Ending, Envelope, TokenSpelling, usage_of
 from offload_runtime.server.schema import (
     AnswerBody,
@@ -244,14 +243,8 @@ class Service:
                 if delta.ending is not None:
                     endings[delta.index] = delta.ending
                 sources = delta.tokens if body.x_sources else []
-                if (
-                    delta.text
-                    or delta.reasoning
-                    or delta.calls
-                    or delta.logprobs
-                    or sources
-                    or delta.ending is not None
-                ):
+                said = delta.text or delta.reasoning or delta.calls or delta.logprobs or sources
+                if said or delta.ending is not None:
                     yield _event(envelope.chunk(delta, with_sources=body.x_sources))
             status = 200
             if body.stream_options is not None and body.stream_options.include_usage:
@@ -430,9 +423,7 @@ class Server(AbstractContextManager["Server"]):
         )  # fmt: skip
         self._uvicorn = uvicorn.Server(settings)
         # Signals are for the main thread, and uvicorn leaves them alone in any other.
-        self._thread = threading.Thread(
-            target=self._uvicorn.run, args=([self._socket],), name="http", daemon=True
-        )  # fmt: skip
+        self._thread = threading.Thread(target=self._uvicorn.run, args=([self._socket],), name="http", daemon=True)
         self._thread.start()
 
     @contextmanager

@@ -149,13 +149,11 @@ def ending_of(result: GenerationResult, sampling: SamplingParams, *, has_calls: 
     stats, reason = result.stats, result.finish_reason
     share = stats.link_gbps / stats.link_peak_gbps if stats.link_gbps is not None and stats.link_peak_gbps else None
     accepted, first_s = dict(stats.accepted_by_source), stats.time_to_first_token_s
+    same = "passes kept_tokens tokens_per_pass tok_per_s link_gbps link_peak_gbps time_to_first_token_s"
     figures = {
-        "seed": sampling.seed, "noise_id": sampling.noise_id, "finish_reason": reason, "passes": stats.passes,
-        "kept_tokens": stats.kept_tokens,
-        "tokens_per_pass": stats.tokens_per_pass, "tok_per_s": stats.tok_per_s,
+        "seed": sampling.seed, "noise_id": sampling.noise_id, "finish_reason": reason, "link_share": share,
+        **{name: getattr(stats, name) for name in same.split()},
         "sources": {**accepted, "target": len(result.tokens) - sum(accepted.values())},
-        "link_share": share, "link_gbps": stats.link_gbps, "link_peak_gbps": stats.link_peak_gbps,
-        "time_to_first_token_s": first_s,
         "seconds": first_s + (stats.new_tokens - 1) / stats.tok_per_s if stats.tok_per_s else first_s,
     }  # fmt: skip
     # OpenAI has no word for an answer that was cut by the clock.
