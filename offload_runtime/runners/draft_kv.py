@@ -59,20 +59,14 @@ class DraftKVState:
         return length - self.start_for(length)
 
     @torch.inference_mode()
-    def catch_up(self, slot: int, tokens: Sequence[int]) -> None:
-        """Bring the cache to all of `tokens` but those that a first step feeds itself."""
-        target = max(0, len(tokens) - REWRITTEN_TOKENS)
-        self._bring(slot, tokens, min(self._num_shared(slot, tokens), target), target)
-
-    @torch.inference_mode()
-    def catch_up_but(self, slot: int, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Bring the cache to all of `tokens` but the last one and at most `most` before it, which a step feeds itself.
+    def catch_up(self, slot: int, tokens: Sequence[int], most: int = REWRITTEN_TOKENS) -> Sequence[int]:
+        """Bring the cache to all of `tokens` but the last one, or up to `most` of the last, which a step feeds itself.
 
         Returns:
             These.
         """
-        kept = min(self._num_shared(slot, tokens), len(tokens) - 1)
-        target = max(kept, len(tokens) - 1 - most)
+        kept = min(self._num_shared(slot, tokens), max(0, len(tokens) - 1))
+        target = max(kept, len(tokens) - most)
         if self.streaming is not None and (start := self.start_for(len(tokens))):
             target = max(target, start + self.streaming.sink_tokens)  # sinks are fed when they move, and never again
         self._bring(slot, tokens, kept, target)

@@ -266,13 +266,12 @@ class DraftRunner:
     def chains(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Return so many tokens behind each of some texts, at least one of each and no more than there is `room` for;
         they end where logits are NaN. There are as many steps as the longest has tokens, and one wait for all."""
-        for slot in counts:
-            self.texts.catch_up(slot, texts[slot])
-        known, lengths = {slot: texts[slot][-REWRITTEN_TOKENS:] for slot in counts}, dict[int, int]()
-        inputs = dict[int, WindowInput]()
-        for slot, count in counts.items():
-            length = lengths[slot] = len(texts[slot])
-            inputs[slot] = WindowInput(known[slot], length, length + count, length + count)
+        known = {slot: self.texts.catch_up(slot, texts[slot]) for slot in counts}
+        lengths = {slot: len(texts[slot]) for slot in counts}
+        inputs = {
+            slot: WindowInput(known[slot], lengths[slot], lengths[slot] + count, lengths[slot] + count)
+            for slot, count in counts.items()
+        }
         self.window.upload(inputs)
         most = max(counts.values())
         self.grow([self._first, *[self._next] * (most - 1)], most - 1, lengths)
@@ -408,7 +407,7 @@ class DraftRunner:
         fed: Sequence[int] = ()
         if not nodes[0][1]:
             # The root's own keys are written in any case, so that it always is the last of these rows.
-            fed = self.texts.catch_up_but(slot, text, min(_MOST_FED, width - 1))
+            fed = self.texts.catch_up(slot, text, 1 + min(_MOST_FED, width - 1))
             nodes = nodes[1:]
         nodes = nodes[: (min(width, NARROW_ROWS) if asked.greedy_places else width) - len(fed)]
         paths = [[self._spare[place] for place in places] for _, places in nodes]

@@ -275,7 +275,7 @@ class TriForceProposer(Proposer):
         cache."""
         if self._draft is None:
             return tokens[-1:]
-        return self._draft.texts.catch_up_but(slot, tokens, self.tree.num_known - 1)
+        return self._draft.texts.catch_up(slot, tokens, self.tree.num_known)
 
     def _room(self, length: int) -> int:
         """Return the most tokens that can be proposed behind `length` tokens."""
