@@ -139,7 +139,7 @@ def host_pace(gbps: float) -> LinkPace:
     """Pace of a thread that copies: it sleeps.
 
     Args:
-        gbps: Of the emulated link, GB/s.
+        gbps: What the emulated link carries, GB/s.
     """
     assert gbps > 0
     deadline_ns = 0
@@ -158,7 +158,7 @@ def stream_pace(gbps: float, device: torch.device) -> LinkPace:
     """Pace of the current CUDA stream: a kernel of one warp waits by the GPU's clock, the host waits for nothing.
 
     Args:
-        gbps: Of the emulated link, GB/s.
+        gbps: What the emulated link carries, GB/s.
         device: The GPU.
     """
     assert gbps > 0

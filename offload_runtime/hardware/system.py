@@ -96,7 +96,7 @@ def read_nvml(uuid: str) -> NvmlAnswer:
     """Ask NVML about one card. An idle link drops to a lower generation: ask while copies run.
 
     Args:
-        uuid: Of the card as torch gives it: torch counts the cards of CUDA_VISIBLE_DEVICES, NVML all of them.
+        uuid: The card's, as torch gives it: torch counts the cards of CUDA_VISIBLE_DEVICES, NVML all of them.
     """
     driver, link = None, None
     try:

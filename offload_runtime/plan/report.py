@@ -304,7 +304,7 @@ def plan_fastest_draft(
     room from the context or does not fit; its `draft_note` says what was taken and why.
 
     Args:
-        request: Of n-grams, whose plan it is else.
+        request: Asks for n-grams, whose plan it is else.
         drafts: That may be taken.
         planned: Plans a request.
         machine: By whose figures plans are compared.

@@ -278,7 +278,7 @@ def _place(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
     """The layers that a card has, those of `asked` on the device or else as many as fit, so that a pass brings little.
 
     Args:
-        plan: Of the card.
+        plan: What the card has.
         most_kv_layers: Most layers whose keys and values stay on the card where the cache is on the host.
         asked: Resident layers that were asked for.
 

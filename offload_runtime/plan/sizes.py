@@ -410,7 +410,7 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     """What both models will take with room for trees of `tree_nodes`, nothing placed yet. Asks nothing of the device.
 
     Raises:
-        OptionError, ContextLengthError: Of the request's element type, context, window or caches.
+        OptionError, ContextLengthError: The request's element type, context, window or caches cannot be.
     """
     config, proposed = request.target.config(), max(request.max_gamma, tree_nodes)
     dtype = resolve_dtype(request.dtype, request.target, request.device_type)

@@ -43,7 +43,7 @@ class TransferBuffers:
         self._buffers: dict[Hashable, list[torch.Tensor]] = {}  # the last one is the largest
 
     def of(self, piece: Hashable, words: int) -> torch.Tensor:
-        """Of a piece: int32 [words]."""
+        """Return the buffer of a piece: int32 [words]."""
         made = self._buffers.setdefault(piece, [])
         if not made or len(made[-1]) < words:
             made.append(torch.empty(words, dtype=torch.int32, pin_memory=True))
@@ -120,7 +120,7 @@ def send(
         source: Whose they are.
         target: Whose their copies will be.
         buffers: The run's.
-        piece: Of the pass: what crosses must have been computed from the piece's last transfer, or come after its end.
+        piece: The part of the pass: what crosses must have been computed from its last transfer, or come after that.
     """
     if source == target:
         return Transfer(tensors, source, target)

@@ -231,7 +231,7 @@ def _other_programs(device: torch.device) -> list[str]:
 
 
 def device_memory_used_by_others(index: int, in_use: Mapping[str, int] | None = None) -> int | None:
-    """Of what is `in_use`, by default now, the bytes of GPU `index`; None when that is not known."""
+    """Return the bytes of GPU `index` in what is `in_use`, by default now; None when that is not known."""
     found = device_memory_in_use() if in_use is None else in_use
     return found.get(f"GPU-{torch.cuda.get_device_properties(index).uuid}") if found else None
 

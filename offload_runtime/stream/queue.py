@@ -128,8 +128,8 @@ class ThreadCopyEngine:
     """Copy engine of the CPU: a worker thread copies while the main thread computes.
 
     Args:
-        pace: Of the copies; None: as fast as they can.
-        log: Of a trace; None: none.
+        pace: Slows the copies down; None: they are as fast as they can be.
+        log: The trace that it reports to; None: none.
     """
 
     def __init__(self, *, pace: LinkPace | None = None, log: CopyLog | None = None) -> None:
@@ -239,8 +239,8 @@ class CudaCopyEngine:
 
     Args:
         device: The GPU.
-        pace: Of the copies; None: as fast as they can.
-        log: Of a trace; None: none.
+        pace: Slows the copies down; None: they are as fast as they can be.
+        log: The trace that it reports to; None: none.
     """
 
     def __init__(self, device: torch.device, *, pace: LinkPace | None = None, log: CopyLog | None = None) -> None:

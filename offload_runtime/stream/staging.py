@@ -111,7 +111,7 @@ class _StagingQueue:
             return self.engine.copy_seconds()
 
     def stall_seconds(self) -> float:
-        """Of the queue below, and what the host waited for the threads, whatever the device did meanwhile."""
+        """Add to those of the queue below what the host waited for the threads, whatever the device did meanwhile."""
         return self._waited_s + self.engine.stall_seconds()
 
     def close(self) -> None:
