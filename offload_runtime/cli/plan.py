@@ -62,10 +62,8 @@ def plan(options: PlanOptions) -> None:
         draw_plan(outcome, picture, title=f"{config.target} on {machine.name}")
     record = {**plan_record(outcome, predicted, gains), "target": config.target, "profile": machine.name}
     record |= {"draft_note": note or None, "undrafted_tok_per_s": undrafted}
-    screen: list[Table | str] = [
-        *answer_lines(outcome, predicted, undrafted),
-        *([f"{note[0].upper()}{note[1:]}."] if note else []),
-    ]
+    screen: list[Table | str] = [*answer_lines(outcome, predicted, undrafted)]
+    screen += [f"{note[0].upper()}{note[1:]}."] if note else []
     screen += [*gain_lines(gains), *memory_lines(outcome), *about]
     if options.explain:
         from offload_runtime.engine.load import describe_speculation

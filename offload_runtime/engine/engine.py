@@ -103,7 +103,6 @@ class Engine:
         plan: What lives where, as it turned out.
         cost: Predicted seconds of a step, with the link as fast as it was measured; None where nothing is known of the
             machine.
-        placement: What lives where, in a line.
         resources: Closing it ends the copies, then frees all memory and lifts the allocator's cap.
         recorder: Of a trace, if there is one.
         waiting: Requests that have no slot yet, in their order.
@@ -122,7 +121,6 @@ class Engine:
     controller: Controller
     plan: RunPlan
     cost: Cost | None
-    placement: str
     resources: ExitStack
     recorder: TraceRecorder | None = None
 
@@ -130,7 +128,6 @@ class Engine:
         self.device, self._num_slots = self.budgets[0].device, self.plan.target.batch
         self.waiting, self.running = deque[Request](), dict[int, Request]()
         self.owner: object | None = None
-        self._meter = PassMeter(self.target, self.recorder)
         self.begin()
 
     def begin(
@@ -145,7 +142,7 @@ class Engine:
         self._chooser = WindowChooser(
             self.plan, self.free_nodes, self.proposer, self.controller, self.target.runner.cache, self.recorder
         )
-        self._passes_before = self._meter.passes
+        self._meter = PassMeter(self.target, self.recorder)
         self._has_read = False  # the last step was that of prompts alone, where they cannot share one
         with device_errors(self.device):
             for slot in range(self._num_slots):
@@ -185,7 +182,7 @@ class Engine:
     @property
     def passes(self) -> int:
         """Count the passes since `begin`, but for those over prompts alone."""
-        return self._meter.passes - self._passes_before
+        return self._meter.passes
 
     def step(self, on_layer: OnLayer | None = None, *, with_logits: bool = False) -> list[RequestOutput]:
         """Let requests join as far as there are slots, then take a step of all that run. Its pass reads the prompts of

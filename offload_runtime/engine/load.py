@@ -326,7 +326,7 @@ def _load(
                 largest_windows(config.max_gamma, plan.tree_room), known_cost,
                 streamed=target.link_peak_gbps is not None,
             ),
-            plan=placed, cost=known_cost, placement=describe_placement(target, plan, budgets),
+            plan=placed, cost=known_cost,
             recorder=recorder, resources=undo.pop_all(),
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.conversation import Conversation, TokenStream
 from offload_runtime.engine.engine import Engine, RequestOutput, device_errors
-from offload_runtime.engine.load import load_runtime
+from offload_runtime.engine.load import describe_placement, load_runtime
 from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.proposing import settle
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
@@ -70,7 +70,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         self.devices = tuple(budget.device for budget in engine.budgets)  # of the cards
         self.device = self.devices[0]
         self.dtype = weights.layout.dtype
-        self.placement, self.plan = engine.placement, engine.plan
+        self.plan, self.placement = engine.plan, describe_placement(target, engine.plan, engine.budgets)
         speed = f"{weights.load_seconds:.1f} s ({weights.load_gbps:.1f} GB/s)"
         self.load_report = f"loaded {format_bytes(weights.layout.total_bytes)} in {speed}: {weights.layout.stored_as}"
         # Tokens that prompt and answer may have together.

@@ -66,6 +66,7 @@ _RETRY_S = 5  # while a model is loaded
 _GONE, _HAS_LEFT = 499, "the client has left"  # as nginx says
 State = Literal["loading", "ready", "stopping", "failed"]
 T = TypeVar("T")
+BodyT = TypeVar("BodyT", AnswerBody, TokenizeBody, DetokenizeBody)
 
 
 class ModelNotFoundError(OptionError):
@@ -135,17 +136,19 @@ class Service:
             names = ", ".join(map(repr, self._models))
             raise ModelNotFoundError(f"model {model!r} is not served here, but {names}")
 
-    async def _read(self, request: Request, read: Callable[[Any], T]) -> T:
-        """Let `read` make something of a request's JSON body, in the reader's thread. Raises `OptionError`."""
+    async def _read(self, request: Request, kind: type[BodyT], read: Callable[[BodyT], T]) -> T:
+        """Let `read` make something of a request's body, in the reader's thread. Raises `OptionError`."""
         raw = await request.body()
 
         def work() -> T:
             try:
-                body = json.loads(raw, parse_constant=_refuse_constant, object_pairs_hook=_named_once)
+                value = json.loads(raw, parse_constant=_refuse_constant, object_pairs_hook=_named_once)
             except RequestError:
                 raise
             except (ValueError, RecursionError) as error:
                 raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error
+            body = kind.read(value)
+            self._named(body.model)
             return read(body)
 
         return await asyncio.get_running_loop().run_in_executor(self._reader, work)
@@ -163,7 +166,7 @@ class Service:
     async def _answer(self, request: Request, kind: type[AnswerBody]) -> Response:
         runtime, scheduler = self._ready()
         began_s = time.perf_counter()
-        body, choices = await self._read(request, lambda value: self._choices(kind.read(value)))
+        body, choices = await self._read(request, kind, self._choices)
         options = body.chat_template_kwargs if isinstance(body, ChatBody) else None
         tell = partial(self._tell, request, began_s, body.n, runtime.chat_template.unread(options or {}))
         answers = Answers(scheduler, choices, self.metrics, self._config.max_seconds)
@@ -201,7 +204,6 @@ class Service:
     def _choices(self, body: AnswerBody) -> tuple[AnswerBody, list[Choice]]:
         """Return what a request asks for: `n` answers a prompt, with the noise ids 0, 1, … Raises `OptionError`."""
         runtime, _ = self._ready()
-        self._named(body.model)
         if body.x_sources and not body.stream:
             raise RequestError("x_sources is for streams", "x_sources")
         prompts, most = body.prompts(runtime), runtime.plan.target.batch + self._config.max_waiting
@@ -282,25 +284,21 @@ class Service:
         """Answer `POST /tokenize` with token ids of a text or of messages."""
         runtime, _ = self._ready()
 
-        def read(value: Any) -> list[int]:
-            body = TokenizeBody.read(value)
-            self._named(body.model)
+        def read(body: TokenizeBody) -> list[int]:
             return runtime.encode(body.prompt_once(runtime), template_options=body.chat_template_kwargs)
 
-        tokens = await self._read(request, read)
+        tokens = await self._read(request, TokenizeBody, read)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": runtime.context_tokens})
 
     async def detokenize(self, request: Request) -> Response:
         """Answer `POST /detokenize` with the text of token ids, control tokens as they are spelled."""
         runtime, _ = self._ready()
 
-        def read(value: Any) -> str:
-            body = DetokenizeBody.read(value)
-            self._named(body.model)
+        def read(body: DetokenizeBody) -> str:
             tokens = runtime.encode(body.tokens)  # judges them
             return str(runtime.tokenizer.decode(tokens, skip_special_tokens=False))
 
-        return JSONResponse({"prompt": await self._read(request, read)})
+        return JSONResponse({"prompt": await self._read(request, DetokenizeBody, read)})
 
     async def health(self) -> Response:
         """Answer `GET /health` with 200 once requests are answered, 503 before and after."""

@@ -64,10 +64,9 @@ def _call(value: Any, *argument_names: str) -> ToolCall:
     arguments = next((value[name] for name in argument_names if isinstance(value, dict) and name in value), None)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("no name")
-    written = (
-        arguments if isinstance(arguments, str) else json.dumps(arguments or {}, allow_nan=False, ensure_ascii=False)
-    )
-    return ToolCall(value["name"], written, "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)))
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments or {}, allow_nan=False, ensure_ascii=False)
+    return ToolCall(value["name"], arguments, "".join(secrets.choice(_ID_LETTERS) for _ in range(_ID_LENGTH)))
 
 
 def _read_json(text: str) -> tuple[Any, str]:
