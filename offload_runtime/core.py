@@ -44,12 +44,12 @@ class TokenTree:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every node but the last has one child."""
+        """Return whether every node but the last has one child."""
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
 
     @cached_property
     def depths(self) -> Sequence[int]:
-        """How many nodes are above each."""
+        """Return how many nodes are above each."""
         return range(len(self.tokens)) if self.is_chain else depths_of(self.parents)
 
     def behind(self, token: int) -> TokenTree:
@@ -110,17 +110,17 @@ class DraftBudget:
 
     @property
     def size(self) -> int:
-        """The most proposals in all, but for those that cost nothing."""
+        """Return the most proposals in all, but for those that cost nothing."""
         return self.gamma if self.tree_nodes is None else self.tree_nodes
 
     @property
     def longest_chain(self) -> int:
-        """The most proposals of a drafter that makes chains."""
+        """Return the most proposals of a drafter that makes chains."""
         return min(self.gamma, self.size)
 
     @property
     def drafts(self) -> bool:
-        """Whether a model computes the proposals: looking up takes no time."""
+        """Return whether a model computes the proposals: looking up takes no time."""
         return self.mode in ("chain", "tree")
 
     def __str__(self) -> str:
@@ -152,7 +152,7 @@ class Batch:
 
     @property
     def slots(self) -> list[int]:
-        """Those of the trees, then those of the prompts."""
+        """Return those of the trees, then those of the prompts."""
         return [*self.trees, *self.prompts]
 
 

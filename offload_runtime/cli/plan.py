@@ -74,8 +74,8 @@ def plan(options: PlanOptions) -> None:
 
 
 def choose_profile(name: str | None) -> MachineProfile:
-    """The machine that is named; else the one profile that the user has saved, if it has a GPU to plan for; else a
-    common card."""
+    """Return the machine that is named; else the one profile that the user has saved, if it has a GPU to plan for; else
+    a common card."""
     if name is not None:
         return load_profile(name)
     own = [path for path in list_profiles().values() if path.parent == own_directory()]
@@ -87,7 +87,7 @@ def choose_profile(name: str | None) -> MachineProfile:
 
 
 def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: float) -> list[str]:
-    """The answer: that it fits, how fast it will be, with and without a draft, and why not faster."""
+    """Return the answer: that it fits, how fast it will be, with and without a draft, and why not faster."""
     from offload_runtime.plan import rounded
 
     plain, usual, wait_s = predicted.plain_tok_per_s, predicted.usual, predicted.prefill.seconds
@@ -110,7 +110,7 @@ def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: flo
 
 
 def gain_lines(gains: Sequence[Change]) -> list[Table | str]:
-    """What would bring more, each with the speed that it brings; nothing where nothing would."""
+    """Return what would bring more, each with the speed that it brings; nothing where nothing would."""
     from offload_runtime.plan import rounded
 
     table = _table("for more", "tokens/s")
@@ -128,7 +128,7 @@ _USES = {
 
 
 def memory_lines(plan: RunPlan) -> list[Table | str]:
-    """What is held where, in GB."""
+    """Return what is held where, in GB."""
     cards = plan.num_cards
     table = _table("GB", "card" if cards == 1 else f"{cards} cards", "RAM")
 
@@ -168,7 +168,7 @@ def refusal_lines(refusal: Refusal) -> list[str]:
 
 
 def _table(*columns: str, title: str | None = None, headed: bool = True) -> Table:
-    """A table of figures, as narrow as can be: a terminal of 80 columns must not cut them off."""
+    """Return a table of figures, as narrow as can be: a terminal of 80 columns must not cut them off."""
     headers = [
         Column(name, justify="left" if not number or name == "bound by" else "right", no_wrap="," not in name)
         for number, name in enumerate(columns)
@@ -198,7 +198,7 @@ def print_explanation(plan: RunPlan) -> None:
 
 
 def memory_tables(plan: RunPlan) -> list[Table | str]:
-    """What is held where, part by part, and where each layer is."""
+    """Return what is held where, part by part, and where each layer is."""
     from offload_runtime.engine.load import describe_draft_cache, describe_staging
     from offload_runtime.plan import memory_name
 
@@ -227,7 +227,7 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
 
 
 def _bytes_table(title: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Table:
-    """Sizes by name, all in the unit of what is held at the most; what there is nothing of stays empty."""
+    """Return sizes by name, all in the unit of what is held at the most; what there is nothing of stays empty."""
     peak = max(nbytes for name, *sizes in rows for nbytes in sizes if name == "peak")
     unit, scale = next((unit, scale) for unit, scale in (("GB", GB), ("MB", 10**6), ("kB", 1000)) if peak >= scale)
     table = _table("", *columns, title=f"\n{title}, in {unit}", headed=any(columns))
@@ -248,7 +248,7 @@ def _layers(resident: Sequence[int], num_layers: int) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers, consecutive ones as `first-last`."""
+    """Return ascending numbers, consecutive ones as `first-last`."""
     runs = []
     for _, members in groupby(enumerate(numbers), key=lambda place: place[1] - place[0]):
         run = [number for _, number in members]
@@ -257,7 +257,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def time_tables(plan: RunPlan, predicted: RunForecast) -> list[Table | str]:
-    """What passes, steps and prompts take by cause, and the speed by the target's acceptance."""
+    """Return what passes, steps and prompts take by cause, and the speed by the target's acceptance."""
     columns = ("", "whole", "link", "HBM", "arithmetic", "launch", "staging", "bound by")
     causes = _table(*columns, title=f"\npredicted at {predicted.context_tokens} tokens of context, in ms")
     passes = [("pass, 1 token", predicted.plain)]
@@ -290,7 +290,7 @@ def time_tables(plan: RunPlan, predicted: RunForecast) -> list[Table | str]:
 
 
 def _ms(seconds: float) -> str:
-    """Milliseconds for a column; nothing where it takes no time."""
+    """Return milliseconds for a column; nothing where it takes no time."""
     ms = 1000 * seconds
     return "" if not ms else f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
 
@@ -299,7 +299,7 @@ def _ms(seconds: float) -> str:
 
 
 def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Change]) -> dict[str, Any]:
-    """What `--json` prints of a run that fits."""
+    """Return what `--json` prints of a run that fits."""
     record = asdict(predicted)
     del record["plain"], record["verify"]
     record["pass"] = {"plain": _pass_record(predicted.plain), "verify": _pass_record(predicted.verify)}
@@ -315,7 +315,7 @@ def _pass_record(time: PassTime) -> dict[str, Any]:
 
 
 def memory_record(plan: RunPlan) -> dict[str, Any]:
-    """What a run holds, and where each layer is."""
+    """Return what a run holds, and where each layer is."""
     placement, resident_kv = plan.placement, plan.resident_kv_layers
     device = {"limit_bytes": plan.limits.device_bytes, "peak_bytes": plan.device_bytes}
     layers = {
@@ -353,7 +353,7 @@ def _parts_record(parts: Parts, pinned: Collection[str] = ()) -> list[dict[str, 
 
 
 def refusal_record(refusal: Refusal, machine: MachineProfile) -> dict[str, Any]:
-    """What `--json` prints for a run that does not fit."""
+    """Return what `--json` prints for a run that does not fit."""
     nearest = [{"change": one.what, "tok_per_s": one.tok_per_s, **memory_record(one.plan)} for one in refusal.changes]
     problem = {"fits": False, "profile": machine.name, "problem": str(refusal.error())}
     return {**problem, "short_bytes": refusal.short_bytes, "nearest": nearest}

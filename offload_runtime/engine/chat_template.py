@@ -55,15 +55,15 @@ class TemplateForms:
         self._content, self._roles = dict[str, tuple[bool, bool, bool]](), dict[str, bool]()
 
     def _text(self, *messages: Message) -> str:
-        """The template's text of messages; empty where it refuses them."""
+        """Return the template's text of messages; empty where it refuses them."""
         try:
             return self._render(messages, self._options)
         except Exception:  # templates raise whatever they like
             return ""
 
     def has_role(self, role: str) -> bool:
-        """Whether a role that may come first has a form of its own: neither refused, nor dropped, nor that of any
-        unknown role."""
+        """Return whether a role that may come first has a form of its own: neither refused, nor dropped, nor that of
+        any unknown role."""
         if role not in self._roles:
             own, unknown = (self._text({"role": role, "content": TEXT}, {"role": "user", "content": _USER})
                             for role in (role, "needlerole"))  # fmt: skip
@@ -71,7 +71,7 @@ class TemplateForms:
         return self._roles[role]
 
     def content(self, role: str, content: str | list[Message]) -> Any:
-        """A text or parts as the template takes them: texts of parts are never glued to one another."""
+        """Return a text or parts as the template takes them: texts of parts are never glued to one another."""
         takes_texts, takes_part, takes_several = self._content_forms(role)
         if isinstance(content, list) and takes_several:
             return content
@@ -80,11 +80,12 @@ class TemplateForms:
 
     @property
     def takes_system(self) -> bool:
-        """Whether a conversation may begin with a system message: it is neither refused nor left out."""
+        """Return whether a conversation may begin with a system message: it is neither refused nor left out."""
         return any(self._content_forms("system")) or not any(self._content_forms("user"))
 
     def _content_forms(self, role: str) -> tuple[bool, bool, bool]:
-        """Whether messages of a role may have a text, a part, and several parts, between which something stands."""
+        """Return whether messages of a role may have a text, a part, and several parts, between which something
+        stands."""
         if role not in self._content:
             self._content[role] = self._probe_content(role)
         return self._content[role]
@@ -100,7 +101,7 @@ class TemplateForms:
         return TEXT in text, TEXT in one and not written_out.search(one), is_apart
 
     def _around(self, role: str, content: Any) -> list[Message]:
-        """A conversation in which a message of a role has its place."""
+        """Return a conversation in which a message of a role has its place."""
         user, message = {"role": "user", "content": _USER}, {"role": role, "content": content}
         if role == "tool":
             no_content = self.no_content("null", with_calls=True)
@@ -111,15 +112,15 @@ class TemplateForms:
     # --- calls
 
     def _calling(self, content: Message, *, as_object: bool) -> Message:
-        """A turn of one call."""
+        """Return a turn of one call."""
         arguments = json.loads(_ARGUMENTS) if as_object else _ARGUMENTS
         call = {"id": _ID, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
         return {"role": "assistant", **content, "tool_calls": [call]}
 
     @cached_property
     def _texts_of_calls(self) -> dict[tuple[str, bool], str]:
-        """Conversations with a call, by the form of no content and whether its arguments are an object; empty where
-        they are refused, or the call changes nothing."""
+        """Return conversations with a call, by the form of no content and whether its arguments are an object; empty
+        where they are refused, or the call changes nothing."""
         user, found = {"role": "user", "content": _USER}, dict[tuple[str, bool], str]()
         result = {"role": "tool", "name": "needlefunction", "tool_call_id": _ID, "content": _RESULT}
         for form, content in _NO_CONTENT.items():
@@ -136,8 +137,8 @@ class TemplateForms:
 
     @cached_property
     def takes_objects(self) -> bool:
-        """Whether arguments of calls are objects to it. One that inserts a text writes an object as Python does, or not
-        at all; one that takes both for the same is given the text, as it was sent."""
+        """Return whether arguments of calls are objects to it. One that inserts a text writes an object as Python does,
+        or not at all; one that takes both for the same is given the text, as it was sent."""
         as_text, as_object = ([self._texts_of_calls[form, kind] for form in _NO_CONTENT] for kind in (False, True))
         inserts_text = any(_ARGUMENTS in text for text in as_text)
         reads_object = any("needlekey" in text and "'needlekey'" not in text for text in as_object)
@@ -148,19 +149,19 @@ class TemplateForms:
 
     @cached_property
     def shows_calls(self) -> bool:
-        """Whether calls are in its text."""
+        """Return whether calls are in its text."""
         return any(self._text_of_call(form) for form in _NO_CONTENT)
 
     @cached_property
     def shows_results(self) -> bool:
-        """Whether results of calls are in its text, in a role of their own."""
+        """Return whether results of calls are in its text, in a role of their own."""
         if self.shows_calls:
             return any(_RESULT in self._text_of_call(form) for form in _NO_CONTENT)
         answer = {"role": "assistant", "content": TEXT}
         return _RESULT in self._text({"role": "user", "content": _USER}, answer, {"role": "tool", "content": _RESULT})
 
     def no_content(self, sent: str, *, with_calls: bool) -> Message:
-        """What stands for no content of an assistant's message: what was sent, if that shows the call and is not
+        """Return what stands for no content of an assistant's message: what was sent, if that shows the call and is not
         written out, or another form that is right."""
         user = {"role": "user", "content": _USER}
         texts = {
@@ -172,7 +173,7 @@ class TemplateForms:
         return dict(_NO_CONTENT[next((form for form in order if form in fine), sent)])
 
     def call(self, where: str, call: Message) -> Message:
-        """A call of an earlier turn with its arguments as the template takes them."""
+        """Return a call of an earlier turn with its arguments as the template takes them."""
         arguments = call["function"]["arguments"]
         if self.takes_objects and isinstance(arguments, str):
             try:
@@ -198,7 +199,7 @@ def require_shallow(value: Any) -> None:
 
 
 def joined(content: str | list[Message]) -> str:
-    """The text of content that may come in parts, a line for each."""
+    """Return the text of content that may come in parts, a line for each."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
 
@@ -228,7 +229,7 @@ class ChatTemplate:
         self._forms = {False: TemplateForms(self.render, {}), True: TemplateForms(self.render, {"tools": TOOLS})}
 
     def render(self, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-        """The text of messages as they are, with the beginning of an answer; raises whatever the template does.
+        """Return the text of messages as they are, with the beginning of an answer; raises whatever the template does.
 
         transformers' own `apply_chat_template` drops the fields that are None, for which templates ask (`is none`).
         """
@@ -245,7 +246,7 @@ class ChatTemplate:
 
     @cached_property
     def _variables(self) -> frozenset[str]:
-        """What the template reads of all that it is given; of several, what any of them does."""
+        """Return what the template reads of all that it is given; of several, what any of them does."""
         templates = self._tokenizer.chat_template
         reading = Environment(extensions=["jinja2.ext.loopcontrols"])
         texts = templates.values() if isinstance(templates, dict) else [templates]
@@ -254,7 +255,7 @@ class ChatTemplate:
         return frozenset().union(*(meta.find_undeclared_variables(reading.parse(text)) for text in plain))
 
     def unread(self, options: Iterable[str]) -> list[str]:
-        """Names of options that the template does not read, and which change nothing."""
+        """Return names of options that the template does not read, and which change nothing."""
         return [name for name in options if name not in self._variables]
 
     def require_options(self, names: Iterable[str]) -> None:
@@ -284,8 +285,8 @@ class ChatTemplate:
                 raise MessageError(f"{where}.{name}"[:200], " is not a field that this model's chat template reads")
 
     def with_instructions(self, messages: Sequence[Mapping[str, Any]], text: str) -> list[Message]:
-        """Messages that begin with what the model is told: in the system message, or where the template has none in
-        the user's."""
+        """Return messages that begin with what the model is told: in the system message, or where the template has none
+        in the user's."""
         first, *others = [dict(message) for message in messages]
         if first.get("role") not in ("system", "developer") and self._forms[False].has_role("system"):
             return [{"role": "system", "content": text}, first, *others]
@@ -295,7 +296,7 @@ class ChatTemplate:
         return [{**first, "content": "\n\n".join(order)}, *others]
 
     def adapted(self, messages: Sequence[Mapping[str, Any]], *, with_tools: bool) -> list[Message]:
-        """Messages as OpenAI has them, in the form that the template takes where it is given tools or is not.
+        """Return messages as OpenAI has them, in the form that the template takes where it is given tools or is not.
 
         Raises:
             MessageError: One of them is none.
@@ -332,7 +333,7 @@ class ChatTemplate:
                 raise MessageError(f"messages.{number}", what)
 
     def _adapted(self, where: str, given: Mapping[str, Any], forms: TemplateForms) -> Message:
-        """A message with its role, its calls and the lack of content as the template takes them."""
+        """Return a message with its role, its calls and the lack of content as the template takes them."""
         message = {
             name: value for name, value in given.items()
             if value or not (value is None or name in _EMPTY_FIELDS) or name == "content"
@@ -361,7 +362,7 @@ class ChatTemplate:
 
 
 def template_source(tokenizer: Any) -> str:
-    """The text of a tokenizer's chat template; of several, of all."""
+    """Return the text of a tokenizer's chat template; of several, of all."""
     template = getattr(tokenizer, "chat_template", None)
     return template if isinstance(template, str) else json.dumps(template, default=str)
 
@@ -371,7 +372,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _checked_content(where: str, content: Any) -> Any:
-    """Content that is a text, parts that are texts, or None. Raises `MessageError`."""
+    """Return content that is a text, parts that are texts, or None. Raises `MessageError`."""
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -383,7 +384,7 @@ def _checked_content(where: str, content: Any) -> Any:
 
 
 def _checked_call(where: str, call: Mapping[str, Any]) -> Message:
-    """A call with a function's name and arguments. Raises `MessageError`."""
+    """Return a call with a function's name and arguments. Raises `MessageError`."""
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise MessageError(where, " has no function with a name")
@@ -392,14 +393,14 @@ def _checked_call(where: str, call: Mapping[str, Any]) -> Message:
 
 
 def _call_as_text(call: Message) -> str:
-    """A call as a line of JSON, where a template has no form of its own."""
+    """Return a call as a line of JSON, where a template has no form of its own."""
     name, arguments = call["function"]["name"], call["function"]["arguments"]
     written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {written or "{}"}}}'
 
 
 def _results_as_questions(messages: Sequence[Message]) -> list[Message]:
-    """Messages in which the user tells the results of calls: all of one turn in one message."""
+    """Return messages in which the user tells the results of calls: all of one turn in one message."""
     found = list[Message]()
     for is_result, some in groupby(messages, key=lambda message: message["role"] == "tool"):
         if not is_result:
@@ -412,8 +413,8 @@ def _results_as_questions(messages: Sequence[Message]) -> list[Message]:
 
 
 def _systems_in_questions(messages: Sequence[Message]) -> list[Message]:
-    """Messages in which what a system says is the beginning of the user's next message, with an empty line behind it;
-    where none comes next it is one of the user's itself."""
+    """Return messages in which what a system says is the beginning of the user's next message, with an empty line
+    behind it; where none comes next it is one of the user's itself."""
     found, is_begun = list[Message](), False  # the last one is what a system says
     for message in messages:
         is_system = message["role"] == "system"

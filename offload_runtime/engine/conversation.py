@@ -126,7 +126,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        """What was said so far, each with a role and a content."""
+        """Return what was said so far, each with a role and a content."""
         self._take_answer()
         return self._messages
 
@@ -182,7 +182,7 @@ class Conversation:
         return text
 
     def _before_last(self) -> tuple[list[dict[str, str]], _Seen, str]:
-        """The messages before the last one of the user, what the model has seen of them, and that message."""
+        """Return the messages before the last one of the user, what the model has seen of them, and that message."""
         users = [place for place, message in enumerate(self.messages) if message["role"] == "user"]
         require(bool(users), "the conversation has no message yet: say something first")
         place = users[-1]
@@ -192,7 +192,7 @@ class Conversation:
         self, before: list[dict[str, str]], seen: _Seen, text: str, asked: GenerationParams, *, speculate: bool,
         on_prefill: OnLayer | None,
     ) -> Reply:  # fmt: skip
-        """The answer to a message behind others, which joins them when it has ended."""
+        """Return the answer to a message behind others, which joins them when it has ended."""
         messages = [*before, {"role": "user", "content": text}]
         prompt_text, tokens = self._room.encode_chat(messages, seen, template_options=self._template_options)
         room = self._room.context_tokens - len(tokens)
@@ -215,12 +215,12 @@ class Conversation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the conversation so far."""
+        """Return how many tokens the conversation has so far."""
         self._take_answer()
         return len(self._seen[1])
 
     def to_json(self) -> dict[str, Any]:
-        """The messages and `num_regenerated`, ready to be saved."""
+        """Return the messages and `num_regenerated`, ready to be saved."""
         messages = [dict(message) for message in self.messages]
         return {"version": 1, "messages": messages, "num_regenerated": self.num_regenerated}
 

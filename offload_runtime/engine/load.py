@@ -67,8 +67,8 @@ _PLANNING = Lock()  # a card is planned for before the next one looks at what is
 
 
 def choose_devices(config: RuntimeConfig) -> list[torch.device]:
-    """The devices of the cards that there may be: those of `resolve_devices`. Warns of GPUs of several kinds. Raises
-    `DeviceError` where one is not there."""
+    """Return the devices of the cards that there may be: those of `resolve_devices`. Warns of GPUs of several kinds.
+    Raises `DeviceError` where one is not there."""
     found = resolve_devices(config.devices)
     kinds = {torch.cuda.get_device_name(one) for one in found if one.type == "cuda"}
     if len(kinds) > 1:
@@ -83,8 +83,8 @@ def choose_devices(config: RuntimeConfig) -> list[torch.device]:
 def _known_figures(
     profile: MachineProfile | None, device: torch.device, dtype: torch.dtype
 ) -> MachineProfile | None:  # fmt: skip
-    """The machine to predict with: the profile given, or one that knows this GPU. Nothing is known of a CPU, of which
-    figures of a graphics card say nothing.
+    """Return the machine to predict with: the profile given, or one that knows this GPU. Nothing is known of a CPU, of
+    which figures of a graphics card say nothing.
 
     Raises:
         OptionError: The profile leaves out what is needed, or the target runs on a CPU and it is of a graphics card.
@@ -100,8 +100,8 @@ def _known_figures(
 
 
 def planned_figures(plan: RunPlan) -> MachineProfile | None:
-    """The machine to predict a run with before anything of it is measured, None where nothing is known of it; errors as
-    of `Runtime.load`."""
+    """Return the machine to predict a run with before anything of it is measured, None where nothing is known of it;
+    errors as of `Runtime.load`."""
     given = None if plan.request.profile is None else load_profile(plan.request.profile)
     return _known_figures(given, resolve_device(plan.request.devices[0]), plan.target.dtype)
 
@@ -405,8 +405,8 @@ def _make_queues(
     device: torch.device, pace: Callable[[torch.device], tuple[LinkPace, LinkPace]] | None,
     recorder: TraceRecorder | None, undo: ExitStack, *, d2h: bool,
 ) -> CopyQueues:  # fmt: skip
-    """The copy queues, at the pace that the configuration asks for and logged to a trace; `d2h` says whether one leads
-    to the host. `undo` closes them."""
+    """Return the copy queues, at the pace that the configuration asks for and logged to a trace; `d2h` says whether one
+    leads to the host. `undo` closes them."""
 
     def make(row: str, pace: LinkPace | None) -> CopyEngine:
         engine = make_copy_engine(device, pace=pace, log=None if recorder is None else CopyLog(recorder, row))

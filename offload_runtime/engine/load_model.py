@@ -73,20 +73,20 @@ class StagedMemory:
 
     @property
     def rings(self) -> list[tuple[HostArena, RingShape]]:
-        """Those that there are: memory and pieces."""
+        """Return those that there are: memory and pieces."""
         rings = (self.h2d, self.placement.h2d_ring), (self.d2h, self.placement.d2h_ring)
         return [(arena, shape) for arena, shape in rings if arena is not None]
 
     @property
     def locking(self) -> BlockLocking:
-        """How a KV cache on the host is page-locked as it grows."""
+        """Return how a KV cache on the host is page-locked as it grows."""
         if self.h2d is None:
             return BlockLocking(self.registrar)
         return BlockLocking(self.registrar, self.pageable, self.placement.staged_kv_layers)
 
     def queue(self, engine: CopyEngine, *, to_host: bool = False) -> CopyEngine:
-        """The queue over `engine` that stages what is not page-locked on its way to the device, or keys and values on
-        theirs to the host; closing it closes `engine`."""
+        """Return the queue over `engine` that stages what is not page-locked on its way to the device, or keys and
+        values on theirs to the host; closing it closes `engine`."""
         arena, shape = (self.d2h, self.placement.d2h_ring) if to_host else (self.h2d, self.placement.h2d_ring)
         if arena is None:
             return engine
@@ -148,7 +148,7 @@ def lock_layers(
 
 
 def _locked_part(arena: HostArena | None, shape: RingShape) -> RingShape:
-    """What of a ring is page-locked."""
+    """Return what of a ring is page-locked."""
     return shape if arena is None else replace(shape, num_pieces=arena.pinned_bytes // shape.piece_bytes)
 
 
@@ -182,7 +182,7 @@ TargetCache = DeviceKVCache | HostKVCache | StreamingDraftCache | RetrievedDraft
 
 
 def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: Sequence[StagedMemory]) -> TargetCache:
-    """The KV cache of a model.
+    """Return the KV cache of a model.
 
     Args:
         plan: Of the model.
@@ -258,17 +258,17 @@ class LoadedModel:
 
     @property
     def config(self) -> ModelConfig:
-        """Its shape."""
+        """Return its shape."""
         return self.runner.decoder.config
 
     @property
     def placement(self) -> Placement:
-        """Where its layers are."""
+        """Return where its layers are."""
         return self.plan.placement
 
     @property
     def link_peak_gbps(self) -> float | None:
-        """The bandwidth of all links together; None when nothing is streamed."""
+        """Return the bandwidth of all links together; None when nothing is streamed."""
         return sum(card.link_peak_gbps or 0.0 for card in self.cards) or None
 
     @property
@@ -287,7 +287,7 @@ def load_models(
     target_source: CheckpointSource, draft_source: CheckpointSource | None, plan: RunPlan, cards: Sequence[OpenCard],
     *, shared: SharedVocabulary | None, registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack,
 ) -> tuple[LoadedModel, LoadedModel | None]:  # fmt: skip
-    """The target and its draft, which is loaded first, onto the first card, and proposes what is `shared`.
+    """Load the target and its draft: the draft first, onto the first card; it proposes what is `shared`.
 
     `undo` ends the copies of both and gives their memory back, when loading fails or the runtime is closed.
     """
@@ -381,14 +381,15 @@ def connect_model(
 
 
 def _ring(budget: DeviceBudget, name: str, count: int, buffer_bytes: int) -> list[torch.Tensor]:
-    """Buffers of a ring on the device, cut from one allocation: uint8 [buffer_bytes] each."""
+    """Return buffers of a ring on the device, cut from one allocation: uint8 [buffer_bytes] each."""
     return list(budget.allocate(name, count * buffer_bytes).view(count, -1)) if count else []
 
 
 def _measure_link(
     weights: HostWeights, buffers: Sequence[torch.Tensor], engine: CopyEngine, memory: StagedMemory
 ) -> float | None:
-    """Peak of the link into a buffer, from page-locked memory of a card's layers; None when nothing is streamed."""
+    """Return the peak of the link into a buffer, from page-locked memory of a card's layers; None when nothing is
+    streamed."""
     if not buffers:
         return None
     buffer, placement = buffers[0], memory.placement

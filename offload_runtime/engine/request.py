@@ -50,7 +50,7 @@ class IncrementalDecoder:
         self._num_shown = len(self._tokens)
 
     def push(self, token: int) -> str:
-        """The text that `token` completes; empty while a character is still incomplete."""
+        """Return the text that `token` completes; empty while a character is still incomplete."""
         self._tokens.append(token)
         piece = self.flush()
         if not piece or piece.endswith("\ufffd"):
@@ -60,12 +60,12 @@ class IncrementalDecoder:
         return piece
 
     def flush(self) -> str:
-        """What is left at the end, incomplete characters included."""
+        """Return what is left at the end, incomplete characters included."""
         before = self._tokenizer.decode(self._tokens[: self._num_shown], skip_special_tokens=True)
         return self._tokenizer.decode(self._tokens, skip_special_tokens=True)[len(before) :]
 
     def _end_of(self, context: Sequence[int]) -> list[int]:
-        """The last tokens, beginning with a whole character (of at most four bytes)."""
+        """Return the last tokens, beginning with a whole character (of at most four bytes)."""
         for extra in range(4):
             end = list(context[-self._CONTEXT_TOKENS - extra :])
             if not self._tokenizer.decode(end, skip_special_tokens=True).startswith("\ufffd"):
@@ -88,7 +88,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, piece: str) -> tuple[str, bool]:
-        """Text that may be shown now, and whether a stop string was completed."""
+        """Return text that may be shown now, and whether a stop string was completed."""
         text = self._held + piece
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -99,13 +99,13 @@ class StopStrings:
         return text[: len(text) - hold], False
 
     def flush(self) -> str:
-        """What was held back and turned out to be ordinary text."""
+        """Return what was held back and turned out to be ordinary text."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest proper beginning of `stop` that `text` ends with."""
+    """Return the length of the longest proper beginning of `stop` that `text` ends with."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -128,18 +128,18 @@ class SpelledTokens:
         self._starts = re.compile(f"(?={'|'.join(map(re.escape, self._control.values())) or '(?!)'}).", re.DOTALL)
 
     def hide(self, messages: Any) -> Any:
-        """Messages with private characters. Raises `OptionError` if they need some and have others already."""
+        """Return messages with private characters. Raises `OptionError` if they need some and have others already."""
         hidden = _each_text(messages, lambda text: self._starts.sub(lambda found: self._private[found[0]], text))
         fine = hidden == messages or _each_text(messages, self.show) == messages
         require(fine, "messages that spell a control token cannot have U+10FFFD or private characters close to it")
         return hidden
 
     def show(self, text: str) -> str:
-        """Text without private characters."""
+        """Return text without private characters."""
         return text.translate(str.maketrans(self._first))
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of text with private characters.
+        """Return token ids of text with private characters.
 
         Raises:
             OptionError: The tokenizer makes a control token of text even where it does not look for one.
@@ -166,7 +166,7 @@ class SpelledTokens:
 
 
 def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """The same with every text in it changed, keys as well: those of a tool's parameters are a user's."""
+    """Return the same with every text in it changed, keys as well: those of a tool's parameters are a user's."""
     if isinstance(value, dict):
         return {_each_text(key, change): _each_text(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -212,7 +212,8 @@ class PromptRoom:
         return GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
 
     def encode(self, prompt: Prompt, template_options: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a prompt: of text, token ids or chat messages, the last with options of the chat template.
+        """Return token ids of a prompt: of text, token ids or chat messages, the last with options of the chat
+        template.
 
         Raises:
             OptionError: It is empty, not a prompt, not Unicode text, or has ids outside the vocabulary.
@@ -233,7 +234,7 @@ class PromptRoom:
         return self._in_vocabulary(tokens)
 
     def _in_vocabulary(self, tokens: list[int]) -> list[int]:
-        """The same, once the model has all of them: its tokenizer may have more."""
+        """Return the same, once the model has all of them: its tokenizer may have more."""
         vocab_size = self.config.vocab_size
         outside = [token for token in tokens if not 0 <= token < vocab_size]
         if outside:
@@ -242,7 +243,7 @@ class PromptRoom:
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
-        """The model's. Raises `OptionError` if it has none."""
+        """Return the model's template. Raises `OptionError` if it has none."""
         has_template = getattr(self.tokenizer, "chat_template", None) is not None
         require(has_template, "this model has no chat template: use a plain prompt (generate without --chat)")
         return ChatTemplate(self.tokenizer)
@@ -255,7 +256,8 @@ class PromptRoom:
         self, messages: list[dict[str, Any]], seen: tuple[str, Sequence[int]] = ("", ()), *,
         template_options: Mapping[str, Any] | None = None,
     ) -> tuple[str, list[int]]:  # fmt: skip
-        """Chat messages as the text the model was trained on, with the beginning of an answer, and its token ids.
+        """Return chat messages as the text the model was trained on, with the beginning of an answer, and its token
+        ids.
 
         Args:
             messages: A role, a content and whatever else the template reads, such as `tool_calls`.
@@ -290,7 +292,7 @@ class PromptRoom:
     def fit(
         self, prompt: Prompt, max_new_tokens: int, *, name: str = "the prompt", option: str = "--max-new-tokens"
     ) -> list[int]:
-        """Token ids of a prompt that leaves room for its answer, which `option` makes shorter.
+        """Return token ids of a prompt that leaves room for its answer, which `option` makes shorter.
 
         Raises:
             ContextLengthError: It does not; OptionError: as of `encode`.
@@ -306,7 +308,8 @@ class PromptRoom:
         return tokens
 
     def fit_all(self, prompts: Sequence[Prompt], max_new_tokens: int | Sequence[int]) -> list[list[int]]:
-        """The same of several, of answers of one length or of one for each; errors say which of several it is."""
+        """Return the same of several, of answers of one length or of one for each; errors say which of several it
+        is."""
         counts = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
         fitting = []
         for number, (prompt, count) in enumerate(zip(prompts, counts, strict=True), start=1):
@@ -362,17 +365,17 @@ class Request:
 
     @property
     def tokens(self) -> list[int]:
-        """The answer so far."""
+        """Return the answer so far."""
         return self.sequence[self.prompt_tokens :]
 
     @property
     def new_tokens(self) -> int:
-        """How many tokens the answer has."""
+        """Return how many tokens the answer has."""
         return len(self.sequence) - self.prompt_tokens
 
     @property
     def text(self) -> str:
-        """The answer so far, but for what is held back as it may become a stop string."""
+        """Return the answer so far, but for what is held back as it may become a stop string."""
         return "".join(self._pieces)
 
     @property

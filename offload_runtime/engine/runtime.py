@@ -164,11 +164,11 @@ class Runtime(AbstractContextManager["Runtime"]):
     def conversation(
         self, system: str | None = None, *, template_options: Mapping[str, Any] | None = None
     ) -> Conversation:  # fmt: skip
-        """A chat that keeps its keys and values between turns; `template_options` as of `encode`."""
+        """Return a chat that keeps its keys and values between turns; `template_options` as of `encode`."""
         return Conversation(self, system, template_options)
 
     def load_conversation(self, path: str | Path) -> Conversation:
-        """A chat that goes on from one that was saved. Raises as `Conversation.load`."""
+        """Return a chat that goes on from one that was saved. Raises as `Conversation.load`."""
         conversation = self.conversation()
         conversation.load(path)
         return conversation
@@ -268,7 +268,7 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     @property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """How the model's makers want tokens to be sampled: the fields of `SamplingParams` that its
+        """Return how the model's makers want tokens to be sampled: the fields of `SamplingParams` that its
         `generation_config.json` names, `temperature` 0 where it switches sampling off; none for GGUF files.
 
         `generate` and its like are greedy unless told otherwise, whatever this says; `chat` goes by it. A value that
@@ -278,11 +278,11 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     @property
     def chat_template(self) -> ChatTemplate:
-        """The model's chat template. Raises `OptionError` if it has none."""
+        """Return the model's chat template. Raises `OptionError` if it has none."""
         return self.room.chat_template
 
     def encode(self, prompt: Prompt, *, template_options: Mapping[str, Any] | None = None) -> list[int]:
-        """Token ids of a prompt.
+        """Return token ids of a prompt.
 
         Args:
             prompt: As of `stream`.
@@ -354,7 +354,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         return _results_of(requests)[-1], torch.cat(rows)
 
     def logits(self, prompt: list[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
-        """The logits behind every token of given answers to a prompt, from one plain pass over each.
+        """Return the logits behind every token of given answers to a prompt, from one plain pass over each.
 
         Returns:
             [N, V] in the model's dtype, on the device, for an answer of N tokens.
@@ -381,7 +381,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             yield torch.cat([*first, *behind])[: len(tokens)]
 
     def _request(self, tokens: list[int], params: GenerationParams, *, speculate: bool) -> Request:
-        """A request for a prompt of this runtime and its options. Raises `OptionError`."""
+        """Return a request for a prompt of this runtime and its options. Raises `OptionError`."""
         self._require_open()
         matcher = self.room.check(params)
         budget = settle(self.engine.plan, self.engine.proposer, params)
@@ -389,8 +389,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         return Request(tokens, params, self.tokenizer, self.room.eos_token_ids, budget=budget, matcher=matcher)
 
     def _begin(self, requests: Sequence[Request], owner: object | None = None) -> Sequence[Request]:
-        """A call of these requests begins, which are all that the caches and their slots are used for, and ends those
-        of the call before. What the slots hold is kept for `owner`, if the call before was its own, too."""
+        """Begin a call of these requests, which are all that the caches and their slots are used for, and end those of
+        the call before. What the slots hold is kept for `owner`, if the call before was its own, too."""
         self._require_open()
         self._call = object()
         self.engine.begin(owner)
@@ -422,7 +422,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             self._lock.release()
 
     def request(self, prompt: Prompt, params: GenerationParams, *, speculate: bool = True) -> Request:
-        """A request for an engine that is `serving`, of a prompt that fits. Computes nothing.
+        """Return a request for an engine that is `serving`, of a prompt that fits. Computes nothing.
 
         Raises:
             OptionError, ContextLengthError: As of `stream`.
@@ -469,7 +469,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         return BlockStore(self.config, nbytes // block_bytes)
 
     def _require_block(self, nbytes: int, what: str, remedy: str) -> int:
-        """Bytes of a block of all layers. Raises `OptionError` unless it fits into `nbytes`."""
+        """Return the bytes of a block of all layers. Raises `OptionError` unless it fits into `nbytes`."""
         block_bytes = self.plan.target.kv_block_bytes
         sizes = f"{format_bytes(nbytes)} hold none of {format_bytes(block_bytes)}"
         require(nbytes >= block_bytes, f"{what} blocks of 256 tokens, and {sizes}: {remedy}")
@@ -502,15 +502,15 @@ class Runtime(AbstractContextManager["Runtime"]):
 
 
 def _results_of(requests: Sequence[Request]) -> list[GenerationResult]:
-    """The answers of requests that have all ended."""
+    """Return the answers of requests that have all ended."""
     results = [request.result for request in requests if request.result is not None]
     assert len(results) == len(requests)
     return results
 
 
 def device_facts(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """What a trace or a report says of the cards of a run: which device each was and the name of a GPU, those of the
-    first by themselves, too; and the driver of GPUs, if NVML tells."""
+    """Return what a trace or a report says of the cards of a run: which device each was and the name of a GPU, those of
+    the first by themselves, too; and the driver of GPUs, if NVML tells."""
     cards = [
         {"device": str(one), "device_name": torch.cuda.get_device_name(one) if one.type == "cuda" else None}
         for one in devices

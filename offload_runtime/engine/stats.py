@@ -80,7 +80,7 @@ class GenerationStats:
         return f"<GenerationStats: {first}, {self.tok_per_s:.1f} tokens/s, {self.tokens_per_pass:.2f} a pass>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The figures by name, ready for JSON."""
+        """Return the figures by name, ready for JSON."""
         levels = [
             {**asdict(level), "rate": level.rate, "accepted_per_verification": level.accepted_per_verification}
             for level in self.acceptance
