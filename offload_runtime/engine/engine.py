@@ -128,6 +128,7 @@ class Engine:
         self.device, self._num_slots = self.budgets[0].device, self.plan.target.batch
         self.waiting, self.running = deque[Request](), dict[int, Request]()
         self.owner: object | None = None
+        self._meter = PassMeter(self.target, self.recorder)
         self.begin()
 
     def begin(
@@ -142,7 +143,7 @@ class Engine:
         self._chooser = WindowChooser(
             self.plan, self.free_nodes, self.proposer, self.controller, self.target.runner.cache, self.recorder
         )
-        self._meter = PassMeter(self.target, self.recorder)
+        self._passes_before = self._meter.passes
         self._has_read = False  # the last step was that of prompts alone, where they cannot share one
         with device_errors(self.device):
             for slot in range(self._num_slots):
@@ -182,7 +183,7 @@ class Engine:
     @property
     def passes(self) -> int:
         """Count the passes since `begin`, but for those over prompts alone."""
-        return self._meter.passes
+        return self._meter.passes - self._passes_before
 
     def step(self, on_layer: OnLayer | None = None, *, with_logits: bool = False) -> list[RequestOutput]:
         """Let requests join as far as there are slots, then take a step of all that run. Its pass reads the prompts of

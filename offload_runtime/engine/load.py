@@ -22,14 +22,13 @@ from offload_runtime_kernels._jit import triton_available
 from offload_runtime import hardware, stream
 from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig
-from offload_runtime.engine import load_model as assembly
 from offload_runtime.engine.engine import Engine, device_errors
-from offload_runtime.engine.load_model import LoadedModel, OpenCard
+from offload_runtime.engine.load_model import LoadedModel, LoadProgress, OpenCard, load_models
 from offload_runtime.engine.proposing import largest_windows, make_proposer
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.hardware.system import HostInfo, read_host_info
+from offload_runtime.hardware.system import read_host_info
 from offload_runtime.options import require
 from offload_runtime.plan import CardLimit, MemoryLimits, Placement, RunPlan
 from offload_runtime.plan.sizes import DTYPE_NAMES, PROCESS_BYTES
@@ -106,32 +105,27 @@ def planned_figures(plan: RunPlan) -> MachineProfile | None:
     return _known_figures(given, resolve_device(plan.request.devices[0]), plan.target.dtype)
 
 
-def _limits_here(asked_ram: int | None, asked_pinned: int | None, host: HostInfo, *, page_locks: bool) -> MemoryLimits:
-    """Host memory that a run may take of this machine; that of the device is known when it has been opened.
-
-    Args:
-        asked_ram: What the user allows of host memory; None for what is available but for a reserve.
-        asked_pinned: The same of page-locked memory; None for what can be registered.
-        host: This machine.
-        page_locks: Whether the device's copies need page-locked memory at all.
+def _limits_here(config: RuntimeConfig, *, page_locks: bool) -> MemoryLimits:
+    """Return the host memory that a run may take of this machine; that of the device is known when it has been opened.
+    `page_locks` says whether the device's copies need page-locked memory at all.
 
     Raises:
         BudgetError: More host memory is asked for than is available: it would end this process.
         OptionError: A limit of page-locked memory where there is none to lock.
     """
-    if asked_pinned is not None and not page_locks:
+    host, pinned_bytes, pinned_name = read_host_info(), config.pinned, "--pinned"
+    if pinned_bytes is not None and not page_locks:
         raise OptionError("--pinned does nothing on a CPU, where no memory is page-locked: drop it")
     # Python and the libraries have taken most of theirs by now.
     there_bytes = host.available_bytes + PROCESS_BYTES
-    if asked_ram is None:
+    if config.ram is None:
         kept_bytes = min(host.ram_bytes // _KEPT_SHARE, _MOST_KEPT_BYTES, host.available_bytes)
         ram_bytes = there_bytes - kept_bytes
         ram_name = f"the available host memory ({format_bytes(kept_bytes)} stay with the system)"
     else:
         ram_name, whose = "--ram", "of host memory available here"
-        ram_bytes = stream.within(ram_name, asked_ram, there_bytes, whose, "close other programs")
-    pinned_bytes, pinned_name = asked_pinned, "--pinned"
-    if asked_pinned is None and host.wsl and page_locks:  # Windows' driver locks about half of the virtual machine's
+        ram_bytes = stream.within(ram_name, config.ram, there_bytes, whose, "close other programs")
+    if pinned_bytes is None and host.wsl and page_locks:  # Windows' driver locks about half of the virtual machine's
         pinned_bytes, pinned_name = host.ram_bytes // 2, "WSL"
     return MemoryLimits((), ram_bytes, ram_name, pinned_bytes, pinned_name, page_locks)
 
@@ -200,7 +194,7 @@ def describe_placement(model: LoadedModel, plan: RunPlan, budgets: Sequence[Devi
 
 
 def load_runtime(
-    config: RuntimeConfig, *, on_progress: assembly.LoadProgress | None = None,
+    config: RuntimeConfig, *, on_progress: LoadProgress | None = None,
     on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
 ) -> Engine:  # fmt: skip
     """Open, plan, reserve and load. Arguments and errors as of `Runtime.load`.
@@ -223,7 +217,7 @@ def _opened(model: str | Path | CheckpointSource) -> CheckpointSource:
 
 
 def _load(
-    config: RuntimeConfig, *, on_progress: assembly.LoadProgress | None, on_plan: Callable[[RunPlan], None] | None,
+    config: RuntimeConfig, *, on_progress: LoadProgress | None, on_plan: Callable[[RunPlan], None] | None,
     check: Callable[[PromptRoom], object] | None,
 ) -> Engine:  # fmt: skip
     """Raises `MatricesNotCodable` for what the plan codes and cannot be."""
@@ -237,8 +231,7 @@ def _load(
     if device.type == "cuda" and not triton_available:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton, or --device cpu")
     registrar = stream.registrar_for(device)
-    page_locks = registrar is not None
-    limits = _limits_here(config.ram, config.pinned, read_host_info(), page_locks=page_locks)
+    limits = _limits_here(config, page_locks=registrar is not None)
     limits_bytes = config.vram_of_cards(len(devices))
     twice = device.type == "cuda" and len({*devices}) < len(devices) and None in limits_bytes
     require(not twice, f"device {config.device!r} names a GPU twice: say with --vram what each of the two may take")
@@ -279,11 +272,6 @@ def _load(
             check(room)
         with _with_remedies(plan.request, figures, plan.limits, budgets):
             planning.check_host_memory(plan)
-        for number, one_budget in enumerate(budgets):
-            own = plan.cards[number]
-            one_budget.reserve("workspace", own.workspace_bytes)
-            if graph_bytes := own.graph_bytes + own.captured_bytes:
-                one_budget.reserve("CUDA graphs", graph_bytes)
         undo.callback(gc.collect)  # before the budget's end, so that nothing is left of a runtime that is closed
         # A full collection looks through all that torch and transformers made when they were imported: 0.2 s, most
         # of a pass over streamed weights, and the many nodes of trees bring one about every few passes.
@@ -292,16 +280,18 @@ def _load(
         undo.callback(gc.unfreeze)
         recorder = TraceRecorder(device) if config.trace is not None else None
         recorders = [recorder and recorder.of_card(number, one.device) for number, one in enumerate(budgets)]
-        open_cards = []
-        for number, one_budget in enumerate(budgets):
-            one = one_budget.device
-            with current_device(one):  # what paces a copy is launched once
-                queues = _make_queues(one, config.pace, recorders[number], undo, d2h=plan.target.on_host)
-            open_cards.append(OpenCard(one_budget, queues))
+        open_cards = list[OpenCard]()
+        for budget, own, log in zip(budgets, plan.cards, recorders, strict=True):
+            budget.reserve("workspace", own.workspace_bytes)
+            if graph_bytes := own.graph_bytes + own.captured_bytes:
+                budget.reserve("CUDA graphs", graph_bytes)
+            with current_device(budget.device):  # what paces a copy is launched once
+                queues = _make_queues(budget.device, config.pace, log, undo, d2h=plan.target.on_host)
+            open_cards.append(OpenCard(budget, queues))
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
         proposes = plan.proposer != "none" or plan.has_verifier
         branches = plan.proposer == "ngram" or (proposes and config.tree_nodes != 0)
-        target, drafter = assembly.load_models(
+        target, drafter = load_models(
             target_source, draft_source, plan, open_cards, shared=shared, registrar=registrar, on_progress=on_progress,
             undo=undo,
         )  # fmt: skip
