@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.verify.distribution import Fit, fit, fit_row, target_probabilities, total
+from offload_runtime.verify import Fit, fit, fit_row, target_probabilities, total
 from offload_runtime.verify.equality import Finding, Transcript, compare, resample
 
 T1 = SamplingParams(temperature=1.0)
