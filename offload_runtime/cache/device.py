@@ -123,9 +123,12 @@ class BlockCache:
         owners: Sequence[int], pass_rows: int | None,
     ) -> None:  # fmt: skip
         self._devices, self._pass_rows = [budget.device for budget in budgets], pass_rows
-        attentions = [layer.attention for layer in config.layers]
-        self._num_blocks = [num_blocks(one.reserved_tokens(capacity_tokens, pass_rows)) for one in attentions]
-        windows = zip(config.layer_windows, self._num_blocks, strict=True)
+        attentions = config.attentions
+        # Of the layers that have keys and values.
+        self._num_blocks = {
+            layer: num_blocks(one.reserved_tokens(capacity_tokens, pass_rows)) for layer, one in attentions.items()
+        }
+        windows = ((one.window, self._num_blocks[layer]) for layer, one in attentions.items())
         self._windows = {(window, blocks) for window, blocks in windows if window is not None}
         # Of every sequence the end of what was ever written, and the first block that was restored in layers of these.
         self._written, self._restored_from = [0] * batch, [0] * batch
@@ -176,17 +179,17 @@ class BlockCache:
         return length
 
     def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
-        for layer, target in to.items():
-            target.copy_(self._block(layer, slot, block), non_blocking=True)
+        for layer in to.keys() & self._num_blocks.keys():
+            to[layer][0].copy_(self._block(layer, slot, block), non_blocking=True)
         self._wait()
 
     def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
         block, rest = divmod(self._lengths[slot], BLOCK_TOKENS)
         assert not rest and 0 < count <= BLOCK_TOKENS
         self.begin_window([slot], [count])
-        for layer, source in saved.items():
-            self._block(layer, slot, block).copy_(source, non_blocking=True)
-        if len(saved) < len(self._num_blocks):
+        for layer in saved.keys() & self._num_blocks.keys():
+            self._block(layer, slot, block).copy_(saved[layer][0], non_blocking=True)
+        if not self._num_blocks.keys() <= saved.keys():
             self._restored_from[slot] = block + 1
         self._wait()
         self.commit(slot, count)
@@ -244,7 +247,7 @@ class DeviceKVCache(BlockCache):
         # Layers of one card and shape [L, B, N, 2, H_kv, 256, D], and of each layer [B, N, 2, H_kv, 256, D].
         self._stacks, self._of_layers = allocate_layers(
             budgets, self._owners, name, dtype,
-            block_shapes(config, batch, {layer: own + spare_blocks for layer, own in enumerate(self._num_blocks)}),
+            block_shapes(config, batch, {layer: own + spare_blocks for layer, own in self._num_blocks.items()}),
         )  # fmt: skip
 
     def store(self, layer: int) -> KVBlocks:
@@ -360,12 +363,12 @@ def num_blocks(num_tokens: int) -> int:
 
 def block_shapes(config: ModelConfig, batch: int, blocks: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
     """Shapes of so many blocks of each of some layers: [B, N, 2, H_kv, 256, D]."""
-    return {layer: (batch, count, *config.layers[layer].attention.kv_block_shape) for layer, count in blocks.items()}
+    return {layer: (batch, count, *config.attentions[layer].kv_block_shape) for layer, count in blocks.items()}
 
 
 def block_bytes(config: ModelConfig, dtype: torch.dtype, layer: int) -> int:
     """Bytes of a layer's block."""
-    return config.layers[layer].attention.kv_elements(BLOCK_TOKENS) * dtype.itemsize
+    return config.attentions[layer].kv_elements(BLOCK_TOKENS) * dtype.itemsize
 
 
 def kv_cache_bytes(
@@ -373,7 +376,7 @@ def kv_cache_bytes(
 ) -> int:
     """Bytes of a `DeviceKVCache`."""
     blocks = num_blocks(capacity_tokens) + num_blocks(spare_positions)
-    return batch * blocks * sum(block_bytes(config, dtype, layer) for layer in range(config.num_layers))
+    return batch * blocks * sum(block_bytes(config, dtype, layer) for layer in config.attentions)
 
 
 def compact_path(caches: Sequence[torch.Tensor], committed: int, rows: Sequence[int]) -> None:

@@ -102,8 +102,9 @@ class HostKVCache(BlockCache):
         )
         self._dtype = dtype
         self._piece_bytes = [card.piece_bytes for card in cards]
-        stay = [layer for layer, one in enumerate(config.layer_windows) if one is not None or layer in resident_layers]
-        streamed = [layer for layer in range(config.num_layers) if layer not in stay]
+        windows = {layer: one.window for layer, one in config.attentions.items()}
+        stay = [layer for layer, one in windows.items() if one is not None or layer in resident_layers]
+        streamed = [layer for layer in windows if layer not in stay]
         most_blocks, self._ring_blocks = num_blocks(capacity_tokens), ring_blocks(window_tokens)
         of_layers = {layer: cards[self._owners[layer]] for layer in streamed}
         sizes = {layer: block_bytes(config, dtype, layer) for layer in streamed}
@@ -331,8 +332,9 @@ class HostKVCache(BlockCache):
         assert not self.blocks.is_staged, "kernels reach page-locked memory only"
         batch = len(self._lengths)
         if not self._tables:
-            for number, owner in enumerate(self._owners):
-                self._tables[number] = BlockTable.empty(batch, self.blocks.most_blocks, self._devices[owner])
+            for number in self._num_blocks:
+                device = self._devices[self._owners[number]]
+                self._tables[number] = BlockTable.empty(batch, self.blocks.most_blocks, device)
             for slot in range(batch):
                 for number, data in self._resident.items():
                     self._tables[number].put(slot, 0, data[slot])

@@ -63,7 +63,7 @@ class RetrievedChunks:
         self.chunk_size = chunk_size
         self.budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
         owners = owners or (0,) * config.num_layers
-        shapes = block_shapes(config, batch, dict.fromkeys(range(config.num_layers), num_blocks(budget_tokens)))
+        shapes = block_shapes(config, batch, dict.fromkeys(config.attentions, num_blocks(budget_tokens)))
         self._stacks, self._data = allocate_layers(budgets, owners, name, dtype, shapes)
         shapes = {layer: (batch, shape[3], self.budget_chunks) for layer, shape in shapes.items()}
         self._places, self.resident = allocate_layers(budgets, owners, f"{name}: places", torch.int32, shapes)
@@ -153,12 +153,12 @@ class RetrievalCache:
             owners=owners, name=name,
         )  # fmt: skip
         count = num_blocks(source.capacity_tokens) * BLOCK_TOKENS // chunk_size
-        attentions = {number: layer.attention for number, layer in enumerate(config.layers)}
-        shapes = {layer: (batch, one.num_kv_heads, count, one.head_dim) for layer, one in attentions.items()}
+        attentions = config.attentions.items()
+        shapes = {layer: (batch, one.num_kv_heads, count, one.head_dim) for layer, one in attentions}
         _, codes = allocate_layers(budgets, owners, "codes of chunks", torch.int8, shapes)
         shapes = {layer: (*shape[:3], 2) for layer, shape in shapes.items()}
         _, factors = allocate_layers(budgets, owners, "factors of chunks", torch.float16, shapes)
-        self._summaries = list(map(ChunkSummaries, codes.values(), factors.values()))
+        self._summaries = {layer: ChunkSummaries(own, factors[layer]) for layer, own in codes.items()}
         source.observers.append(self)
         self._source = source
         self._rows = range(0)  # sequences of the running passes: every pass is about all of these
@@ -179,7 +179,9 @@ class RetrievalCache:
 
     def warm_up(self) -> None:
         """Compile what chooses, however many chunks there are to choose from."""
-        for num_heads, num_chunks, device in {(*one.codes.shape[1:3], one.codes.device) for one in self._summaries}:
+        for num_heads, num_chunks, device in {
+            (*one.codes.shape[1:3], one.codes.device) for one in self._summaries.values()
+        }:
             for count in different_counts(num_chunks):
                 scores = torch.zeros(1, num_heads, count, device=device)
                 with current_device(device):
@@ -342,13 +344,12 @@ class RetrievedDraftCache(RetrievalCache):
 
 def summaries_bytes(config: ModelConfig, *, chunk_size: int, capacity_tokens: int, batch: int) -> int:
     """Device bytes of the chunks' summaries of a `RetrievalCache`."""
-    attentions = [layer.attention for layer in config.layers]
-    chunk_bytes = sum(one.num_kv_heads * (one.head_dim + FACTOR_BYTES) for one in attentions)
+    chunk_bytes = sum(one.num_kv_heads * (one.head_dim + FACTOR_BYTES) for one in config.attentions.values())
     return batch * num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size * chunk_bytes
 
 
 def retrieved_bytes(config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, batch: int) -> int:
     """Device bytes of `RetrievedChunks`: the blocks and the table of places."""
-    num_heads = sum(layer.attention.num_kv_heads for layer in config.layers)
+    num_heads = sum(one.num_kv_heads for one in config.attentions.values())
     places = batch * num_heads * chunks_of_budget(budget_tokens, chunk_size)
     return kv_cache_bytes(config, dtype, capacity_tokens=budget_tokens, batch=batch) + 4 * places

@@ -86,7 +86,7 @@ def serve(options: ServeOptions) -> None:
     config, served = options.config, options.server  # judged before anything is loaded
     refuse_early(config)
     require_extra()
-    from offload_runtime.engine.sessions import prefix_files
+    from offload_runtime.engine.prefix_cache import prefix_files
     from offload_runtime.server.app import Server
 
     if served.sessions is not None:

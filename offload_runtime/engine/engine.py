@@ -21,10 +21,9 @@ import torch
 from offload_runtime.cache import BlockStore
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.load_model import LoadedModel
-from offload_runtime.engine.prefix_cache import PrefixCache
+from offload_runtime.engine.prefix_cache import PrefixCache, SavedCache
 from offload_runtime.engine.proposing import WindowChooser
 from offload_runtime.engine.request import PromptRoom, Request
-from offload_runtime.engine.sessions import SavedPrefixes, SessionCache, session_caches
 from offload_runtime.engine.stats import GenerationResult, GenerationStats
 from offload_runtime.errors import (
     BudgetError,
@@ -131,14 +130,13 @@ class Engine:
         self._meter = PassMeter(self.target, self.recorder)
         self.begin()
 
-    def begin(
-        self, owner: object | None = None, *, store: BlockStore | None = None, prefixes: SavedPrefixes | None = None
-    ) -> None:
+    def begin(self, owner: object | None = None, *, stores: Sequence[BlockStore] = ()) -> None:
         """Cancel all requests, for others to come. What the slots hold is kept for an `owner` that left it there, and
-        forgotten otherwise; what they lose is for `store` and `prefixes`."""
+        forgotten otherwise; what they lose is for `stores`. Raises as `saved_caches` where there are any."""
         self.cancel_all()
         if owner is None or owner is not self.owner:
-            self.prefix_cache = PrefixCache(self.target, self._num_slots, store, prefixes)
+            caches = [*self.saved_caches().values()] if stores else []
+            self.prefix_cache = PrefixCache(self.target, self._num_slots, stores, caches)
         self.owner = owner
         self._chooser = WindowChooser(
             self.plan, self.free_nodes, self.proposer, self.controller, self.target.runner.cache, self.recorder
@@ -350,9 +348,9 @@ class Engine:
             peaks = list(dict(peaks).items())
         return sum(nbytes for _, nbytes in peaks)
 
-    def session_caches(self) -> dict[str, SessionCache]:
-        """Return the caches whose blocks sessions have. Raises `CheckpointError` if a model's files cannot be read."""
-        return session_caches(self.plan, self.target, self.draft, self.proposer.draft_state)
+    def saved_caches(self) -> dict[str, SavedCache]:
+        """Return the caches whose blocks are saved. Raises `CheckpointError` if a model's files cannot be read."""
+        return SavedCache.of(self.plan, self.target, self.draft, self.proposer.draft_state)
 
 
 class _Passes(NamedTuple):

@@ -1,27 +1,162 @@
 """The prefix cache: slots keep the keys and values of requests that have ended, and the longest beginning of a prompt
-that one of them still holds is not read again. A store in host memory, if there is one, holds blocks that slots have
-lost, and gives them back to a prompt of which it knows more than any slot; so does a directory, which outlives the
-process.
+that one of them still holds is not read again. Stores hold blocks that slots have lost, one in host memory, one in a
+directory, which outlives the process; they give them back to a prompt of which they know more than any slot.
 
 By one arithmetic what is kept has the bits of what would be computed anew. A slot without a running request costs no
 pass anything: passes attend to, and stream, the keys and values of the requests that they are about.
+
+Stores have the target's blocks, and the draft's where its cache holds all of a text. What a retrieval verifier knows of
+chunks is made anew of each block as it comes; a streaming draft reads the few tokens that it holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+import json
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, takewhile
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.cache import BlockLayout, BlockStore
-from offload_runtime.cache.saved_blocks import SavedBlock
+from offload_runtime.cache import BlockFiles, BlockLayout, BlockStore, block_names
+from offload_runtime.cache.saved_blocks import first_whole_block
 from offload_runtime.engine.load_model import LoadedModel
-from offload_runtime.engine.sessions import SavedPrefixes
-from offload_runtime.errors import BudgetError
-from offload_runtime.stream import check_host_memory
+from offload_runtime.errors import BudgetError, SessionError, StorageError
+from offload_runtime.plan import RunPlan
+from offload_runtime.runners import DraftKVState
+from offload_runtime.sizes import GB
+from offload_runtime.weights import CheckpointSource
+
+# To be raised with every change by which the target's keys and values get other bits: what was saved before is refused.
+_ARITHMETIC = 1
+# What a server's blocks may take where nobody says how much.
+_SERVER_BYTES = 64 * GB
+
+
+def prefix_files(directory: Path, most_bytes: int | None = None) -> BlockFiles:
+    """The blocks of a server, which no other one may use meanwhile. Raises `StorageError`."""
+    remedy = "choose another directory for --sessions"
+    return BlockFiles(directory, remedy=remedy, most_bytes=most_bytes or _SERVER_BYTES)
+
+
+@dataclass(frozen=True)
+class SavedCache:
+    """A model's cache, whose blocks go to stores and come from there.
+
+    Attributes:
+        model: Whose it is.
+        source: Its checkpoint.
+        made_with: All that its keys and values depend on, besides tokens and frequencies.
+        draft_state: What it holds, of a draft's; None of the target's.
+        locks: Whether memory may be page-locked for blocks on their way.
+    """
+
+    model: LoadedModel
+    source: CheckpointSource
+    made_with: Mapping[str, str]
+    draft_state: DraftKVState | None = None
+    locks: bool = False
+
+    @classmethod
+    def of(
+        cls, plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, draft_state: DraftKVState | None
+    ) -> dict[str, SavedCache]:
+        """The caches whose blocks are saved: `target`, and `draft` where there is one.
+
+        Raises:
+            CheckpointError: A model's files cannot be read any more.
+        """
+        caches = dict[str, SavedCache]()
+        for name, model, source, state in (
+            ("target", target, plan.request.target, None), ("draft", draft, plan.request.draft, draft_state),
+        ):  # fmt: skip
+            if model is None or (name == "draft" and state is None):
+                continue
+            assert isinstance(source, CheckpointSource), "a runtime that is loaded has opened its checkpoints"
+            device, cpu = model.rope.device, torch.backends.cpu.get_cpu_capability()
+            made_with = {
+                "model": source.fingerprint,
+                "dtype": str(model.plan.dtype).removeprefix("torch."),
+                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {cpu}",
+                "arithmetic": f"{_ARITHMETIC}, torch {torch.__version__}",
+            } | ({} if state is None else {"cache": model.plan.cache})  # fmt: skip
+            locks = device.type == "cuda" and plan.request.pinned is None
+            caches[name] = cls(model, source, made_with, state, locks)
+        return caches
+
+    def num_held(self, slot: int, tokens: Sequence[int]) -> int:
+        """How many leading tokens of a text a slot holds, which has this text or, in a draft's cache, any."""
+        if self.draft_state is not None:
+            return self.draft_state.num_held(slot, tokens)
+        return min(self.model.runner.cache.length(slot), len(tokens))
+
+    def blocks(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> dict[str, BlockLayout]:
+        """What the blocks of a text are called, whose prompt had so many tokens, and what is in them: the open one and
+        those that its windows reach are whole, and others where they are there so alone."""
+        return self._blocks(store, self._names(tokens, prompt_tokens), len(tokens))
+
+    def find(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> dict[str, BlockLayout]:
+        """The leading full blocks of a text that a store has, as many as bring it back: as of `blocks`; this uses
+        them."""
+        names = self._names(tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS], prompt_tokens)
+        names = list(takewhile(lambda pair: pair[0] in store or pair[1] in store, names))
+        while names and any(whole not in store for whole, _ in names[self._first_whole(len(names) * BLOCK_TOKENS) :]):
+            names.pop()
+        blocks = self._blocks(store, names, len(names) * BLOCK_TOKENS)
+        store.find(list(blocks))
+        return blocks
+
+    def _first_whole(self, length: int) -> int:
+        # A draft's cache keeps all of its layers.
+        return first_whole_block(self.model.config, length) if self.draft_state is None else 0
+
+    def _blocks(self, store: BlockStore, names: Sequence[tuple[str, str]], length: int) -> dict[str, BlockLayout]:
+        first_whole, (config, dtype) = self._first_whole(length), (self.model.config, self.model.plan.dtype)
+        layouts = [BlockLayout.of(config, dtype, whole=one, locks=self.locks) for one in (False, True)]
+        found = dict[str, BlockLayout]()
+        for block, (name, other) in enumerate(names):
+            whole = block >= first_whole or (name in store and other not in store)
+            found[name if whole else other] = layouts[whole]
+        return found
+
+    def _names(self, tokens: Sequence[int], prompt_tokens: int) -> list[tuple[str, str]]:
+        """What each block of a text is called where it is whole, and where it is not."""
+        # How a draft was rotated changes no token.
+        frequencies = self.model.rope.frequency_set(prompt_tokens) if self.draft_state is None else 0
+        kind = f"{json.dumps(self.made_with)} {frequencies}"
+        return list(zip(block_names(kind, tokens), block_names(f"{kind} without windows", tokens), strict=True))
+
+    def save(self, store: BlockStore, slot: int, blocks: Mapping[str, BlockLayout]) -> None:
+        """Save those of a slot's blocks that are not there yet. Raises as `BlockStore.save`."""
+        self._synchronize()
+        store.save(blocks, partial(self.model.runner.cache.save_block, slot))
+
+    def restore(self, store: BlockStore, slot: int, tokens: Sequence[int], blocks: Mapping[str, BlockLayout]) -> None:
+        """Bring a slot, which holds some of these tokens or none, to all of them. What came before an error stays.
+        Raises as `BlockStore.read`, and `ContextLengthError`."""
+        self._synchronize()  # what is queued for the slot would write over it
+        cache = self.model.runner.cache
+        if self.draft_state is not None:
+            self.draft_state.catch_up(slot, ())
+        while rest := cache.length(slot) % BLOCK_TOKENS:
+            cache.truncate(slot, cache.length(slot) - rest)
+        cache.begin_restore(slot, len(tokens))
+        try:
+            for saved in store.read(dict(islice(blocks.items(), cache.length(slot) // BLOCK_TOKENS, None))):
+                cache.restore_block(slot, saved, min(BLOCK_TOKENS, len(tokens) - cache.length(slot)))
+        finally:
+            if self.draft_state is not None:
+                self.draft_state.restored(slot, tokens[: cache.length(slot)])
+
+    def _synchronize(self) -> None:
+        for device in self.model.runner.decoder.partition.devices:
+            if device.type == "cuda":  # a draft has a stream of its own
+                torch.cuda.synchronize(device)
 
 
 class _Held(NamedTuple):
@@ -33,20 +168,23 @@ class _Held(NamedTuple):
 
 
 class PrefixCache:
-    """Which tokens' keys and values the slots of the target's cache and a store hold.
+    """Which tokens' keys and values the slots of the target's cache and stores hold. What a store cannot take, or has
+    damaged, is told to the log: a request is never refused for it.
 
     Args:
         target: Whose cache it is.
         num_slots: Of the cache. They are taken for empty, whatever they hold.
-        store: Of blocks that they have lost, where the cache is on the device; None for none.
-        prefixes: The same on disk.
+        stores: Of blocks that they have lost.
+        caches: Whose blocks these are, by `SavedCache.of`.
     """
 
     def __init__(
-        self, target: LoadedModel, num_slots: int, store: BlockStore | None = None,
-        prefixes: SavedPrefixes | None = None,
+        self, target: LoadedModel, num_slots: int, stores: Sequence[BlockStore] = (),
+        caches: Sequence[SavedCache] = (),
     ) -> None:  # fmt: skip
-        self._target, self._store, self._prefixes = target, store, prefixes
+        self._target = target
+        # The target's come last, to stay where there is not room for all.
+        self._saved = [(store, one) for store in stores for one in caches[::-1]]
         self._slots = dict.fromkeys(range(num_slots), _Held())  # the least recently used one comes first
 
     def join(self, sequence: Sequence[int], free: Collection[int]) -> tuple[int, int]:
@@ -62,19 +200,22 @@ class PrefixCache:
         """
         kept = {slot: self._num_shared(slot, sequence) for slot in self._slots if slot in free}
         slot, cache = max(kept, key=lambda one: kept[one]), self._target.runner.cache
-        stored: Sequence[SavedBlock] = ()
-        if self._store is not None:
-            stored = self._store.find(self._target.rope.frequency_set(len(sequence)), sequence[:-1])
+        text, length = sequence[:-1], len(sequence)
+        found = [(store.snapshot(), one, one.find(store, text, length)) for store, one in self._saved]
         self._save(slot, kept[slot])  # which may drive out what was found
         self.forget(slot)  # until the cache has no more than what is shared
         cache.truncate(slot, kept[slot])
-        if len(stored) * BLOCK_TOKENS > kept[slot]:
-            whole = cache.truncate(slot, kept[slot] // BLOCK_TOKENS * BLOCK_TOKENS) // BLOCK_TOKENS
-            cache.begin_restore(slot, len(stored) * BLOCK_TOKENS)
-            for block in stored[whole:]:
-                cache.restore_block(slot, block, BLOCK_TOKENS)
-        if self._prefixes is not None:
-            self._prefixes.restore(slot, sequence)
+        for store, one, blocks in found:
+            tokens = sequence[: len(blocks) * BLOCK_TOKENS]
+            if one.num_held(slot, sequence) < len(tokens) <= one.model.runner.cache.capacity_tokens:
+                try:
+                    one.restore(store, slot, tokens, blocks)
+                except SessionError as error:
+                    logging.getLogger(__name__).warning("%s: it is deleted, and read again", error)
+                    store.delete([list(blocks)[one.model.runner.cache.length(slot) // BLOCK_TOKENS]])
+                except (StorageError, BudgetError) as error:
+                    logging.getLogger(__name__).warning("%s", error)
+        cache.truncate(slot, cache.length(slot))  # a block that was not there may be one that windows reach
         self._hold(slot, _Held(sequence, len(sequence)))
         return slot, cache.length(slot)
 
@@ -87,10 +228,9 @@ class PrefixCache:
         self._slots[slot] = _Held()
 
     def save_all(self) -> None:
-        """Let the directory have what slots hold, if there is one."""
-        for slot, (tokens, prompt_tokens) in self._slots.items():
-            if self._prefixes is not None:
-                self._prefixes.save(slot, tokens, prompt_tokens)
+        """Let the stores have what slots hold."""
+        for slot in self._slots:
+            self._save(slot)
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int, int]:
         """The slot that holds the longest beginning of a text, how many tokens it has of that, and how many the prompt
@@ -106,26 +246,19 @@ class PrefixCache:
         self._hold(slot, _Held(tokens, prompt_tokens))
         return slot
 
-    def _save(self, slot: int, kept: int) -> None:
-        """Let the store and the directory have a slot's blocks if any but those of the first `kept` tokens are lost, as
-        long as there is host memory."""
-        (tokens, prompt_tokens), cache, target = self._slots[slot], self._target.runner.cache, self._target
-        held = cache.keeps(slot, min(cache.length(slot), len(tokens)) // BLOCK_TOKENS * BLOCK_TOKENS)
-
-        def save(block: int, whole: bool) -> SavedBlock:
-            layout = BlockLayout.of(target.config, target.plan.dtype, whole=whole)
-            check_host_memory(layout.nbytes, what="the prefix cache")
-            saved = layout.views(torch.empty(layout.nbytes, dtype=torch.uint8))
-            cache.save_block(slot, block, saved)
-            return saved
-
-        if held <= kept:
-            return
-        if self._store is not None:
-            with suppress(BudgetError):
-                self._store.put(target.rope.frequency_set(prompt_tokens), tokens[:held], save)
-        if self._prefixes is not None:
-            self._prefixes.save(slot, tokens, prompt_tokens)
+    def _save(self, slot: int, kept: int = 0) -> None:
+        """Let the stores have a slot's full blocks if any but those of the first `kept` tokens are lost."""
+        tokens, prompt_tokens = self._slots[slot]
+        for store, one in self._saved:
+            cache = one.model.runner.cache
+            held = cache.keeps(slot, one.num_held(slot, tokens))
+            while rest := held % BLOCK_TOKENS:
+                held = cache.keeps(slot, held - rest)
+            if held > kept:
+                try:
+                    one.save(store, slot, one.blocks(store, tokens[:held], prompt_tokens))
+                except (StorageError, BudgetError) as error:
+                    logging.getLogger(__name__).warning("%s", error)
 
     def _hold(self, slot: int, held: _Held) -> None:
         # At once: an interruption must not lose a slot.

@@ -18,15 +18,14 @@ from offload_runtime.engine.conversation import Conversation, TokenStream
 from offload_runtime.engine.engine import Engine, RequestOutput, device_errors
 from offload_runtime.engine.load import describe_placement, load_runtime
 from offload_runtime.engine.load_model import LoadProgress
+from offload_runtime.engine.prefix_cache import prefix_files
 from offload_runtime.engine.proposing import settle
 from offload_runtime.engine.request import Prompt, PromptRoom, Request
 from offload_runtime.engine.sessions import (
-    SavedPrefixes,
     SavedSession,
     SavedText,
     has_blocks,
     has_messages_alone,
-    prefix_files,
     save_session,
     session_files,
     text_without_blocks,
@@ -185,7 +184,7 @@ class Runtime(AbstractContextManager["Runtime"]):
                 slot, held, prompt_tokens = engine.prefix_cache.find(seen[1])
             saved = SavedText(*seen, prompt_tokens)
             with device_errors(self.device):
-                save_session(path, record, saved, engine.session_caches(), slot=slot, held=held)
+                save_session(path, record, saved, engine.saved_caches(), slot=slot, held=held)
 
     def load_session(
         self, path: Path, record: Mapping[str, Any], *, owner: object
@@ -196,10 +195,10 @@ class Runtime(AbstractContextManager["Runtime"]):
         if has_messages_alone(record):
             return ("", ()), 0
         if not has_blocks(path, record):
-            return text_without_blocks(path, record, self.engine.session_caches()["target"]), 0
+            return text_without_blocks(path, record, self.engine.saved_caches()["target"]), 0
         with self._locked(), device_errors(self.device), session_files(path) as files:
             self._require_open()
-            session = SavedSession(path, record, files, self.engine.session_caches())
+            session = SavedSession(path, record, files, self.engine.saved_caches())
             saved = session.saved
             if self.engine.owner is not None:  # whose keys and values give way only to what is whole
                 session.verify()
@@ -437,16 +436,15 @@ class Runtime(AbstractContextManager["Runtime"]):
         raise an `OptionError`. See `Scheduler`."""
         with self._locked(), ExitStack() as stack:
             self._require_open()
-            store, prefixes = self._store(prefix_cache_bytes), None
+            stores = self._stores(prefix_cache_bytes)
             if sessions is not None:
                 if sessions_bytes is not None:
                     self._require_block(sessions_bytes, "sessions are", "raise --sessions-size")
-                files = stack.enter_context(prefix_files(sessions, sessions_bytes))
-                prefixes = SavedPrefixes(files, self.engine.session_caches())
+                stores.append(stack.enter_context(prefix_files(sessions, sessions_bytes)))
             self._is_served = True
             try:
                 self._call = None
-                self.engine.begin(store=store, prefixes=prefixes)
+                self.engine.begin(stores=stores)
                 yield self.engine
                 with device_errors(self.device):
                     self.engine.prefix_cache.save_all()
@@ -454,26 +452,25 @@ class Runtime(AbstractContextManager["Runtime"]):
                 self._is_served = False
                 self.engine.cancel_all()
 
-    def _store(self, nbytes: int) -> BlockStore | None:
-        """Of blocks that slots lose; None for 0 bytes.
+    def _stores(self, nbytes: int) -> list[BlockStore]:
+        """What holds blocks that slots lose in host memory; none for 0 bytes.
 
         Raises:
             OptionError: It would be of no use, or not hold any.
         """
         require(nbytes >= 0, f"prefix_cache_bytes must not be negative, not {nbytes}")
         if not nbytes:
-            return None
+            return []
         on_host = self.plan.target.on_host
         require(not on_host, "prefix_cache_bytes does nothing with the KV cache in host memory: drop it")
-        block_bytes = self._require_block(nbytes, "prefix_cache_bytes is for", "raise it, or 0 for none")
-        return BlockStore(self.config, nbytes // block_bytes)
+        self._require_block(nbytes, "prefix_cache_bytes is for", "raise it, or 0 for none")
+        return [BlockStore(nbytes)]
 
-    def _require_block(self, nbytes: int, what: str, remedy: str) -> int:
-        """Return the bytes of a block of all layers. Raises `OptionError` unless it fits into `nbytes`."""
+    def _require_block(self, nbytes: int, what: str, remedy: str) -> None:
+        """Raise `OptionError` unless a block of all layers fits into `nbytes`."""
         block_bytes = self.plan.target.kv_block_bytes
         sizes = f"{format_bytes(nbytes)} hold none of {format_bytes(block_bytes)}"
         require(nbytes >= block_bytes, f"{what} blocks of 256 tokens, and {sizes}: {remedy}")
-        return block_bytes
 
     def close(self) -> None:
         """Stop the copies, give all memory back, and write the trace if there is one. The runtime cannot be used

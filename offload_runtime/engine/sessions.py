@@ -1,205 +1,30 @@
-"""Sessions: keys and values on disk, so that nothing is read again that was read before.
+"""Sessions: conversations on disk, with keys and values, so that nothing is read again that was read before.
 
-Of a conversation FILE has the messages and the tokens that they are, and the directory FILE.kv its blocks. A save adds
-the blocks that are new, then replaces FILE, then deletes what nobody needs any more: whenever a process is killed, the
-old session or the new one is whole. A server has blocks alone, of all prompts in one directory.
-
-Kept are the target's blocks, and the draft's where its cache holds all of a text. What a retrieval verifier knows of
-chunks is made anew of each block as it comes; a streaming draft reads the few tokens that it holds.
+FILE has the messages and the tokens that they are, and the directory FILE.kv its blocks. A save adds the blocks that
+are new, then replaces FILE, then deletes what nobody needs any more: whenever a process is killed, the old session or
+the new one is whole.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
-from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
-import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.cache import BlockFiles, BlockLayout, block_names
-from offload_runtime.cache.saved_blocks import first_whole_block, num_restorable
-from offload_runtime.engine.load_model import LoadedModel
-from offload_runtime.errors import BudgetError, ContextLengthError, OptionError, SessionError, StorageError
+from offload_runtime.cache import BlockFiles, BlockLayout
+from offload_runtime.engine.prefix_cache import SavedCache
+from offload_runtime.errors import ContextLengthError, OptionError, SessionError
 from offload_runtime.files import delete_leftovers, regular_file, write_atomically
 from offload_runtime.options import require, require_unicode
-from offload_runtime.plan import RunPlan
-from offload_runtime.runners import DraftKVState
-from offload_runtime.sizes import GB
-from offload_runtime.weights import CheckpointSource
 
-# To be raised with every change by which the target's keys and values get other bits: what was saved before is refused.
-_ARITHMETIC = 1
-# What a server's blocks may take where nobody says how much.
-_SERVER_BYTES = 64 * GB
 _REMEDY = "nothing was changed, choose another place"
 _ROLES = ("system", "user", "assistant")
-
-
-def made_with(source: CheckpointSource, model: LoadedModel) -> dict[str, str]:
-    """All that the bits of a model's keys and values depend on besides the tokens.
-
-    Raises:
-        CheckpointError: The model's files cannot be read any more.
-    """
-    device, cpu = model.rope.device, torch.backends.cpu.get_cpu_capability()
-    return {
-        "model": source.fingerprint,
-        "dtype": str(model.plan.dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {cpu}",
-        "arithmetic": f"{_ARITHMETIC}, torch {torch.__version__}",
-    }  # fmt: skip
-
-
-def _opened(source: Any) -> CheckpointSource:
-    assert isinstance(source, CheckpointSource), "a runtime that is loaded has opened its checkpoints"
-    return source
-
-
-@dataclass(frozen=True)
-class SessionCache:
-    """A model's cache, whose blocks go to files and come from there.
-
-    Attributes:
-        model: Whose it is.
-        source: Its checkpoint.
-        made_with: All that its keys and values depend on, besides tokens and frequencies.
-        draft_state: What it holds, of a draft's; None of the target's.
-        locks: Whether memory may be page-locked for blocks on their way.
-    """
-
-    model: LoadedModel
-    source: CheckpointSource
-    made_with: Mapping[str, str]
-    draft_state: DraftKVState | None = None
-    locks: bool = False
-
-    def blocks(self, files: BlockFiles, tokens: Sequence[int], prompt_tokens: int) -> dict[str, BlockLayout]:
-        """What the blocks of a text are called, whose prompt had so many tokens, and what is in them: the open one and
-        those that its windows reach are whole, and others where they are there so alone."""
-        # A draft's cache keeps all of its layers.
-        first_whole = first_whole_block(self.model.config, len(tokens)) if self.draft_state is None else 0
-        config, dtype = self.model.config, self.model.plan.dtype
-        layouts = [BlockLayout.of(config, dtype, whole=one, locks=self.locks) for one in (False, True)]
-        found = dict[str, BlockLayout]()
-        for block, (name, other) in enumerate(self._names(tokens, prompt_tokens)):
-            whole = block >= first_whole or (name in files and other not in files)
-            found[name if whole else other] = layouts[whole]
-        return found
-
-    def num_stored(self, files: BlockFiles, tokens: Sequence[int], prompt_tokens: int) -> int:
-        """How many leading blocks of a text are there and bring it back."""
-        names = self._names(tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS], prompt_tokens)
-        there = takewhile(lambda pair: pair[0] in files or pair[1] in files, names)
-        return num_restorable(self.model.config, [name in files for name, _ in there])
-
-    def _names(self, tokens: Sequence[int], prompt_tokens: int) -> list[tuple[str, str]]:
-        """What each block of a text is called where it is whole, and where it is not."""
-        # How a draft was rotated changes no token.
-        frequencies = self.model.rope.frequency_set(prompt_tokens) if self.draft_state is None else 0
-        kind = f"{json.dumps(self.made_with)} {frequencies}"
-        return list(zip(block_names(kind, tokens), block_names(f"{kind} without windows", tokens), strict=True))
-
-    def save(self, files: BlockFiles, slot: int, blocks: Mapping[str, BlockLayout]) -> None:
-        """Save those of a slot's blocks that are not there yet. Raises as `BlockFiles.save`."""
-        self._synchronize()
-        files.save(blocks, partial(self.model.runner.cache.save_block, slot))
-
-    def restore(self, files: BlockFiles, slot: int, tokens: Sequence[int], blocks: Mapping[str, BlockLayout]) -> None:
-        """Bring a slot, which holds whole blocks of these tokens or nothing, to all of them. What came before an error
-        stays. Raises as `BlockFiles.read`, and `ContextLengthError`."""
-        self._synchronize()  # what is queued for the slot would write over it
-        cache = self.model.runner.cache
-        cache.begin_restore(slot, len(tokens))
-        try:
-            for saved in files.read(dict(islice(blocks.items(), cache.length(slot) // BLOCK_TOKENS, None))):
-                cache.restore_block(slot, saved, min(BLOCK_TOKENS, len(tokens) - cache.length(slot)))
-        finally:
-            if self.draft_state is not None:
-                self.draft_state.restored(slot, tokens[: cache.length(slot)])
-
-    def _synchronize(self) -> None:
-        for device in self.model.runner.decoder.partition.devices:
-            if device.type == "cuda":  # a draft has a stream of its own
-                torch.cuda.synchronize(device)
-
-
-def session_caches(
-    plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, draft_state: DraftKVState | None
-) -> dict[str, SessionCache]:
-    """The caches whose blocks sessions have: `target`, and `draft` where there is one. Raises as `made_with`."""
-    source = _opened(plan.request.target)
-    locks = target.rope.device.type == "cuda" and plan.request.pinned is None
-    caches = {"target": SessionCache(target, source, made_with(source, target), locks=locks)}
-    if draft is not None and draft_state is not None:
-        source = _opened(plan.request.draft)
-        made = made_with(source, draft) | {"cache": draft.plan.cache}
-        caches["draft"] = SessionCache(draft, source, made, draft_state, locks)
-    return caches
-
-
-def prefix_files(directory: Path, most_bytes: int | None = None) -> BlockFiles:
-    """The blocks of a server, which no other one may use meanwhile. Raises `StorageError`."""
-    remedy = "choose another directory for --sessions"
-    return BlockFiles(directory, remedy=remedy, most_bytes=most_bytes or _SERVER_BYTES)
-
-
-class SavedPrefixes:
-    """Blocks of all prompts that a server has read, in a directory. What cannot be written, or is damaged, is told to
-    the log: a request is never refused for it.
-
-    Args:
-        files: Where they are.
-        caches: Whose they are, by `session_caches`.
-    """
-
-    def __init__(self, files: BlockFiles, caches: Mapping[str, SessionCache]) -> None:
-        self._files, self._caches = files, caches.values()
-
-    def save(self, slot: int, tokens: Sequence[int], prompt_tokens: int) -> None:
-        """Save whole blocks of a slot, of which the target's cache may hold the first tokens only."""
-        for cache in self._caches:
-            state, kv = cache.draft_state, cache.model.runner.cache
-            held = min(kv.length(slot), len(tokens)) if state is None else state.num_held(slot, tokens)
-            held = kv.keeps(slot, held // BLOCK_TOKENS * BLOCK_TOKENS)
-            try:
-                cache.save(self._files, slot, cache.blocks(self._files, tokens[:held], prompt_tokens))
-            except (StorageError, BudgetError) as error:
-                logging.getLogger(__name__).warning("%s", error)
-
-    def restore(self, slot: int, prompt: Sequence[int]) -> None:
-        """Bring a slot, which holds some of a prompt's first tokens, to all whole blocks that there are of it, but for
-        its last token."""
-        for cache in self._caches:
-            state, kv = cache.draft_state, cache.model.runner.cache
-            count = cache.num_stored(self._files, prompt[:-1], len(prompt))
-            held = kv.length(slot) if state is None else state.num_held(slot, prompt)
-            if not held < count * BLOCK_TOKENS <= kv.capacity_tokens:
-                continue
-            if state is not None:
-                state.catch_up(slot, ())
-            else:
-                kv.truncate(slot, held // BLOCK_TOKENS * BLOCK_TOKENS)
-            tokens = prompt[: count * BLOCK_TOKENS]
-            blocks = cache.blocks(self._files, tokens, len(prompt))
-            self._files.find(list(blocks))
-            try:
-                cache.restore(self._files, slot, tokens, blocks)
-            except SessionError as error:
-                logging.getLogger(__name__).warning("%s: it is deleted, and read again", error)
-                self._files.delete([list(blocks)[kv.length(slot) // BLOCK_TOKENS]])
-            except (StorageError, BudgetError) as error:
-                logging.getLogger(__name__).warning("%s", error)
-
-
-# --- conversations
 
 
 @dataclass(frozen=True)
@@ -235,7 +60,7 @@ def _directory(real: Path) -> Path:
 
 
 def save_session(
-    path: Path, conversation: Mapping[str, Any], saved: SavedText, caches: Mapping[str, SessionCache], *, slot: int,
+    path: Path, conversation: Mapping[str, Any], saved: SavedText, caches: Mapping[str, SavedCache], *, slot: int,
     held: int,
 ) -> None:  # fmt: skip
     """Save a conversation, and what caches hold of it.
@@ -244,7 +69,7 @@ def save_session(
         path: Its file.
         conversation: The messages, as `Conversation.to_json` gives them.
         saved: What they are to the model.
-        caches: By `session_caches`.
+        caches: By `SavedCache.of`.
         slot: Of the caches.
         held: Tokens that the target's cache has there.
 
@@ -254,10 +79,9 @@ def save_session(
     tokens, held_by, needed = saved.tokens, dict[str, int](), list[str]()
     with session_files(path) as files:
         for name, cache in caches.items():
-            state = cache.draft_state
-            count = held if state is None else state.num_held(slot, tokens)
-            stored = cache.num_stored(files, tokens, saved.prompt_tokens)
-            count = max(count, stored * BLOCK_TOKENS)  # where another call has used the cache since
+            count = held if cache.draft_state is None else cache.num_held(slot, tokens)
+            stored = cache.find(files, tokens, saved.prompt_tokens)
+            count = max(count, len(stored) * BLOCK_TOKENS)  # where another call has used the cache since
             blocks = cache.blocks(files, tokens[:count], saved.prompt_tokens)
             cache.save(files, slot, blocks)
             held_by[name], needed = count, [*needed, *blocks]
@@ -342,7 +166,7 @@ class SavedSession:
         path: Its file.
         record: What that says.
         files: Its blocks.
-        caches: By `session_caches`.
+        caches: By `SavedCache.of`.
 
     Raises:
         SessionError: It is damaged, or of another model, dtype, type of GPU or version.
@@ -354,7 +178,7 @@ class SavedSession:
     """
 
     def __init__(
-        self, path: Path, record: Mapping[str, Any], files: BlockFiles, caches: Mapping[str, SessionCache]
+        self, path: Path, record: Mapping[str, Any], files: BlockFiles, caches: Mapping[str, SavedCache]
     ) -> None:  # fmt: skip
         self._files, self._remedy = files, f"delete {_directory(path.resolve())} to have its messages read again"
         session, made = record["session"], caches["target"].made_with
@@ -371,7 +195,7 @@ class SavedSession:
             raise ContextLengthError(f"{path} has {len(tokens)} tokens and the context {capacity}: raise --context")
         # Of each cache as many leading tokens as it was saved with; a draft that is another one reads them itself.
         self.held_tokens = session["held"]["target"]
-        self._caches = list[tuple[SessionCache, Sequence[int], dict[str, BlockLayout]]]()
+        self._caches = list[tuple[SavedCache, Sequence[int], dict[str, BlockLayout]]]()
         for name, cache in caches.items():
             own = tokens[: session["held"].get(name, 0)]
             blocks = cache.blocks(files, own, self.saved.prompt_tokens)
@@ -390,8 +214,6 @@ class SavedSession:
     def restore(self, slot: int) -> None:
         """Bring the caches to it, in an empty slot. Raises as `verify`."""
         for cache, tokens, blocks in self._caches:
-            if cache.draft_state is not None:
-                cache.draft_state.catch_up(slot, ())
             with self._refusing():
                 cache.restore(self._files, slot, tokens, blocks)
 
@@ -423,7 +245,7 @@ def has_blocks(path: Path, record: Mapping[str, Any]) -> bool:
 
 
 def text_without_blocks(
-    path: Path, record: Mapping[str, Any], target: SessionCache
+    path: Path, record: Mapping[str, Any], target: SavedCache
 ) -> tuple[str, tuple[int, ...]]:  # fmt: skip
     """What a session without blocks has been to the model, and its tokens; nothing where that was another model.
     Raises `SessionError` if it is damaged."""

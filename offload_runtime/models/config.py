@@ -84,6 +84,11 @@ class ModelConfig:
         return tuple(layer.attention.kv_elements(1) for layer in self.layers)
 
     @cached_property
+    def attentions(self) -> dict[int, Attention]:
+        """By their numbers the layers that keep keys and values: their attentions."""
+        return {number: layer.attention for number, layer in enumerate(self.layers)}
+
+    @cached_property
     def layer_windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer in tokens; None where it attends to all."""
         return tuple(layer.attention.window for layer in self.layers)
