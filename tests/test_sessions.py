@@ -316,3 +316,15 @@ def test_a_server_that_is_started_again_reads_nothing_again(target: Path, draft:
     for tokens in (256, 512):  # the block behind the one that was damaged stayed, was found damaged, and is new then
         with serving(target, load_options=options, sessions=tmp_path / "kept") as served:
             assert ask(served, first[0], "and?") == (expected[0], tokens)
+
+
+def test_a_server_reads_again_what_windows_reach_of_a_damaged_block(windowed_target: Path, tmp_path: Path) -> None:
+    """The block before it is there, but not what the windows behind it reach."""
+    options, answers = {"context": CONTEXT, "max_batch": 1, "draft": "none"}, list[tuple[str, int]]()
+    for _ in range(2):
+        with serving(windowed_target, load_options=options, sessions=tmp_path) as served:
+            answers.append(ask(served))
+        flip(max(tmp_path.glob("*.kv"), key=lambda file: file.stat().st_size))  # the one that is whole
+    assert answers == [(answers[0][0], 0)] * 2
+    with serving(windowed_target, load_options=options, sessions=tmp_path) as served:
+        assert ask(served)[0] == answers[0][0]
