@@ -12,8 +12,8 @@ from offload_runtime.runners.model_runner import ModelRunner
 
 # More new tokens than this go through the draft as a prompt; chunks are chosen by as many queries at the most.
 CATCH_UP_TOKENS = 32
-# The draft's first step feeds so many tokens that the host knows already: what a verified window brought may be new to
-# its cache, and the rest is written a second time.
+# The draft's first step feeds up to so many tokens that the host knows already: what a verified window brought may be
+# new to its cache.
 REWRITTEN_TOKENS = 2
 
 
