@@ -17,7 +17,7 @@ from offload_runtime_kernels.attention import AttentionParams, QueryRows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.cache import BlockLayout, BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
+from offload_runtime.cache import BlockLayout, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
 from offload_runtime.cache.device import StreamingDraftCache, block_shapes, kept_positions, num_blocks
 from offload_runtime.cache.retrieval import RetrievedChunks, RetrievedDraftCache
 from offload_runtime.cache.saved_blocks import SavedBlock, first_whole_block
@@ -195,7 +195,7 @@ class Rolling:
         budget, piece_bytes = DeviceBudget(CPU, None), max(BLOCK_BYTES)
         self.cache: DeviceKVCache | HostKVCache
         if on_host:
-            card = HostKVCard(budget, ThreadCopyEngine(), BlockLocking(None), piece_bytes, 0)
+            card = HostKVCard(budget, ThreadCopyEngine(), piece_bytes)
             self.cache = HostKVCache(
                 WINDOWED, torch.float32, window_tokens=40, cards=[card], resident_layers=range(LAYERS), **sizes
             )
@@ -316,7 +316,7 @@ class PlayedOnHost:
         self.engine = engine or ThreadCopyEngine()
         self.cache = HostKVCache(
             CONFIG, torch.float32, capacity_tokens=4 * CAPACITY, batch=1, window_tokens=self.WINDOW,
-            cards=[HostKVCard(DeviceBudget(CPU, None), self.engine, BlockLocking(None), max(BLOCK_BYTES), 0)],
+            cards=[HostKVCard(DeviceBudget(CPU, None), self.engine, max(BLOCK_BYTES))],
         )  # fmt: skip
         self.expected: list[int] = []
         self._marks = Marks()

@@ -4,7 +4,6 @@ from offload_runtime.cache.device import DeviceKVCache, KVCache, block_bytes, kv
 from offload_runtime.cache.host import HostKVCache
 from offload_runtime.cache.host_io import (
     KV_RING_BUFFERS,
-    BlockLocking,
     HostKVCard,
     kv_piece_bytes,
     ring_blocks,

@@ -81,11 +81,12 @@ class KVCache(LayerCache, Protocol):
         """
 
     def keeps(self, slot: int, length: int) -> int:
-        """Return how many of the first `length` tokens of a sequence it could be cut to: all of them, or none where
-        newer tokens, rejected ones included, lie where a sliding window would reach."""
+        """Return to how many of the first `length` tokens of a sequence it could be cut: any number. There are none
+        where newer tokens, rejected ones included, lie where a sliding window would reach."""
 
     def truncate(self, slot: int, length: int) -> int:
-        """Forget everything behind the first `length` tokens of a sequence, or of those that it `keeps`: how many."""
+        """Forget everything behind the first `length` tokens of a sequence, or behind those of them that it `keeps`.
+        Returns how many these are; whoever wants more reads the others again."""
 
     def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
         """Copy layers of a block with committed tokens to host memory; waits for it."""

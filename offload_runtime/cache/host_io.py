@@ -44,36 +44,23 @@ _PIECE_BYTES, _PIECE_BYTES_OF_CARDS = 32 << 20, 128 << 20
 
 
 @dataclass(frozen=True)
-class BlockLocking:
-    """How host memory is page-locked for full-speed copies.
-
-    `registrar` locks; None where the device's copies need no locked memory. Memory of `staged_layers`, and what the
-    system refuses to lock, is entered in `pageable`, which the queues of both directions go by; None where nothing can
-    be staged.
-    """
-
-    registrar: Registrar | None = None
-    pageable: PageableMemory | None = None
-    staged_layers: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        assert self.pageable is not None or not self.staged_layers
-
-
-@dataclass(frozen=True)
 class HostKVCard:
     """What a card brings to a cache in host memory.
 
-    `budget` is the ledger of its memory, `writeback` a copy queue of its own for blocks on their way to the host, and
-    `locking` says how the host memory of its layers is page-locked. A buffer of its ring on the link has `piece_bytes`.
-    `workspace_bytes` are allocated for prefills; 0 where they will borrow.
+    `budget` is the ledger of its memory, and `writeback` a copy queue of its own for blocks on their way to the host. A
+    buffer of its ring on the link has `piece_bytes`. `workspace_bytes` are allocated for prefills; 0 where they will
+    borrow. `registrar` page-locks host memory; None where the device's copies need none. Memory of `staged_layers`, and
+    what the system refuses to lock, is entered in `pageable`, which the queues of both directions go by; None where
+    nothing can be staged.
     """
 
     budget: DeviceBudget
     writeback: CopyEngine
-    locking: BlockLocking
     piece_bytes: int
-    workspace_bytes: int
+    workspace_bytes: int = 0
+    registrar: Registrar | None = None
+    pageable: PageableMemory | None = None
+    staged_layers: tuple[int, ...] = ()
 
 
 class Run(NamedTuple):
@@ -114,7 +101,7 @@ class HostBlocks:
         self.most_blocks = most_blocks
         self.block_bytes = block_bytes
         self._layers, self._devices = layers, {card.budget.device for card in layers.values()}
-        self._pageable = {id(found): found for card in layers.values() if (found := card.locking.pageable) is not None}
+        self._pageable = {id(found): found for card in layers.values() if (found := card.pageable) is not None}
         self._extents: list[list[_Extent]] = [[] for _ in range(batch)]
 
     @property
@@ -146,9 +133,10 @@ class HostBlocks:
         if extents and self._is_broken(extents[-1], wait_for_it=not in_background):
             self._drop_newest(slot)
         assert num_blocks <= self.most_blocks
-        blocks = self._missing(slot, num_blocks)
-        if not blocks:
+        have = self.num_blocks(slot)
+        if num_blocks <= have or not self._layers:
             return
+        blocks = range(have, min(max(num_blocks, have + _STEP_BLOCKS), self.most_blocks))
         sizes = {layer: len(blocks) * self.block_bytes[layer] for layer in self._layers}
         extent = _Extent(blocks, {}, {})
         extents.append(extent)
@@ -166,13 +154,6 @@ class HostBlocks:
             self._drop_newest(slot)
             raise _refusal(sum(sizes.values()), error) from error
 
-    def _missing(self, slot: int, num_blocks: int) -> range:
-        """The blocks that `grow` makes: if any, several at once."""
-        have = self.num_blocks(slot)
-        if num_blocks <= have or not self._layers:
-            return range(0)
-        return range(have, min(max(num_blocks, have + _STEP_BLOCKS), self.most_blocks))
-
     def _is_broken(self, extent: _Extent, *, wait_for_it: bool) -> bool:
         """Whether an interruption came before all layers were being locked, or one of them is known to be refused."""
         settled = [locked for locked in extent.locked.values() if wait_for_it or locked.done()]
@@ -186,8 +167,8 @@ class HostBlocks:
     def _lock_or_enter(self, layer: int, arena: HostArena) -> None:
         """Page-lock new memory; what is staged, by the plan or because the system refuses to lock it, is entered."""
         card = self._layers[layer]
-        registrar, pageable = card.locking.registrar, card.locking.pageable
-        if layer not in card.locking.staged_layers:
+        registrar, pageable = card.registrar, card.pageable
+        if layer not in card.staged_layers:
             if registrar is None:
                 return
             touch([arena])
@@ -210,7 +191,7 @@ class HostBlocks:
             if device.type == "cuda":  # kernels may be reading from there, and copies of what a prompt has left
                 torch.cuda.synchronize(device)
         for layer, arena in (pair for extent in extents for pair in extent.arenas.items()):
-            if (pageable := self._layers[layer].locking.pageable) is not None:
+            if (pageable := self._layers[layer].pageable) is not None:
                 pageable.forget(arena.buffer)
             arena.close()
 

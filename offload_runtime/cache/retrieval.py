@@ -334,7 +334,7 @@ class RetrievedDraftCache(RetrievalCache):
         return (self._source.attend if whole else super().attend)(layer, q, rows, params)
 
     def truncate(self, slot: int, length: int) -> int:
-        self._source.truncate(slot, length)
+        length = self._source.truncate(slot, length)
         # Not at every rejected guess: those lie behind what is retrieved.
         if length < self._reach[slot]:
             self.chunks.forget(slot, length)

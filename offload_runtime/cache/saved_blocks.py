@@ -238,21 +238,18 @@ class BlockFiles(BlockStore, AbstractContextManager["BlockFiles"]):
     def save(self, blocks: Mapping[str, BlockLayout], copy: Callable[[int, SavedBlock], None]) -> None:
         missing = [(index, name) for index, name in enumerate(blocks) if name not in self]
         with _staging([blocks[name] for _, name in missing]) as buffers, _threads() as pool:
-            free, jobs = deque(buffers), deque[tuple[Future[None], torch.Tensor]]()
-            for index, name in missing:
+            jobs = deque[Future[None]]()
+            for (index, name), buffer in zip(missing, cycle(buffers), strict=False):
                 nbytes = blocks[name].nbytes + _FOOTER.size
                 if not self._make_room(nbytes, blocks):
                     break
-                if not free:
-                    job, buffer = jobs.popleft()
-                    job.result()
-                    free.append(buffer)
-                buffer = free.popleft()
+                if len(jobs) == len(buffers):
+                    jobs.popleft().result()  # it has been written from this buffer
                 layers = blocks[name].views(buffer)
                 copy(index, layers)
                 self._sizes[name] = nbytes
-                jobs.append((pool.submit(self._write, name, layers), buffer))
-            for job, _ in jobs:
+                jobs.append(pool.submit(self._write, name, layers))
+            for job in jobs:
                 job.result()
         self.find(list(blocks))
 

@@ -15,7 +15,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import TILE_ROWS
 
-from offload_runtime.cache import BlockLocking, DeviceKVCache, HostKVCache, HostKVCard
+from offload_runtime.cache import DeviceKVCache, HostKVCache, HostKVCard
 from offload_runtime.cache.device import StreamingDraftCache
 from offload_runtime.cache.retrieval import RetrievedDraftCache
 from offload_runtime.core import Batch, TokenTree
@@ -76,13 +76,6 @@ class StagedMemory:
         """Return those that there are: memory and pieces."""
         rings = (self.h2d, self.placement.h2d_ring), (self.d2h, self.placement.d2h_ring)
         return [(arena, shape) for arena, shape in rings if arena is not None]
-
-    @property
-    def locking(self) -> BlockLocking:
-        """Return how a KV cache on the host is page-locked as it grows."""
-        if self.h2d is None:
-            return BlockLocking(self.registrar)
-        return BlockLocking(self.registrar, self.pageable, self.placement.staged_kv_layers)
 
     def queue(self, engine: CopyEngine, *, to_host: bool = False) -> CopyEngine:
         """Return the queue over `engine` that stages what is not page-locked on its way to the device, or keys and
@@ -212,7 +205,8 @@ def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: 
         assert memory.registrar is not None or one.budget.device.type == "cpu", "a GPU copies from what is locked"
         assert one.queues.d2h is not None, "what is kept on the host has to get there"
         writeback, sizes = memory.queue(one.queues.d2h, to_host=True), (own.kv_piece_bytes, own.prefill_workspace_bytes)
-        on_host.append(HostKVCard(one.budget, writeback, memory.locking, *sizes))
+        staged = () if memory.h2d is None else (memory.pageable, memory.placement.staged_kv_layers)
+        on_host.append(HostKVCard(one.budget, writeback, *sizes, memory.registrar, *staged))
     return HostKVCache(
         plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch,
         window_tokens=plan.window_tokens, cards=on_host, owners=plan.owners,

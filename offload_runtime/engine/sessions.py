@@ -206,15 +206,15 @@ class SavedSession:
 
     def verify(self) -> None:
         """Raise `SessionError` unless every block is whole: before anything is given up for it."""
-        for _, _, blocks in self._caches:
-            with self._refusing():
+        with self._refusing():
+            for blocks in (one[2] for one in self._caches):
                 for _ in self._files.read(blocks):
                     pass
 
     def restore(self, slot: int) -> None:
         """Bring the caches to it, in an empty slot. Raises as `verify`."""
-        for cache, tokens, blocks in self._caches:
-            with self._refusing():
+        with self._refusing():
+            for cache, tokens, blocks in self._caches:
                 cache.restore(self._files, slot, tokens, blocks)
 
     def _require(self, fine: bool, message: str) -> None:

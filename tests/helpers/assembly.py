@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offload_runtime.cache import BlockLocking, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
+from offload_runtime.cache import DeviceKVCache, HostKVCache, HostKVCard, block_bytes
 from offload_runtime.cache.device import num_blocks
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.models.rope import RopeTable
@@ -132,7 +132,7 @@ def make_runner(
         workspace_bytes = num_blocks(capacity_tokens) * piece_bytes
         cache = HostKVCache(
             config, dtype, capacity_tokens=capacity_tokens, batch=batch, window_tokens=host_kv.window_tokens,
-            cards=[HostKVCard(budget, make_copy_engine(device), BlockLocking(registrar), piece_bytes, workspace_bytes)],
+            cards=[HostKVCard(budget, make_copy_engine(device), piece_bytes, workspace_bytes, registrar)],
             resident_layers=host_kv.resident_layers,
         )  # fmt: skip
         kv_buffers = [torch.full((piece_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(host_kv.buffers)]
