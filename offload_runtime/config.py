@@ -224,8 +224,8 @@ class RuntimeConfig:
         require(not ngrams, "TriForce does not draft with n-grams: name a model with --draft, or take --draft none")
         idle = mode == "none" and draft == "the draft"
         require(not idle, "--speculation none would leave the draft model idle: drop one of the two")
-        if mode == "chain" and draft == "none":
-            raise OptionError("--speculation chain has nobody to propose: name a draft, or take --speculation none")
+        idle = mode == "chain" and draft == "none"
+        require(not idle, "--speculation chain has nobody to propose: name a draft, or take --speculation none")
         if nodes and (draft == "none" or mode in ("none", "triforce")):
             why = f"--speculation {mode}" if mode in ("none", "triforce") else "--draft none"
             remedy = "drop it, or take --speculation chain with --draft ngram or a model"

@@ -246,10 +246,10 @@ def is_of_type(value: Any, hint: Any) -> bool:
     return isinstance(value, _NUMBERS.get(hint, hint))
 
 
-def require_positive(name: str, value: int | None, *, least: int = 1) -> None:
-    """Raise `OptionError` unless `value` is at least `least` and no more than a machine counts to, or left open."""
+def require_positive(name: str, value: int | None) -> None:
+    """Raise `OptionError` unless `value` is at least 1 and no more than a machine counts to, or left open."""
     if value is not None:
-        Option("", least=least).require_within(name, value)
+        Option("", least=1).require_within(name, value)
 
 
 def require_unicode(name: str, text: str) -> str:

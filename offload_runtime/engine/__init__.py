@@ -2,8 +2,8 @@
 
 from offload_runtime.engine.conversation import Conversation, Reply, TokenStream
 from offload_runtime.engine.engine import TokenEvent
+from offload_runtime.engine.request import GenerationResult, GenerationStats
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.scheduler import EndEvent, ErrorEvent, Scheduler, SchedulerCounters, Ticket
-from offload_runtime.engine.stats import GenerationResult, GenerationStats
 from offload_runtime.sampling import TokenLogprobs
 from offload_runtime.weights import fetch_demo_model

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from offload_runtime.engine.engine import RequestOutput
-from offload_runtime.engine.request import PromptRoom, Request
+from offload_runtime.engine.request import GenerationResult, PromptRoom, Request
 from offload_runtime.engine.sessions import messages_of, reading_session
-from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.options import is_of_type, require
 from offload_runtime.params import GenerationParams, params_once
@@ -27,6 +26,9 @@ class TokenStream(Iterator[str]):
         request: The only one of its engine.
         step: Takes the next step of the request, and waits for other calls of the runtime before.
         cancel: Ends it.
+
+    Attributes:
+        has_ended: Whether the last piece was given, or the stream was closed: there is a result.
     """
 
     def __init__(
@@ -34,31 +36,26 @@ class TokenStream(Iterator[str]):
     ) -> None:
         self._request, self._step, self._cancel = request, step, cancel
         self._pieces = deque[str]()
-        self._is_over = self._has_ended = False  # no more pieces will come; and there is a result
+        self._is_over = self.has_ended = False  # no more pieces will come
 
     def __next__(self) -> str:
         while not self._is_over:
             if self._pieces and self._request.finish_reason != "interrupted":
                 piece = self._pieces.popleft()
-                self._is_over = self._has_ended = self._request.finish_reason is not None and not self._pieces
+                self._is_over = self.has_ended = self._request.finish_reason is not None and not self._pieces
                 return piece
             self._is_over = True  # unless the step succeeds
             for output in self._step(self._request):
                 self._pieces.extend(event.text for event in output.tokens if event.text)
                 if output.error is not None:
                     raise output.error
-            self._is_over = self._has_ended = self._request.finish_reason is not None and not self._pieces
+            self._is_over = self.has_ended = self._request.finish_reason is not None and not self._pieces
         raise StopIteration
-
-    @property
-    def has_ended(self) -> bool:
-        """Say whether the last piece was given, or the stream was closed."""
-        return self._has_ended
 
     @property
     def result(self) -> GenerationResult:
         """Return the finished generation; raise `OptionError` before the last piece or `close`."""
-        if not self._has_ended or self._request.result is None:
+        if not self.has_ended or self._request.result is None:
             raise OptionError("this answer has not ended: iterate to its end or call close() first")
         return self._request.result
 
@@ -71,7 +68,7 @@ class TokenStream(Iterator[str]):
         """Stop here. What was generated is kept in `result`, and the cache stays usable."""
         self._cancel(self._request)
         self._pieces.clear()
-        self._is_over = self._has_ended = True
+        self._is_over = self.has_ended = True
 
 
 # The answer of a turn: iterate for text, `result` afterwards. It joins the conversation when it has ended.

@@ -23,8 +23,7 @@ from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.prefix_cache import PrefixCache, SavedCache
 from offload_runtime.engine.proposing import WindowChooser
-from offload_runtime.engine.request import PromptRoom, Request
-from offload_runtime.engine.stats import GenerationResult, GenerationStats
+from offload_runtime.engine.request import GenerationResult, GenerationStats, PromptRoom, Request
 from offload_runtime.errors import (
     BudgetError,
     ContextLengthError,

@@ -20,7 +20,7 @@ from offload_runtime.engine.load import describe_placement, load_runtime
 from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.prefix_cache import prefix_files
 from offload_runtime.engine.proposing import settle
-from offload_runtime.engine.request import Prompt, PromptRoom, Request
+from offload_runtime.engine.request import GenerationResult, Prompt, PromptRoom, Request
 from offload_runtime.engine.sessions import (
     SavedSession,
     SavedText,
@@ -30,7 +30,6 @@ from offload_runtime.engine.sessions import (
     session_files,
     text_without_blocks,
 )
-from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.errors import BudgetError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import documented, require, require_type

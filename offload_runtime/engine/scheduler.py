@@ -17,9 +17,8 @@ from functools import partial
 from pathlib import Path
 
 from offload_runtime.engine.engine import Engine, RequestOutput, TokenEvent
-from offload_runtime.engine.request import Request
+from offload_runtime.engine.request import GenerationResult, Request
 from offload_runtime.engine.runtime import Runtime
-from offload_runtime.engine.stats import GenerationResult
 from offload_runtime.errors import BudgetError, QueueFullError, UnavailableError
 from offload_runtime.options import require, require_type
 from offload_runtime.params import GenerationParams
@@ -129,6 +128,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
             the scheduler is closed, which passes wait for, and are found again by the next process. None: none.
         sessions_bytes: Most that they may take, those that were used least recently go first; None is 64 GB.
 
+    Attributes:
+        failure: The error that has ended the scheduler, if any has.
+
     Raises:
         OptionError: The runtime is closed, or served by another scheduler, or `prefix_cache_bytes` does nothing here.
         StorageError: `sessions` cannot be written, or another process uses it.
@@ -153,17 +155,17 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         self._tickets: dict[Request, Ticket] = {}  # of all requests that have not ended
         self._submitted, self._cancelled = deque[Request](), deque[Request]()
         self._end_s: float | None = None  # when what has not finished is cancelled, once the scheduler is being closed
-        self._failure: BaseException | None = None  # that ended the thread
+        self.failure: BaseException | None = None  # that ended the thread
         self._counters, self._retry_after_s = SchedulerCounters(), _FIRST_RETRY_S
         # The thread's own.
-        self._finished = self._prompt_tokens = self._kept_tokens = self._num_tokens = 0
+        self._totals = Counter(finished=0, prompt_tokens=0, kept_tokens=0, tokens=0)
         self._proposed, self._accepted = Counter[str](), Counter[str]()  # of requests that have ended
         self._begun = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
         self._thread.start()
         self._begun.wait()
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     def submit(
         self, prompt_tokens: Sequence[int], params: GenerationParams, *, on_event: OnEvent, speculate: bool = True
@@ -200,9 +202,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
 
     def _require_room(self) -> None:
         """Refuse a request that could not be taken now."""
-        if self._failure is not None:
-            stopped = f"this scheduler has stopped ({self._failure}): make another one"
-            raise UnavailableError(stopped) from self._failure
+        if self.failure is not None:
+            stopped = f"this scheduler has stopped ({self.failure}): make another one"
+            raise UnavailableError(stopped) from self.failure
         if self._end_s is not None:
             raise UnavailableError("this scheduler is closed: make another one")
         if len(self._tickets) >= self._most_tickets:
@@ -248,12 +250,11 @@ class Scheduler(AbstractContextManager["Scheduler"]):
                 self._begun.set()
                 while self._has_work():
                     self._take_orders(engine, {})
-                    self._end_in_time(engine)
                     self._tell(engine, engine.step())
                     self._count(engine)
         except BaseException as error:  # nobody may be left waiting for an event
             with self._changed:
-                self._failure = error
+                self.failure = error
         finally:
             self._begun.set()
             if engine is not None:
@@ -266,13 +267,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         for request, ticket in left.items():
             with suppress(Exception):  # of a device that fails
                 engine.cancel(request)
-            ticket.tell(ErrorEvent(self._failure or UnavailableError("this scheduler has stopped"), request.result))
-
-    @property
-    def failure(self) -> BaseException | None:
-        """Return the error that has ended the scheduler, if any has."""
-        with self._changed:
-            return self._failure
+            ticket.tell(ErrorEvent(self.failure or UnavailableError("this scheduler has stopped"), request.result))
 
     def _has_work(self) -> bool:
         """Wait until there is any, or the scheduler is being closed."""
@@ -288,22 +283,14 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         with self._changed:
             submitted, self._submitted = self._submitted, deque()
             cancelled, self._cancelled = self._cancelled, deque()
+            if not sent and self._end_s is not None and time.perf_counter() >= self._end_s:  # waited for long enough
+                cancelled = deque(self._tickets)
         for request in submitted:
             engine.add(request)
         for request in cancelled:
             with suppress(BudgetError):  # it has ended all the same
                 engine.cancel(request, keep=sent.get(request))
         self._end(engine, [(request, None) for request in dict.fromkeys(cancelled) if request in self._tickets])
-
-    def _end_in_time(self, engine: Engine) -> None:
-        """End all requests once the scheduler is being closed and has waited for them long enough."""
-        with self._changed:
-            is_over = self._end_s is not None and time.perf_counter() >= self._end_s
-        if is_over:
-            engine.cancel_all()
-            with self._changed:
-                ended = [request for request in self._tickets if request.result is not None]
-            self._end(engine, [(request, None) for request in ended])
 
     def _tell(self, engine: Engine, outputs: Sequence[RequestOutput]) -> None:
         """Tell of new tokens, unless a client has cancelled its request meanwhile, then of requests that have ended."""
@@ -314,9 +301,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
                 if request not in self._tickets:
                     break
                 if not sent[request]:
-                    self._prompt_tokens += request.prompt_tokens
-                    self._kept_tokens += request.num_kept
-                self._num_tokens, sent[request] = self._num_tokens + 1, sent[request] + 1
+                    self._totals.update(prompt_tokens=request.prompt_tokens, kept_tokens=request.num_kept)
+                self._totals["tokens"] += 1
+                sent[request] += 1
                 self._tickets[request].tell(event)
                 self._take_orders(engine, sent)
         ended = [(output.request, output.error) for output in outputs if output.request.result is not None]
@@ -325,9 +312,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
     def _end(self, engine: Engine, ended: Sequence[tuple[Request, BaseException | None]]) -> None:
         """Tell of requests that have ended, each by an error of its own or by none."""
         for request, _ in ended:  # before anyone looks: counters never go back
-            self._finished += 1
-            self._proposed.update(request.tally.proposed_by_source)
-            self._accepted.update(request.tally.accepted_by_source)
+            self._totals["finished"] += 1
+            self._proposed += request.tally.proposed_by_source
+            self._accepted += request.tally.accepted_by_source
         for request, error in ended:
             with self._changed:
                 ticket = self._tickets.pop(request)
@@ -337,14 +324,11 @@ class Scheduler(AbstractContextManager["Scheduler"]):
 
     def _count(self, engine: Engine) -> None:
         """Let others see how far it has come."""
-        running, proposed, accepted = list(engine.running.values()), self._proposed.copy(), self._accepted.copy()
-        for request in running:
-            proposed.update(request.tally.proposed_by_source)
-            accepted.update(request.tally.accepted_by_source)
+        running = list(engine.running.values())
         counters = SchedulerCounters(
-            running=len(running), finished=self._finished, prompt_tokens=self._prompt_tokens,
-            kept_tokens=self._kept_tokens, tokens=self._num_tokens, passes=engine.passes, proposed=dict(proposed),
-            accepted=dict(accepted),
+            running=len(running), passes=engine.passes, **self._totals,
+            proposed=dict(sum((one.tally.proposed_by_source for one in running), self._proposed)),
+            accepted=dict(sum((one.tally.accepted_by_source for one in running), self._accepted)),
         )  # fmt: skip
         # One of these is the next to free a slot, at the latest: each takes for all of its tokens what it took so far.
         left_s = [

@@ -150,15 +150,12 @@ class Answers:
         Raises:
             OffloadError: One of them ended by an error; the others are cancelled.
         """
-        left, has_begun = set(range(len(self._choices))), False
+        left = set(range(len(self._choices)))
         try:
             while left:
                 events = [await self._events.get()]
                 while not self._events.empty():  # a pass brings many tokens at once
                     events.append(self._events.get_nowait())
-                if not has_begun and any(isinstance(event, TokenEvent) for _, event in events):
-                    has_begun = True
-                    self._metrics.first.observe(time.perf_counter() - self._began_s)
                 for index in sorted({index for index, _ in events}):
                     delta = self._delta(index, [event for of, event in events if of == index])
                     left -= {index} if delta.ending is not None else set()
@@ -177,6 +174,8 @@ class Answers:
             if isinstance(event, ErrorEvent):
                 raise event.error
             if isinstance(event, TokenEvent):
+                if not self._has_tokens:
+                    self._metrics.first.observe(time.perf_counter() - self._began_s)
                 self._has_tokens = True
                 self._begin(index, delta, event.prompt_logprobs)
                 if choice.is_echo_alone:
