@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams, Scheduler
-from offload_runtime.cache import DeviceKVCache
-from offload_runtime.cache.device import BlockCache
+from offload_runtime.cache import DeviceKVCache, HostKVCache
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.conversation import Reply
 from offload_runtime.engine.engine import Engine
@@ -57,7 +56,7 @@ class Seen:
     def end(self, runtime: Runtime, result: GenerationResult, slot: int, length: int) -> None:
         """It has ended, with so many tokens in all."""
         self.result, cache = result, runtime.engine.target.runner.cache
-        if slot < 0 or not isinstance(cache, DeviceKVCache):
+        if slot < 0 or isinstance(cache, HostKVCache):
             return
         cache.begin_window((), ())  # all sequences are to be seen
         positions = torch.arange(min(length - 1, cache.length(slot)), device=runtime.device)
@@ -217,12 +216,12 @@ def ended(reply: Reply) -> GenerationResult:
 @pytest.fixture
 def anchored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches go on where they end, or behind every 192nd token, as recurrent states will."""
-    keeps = BlockCache.keeps
+    keeps = DeviceKVCache.keeps
 
-    def at_anchors(cache: BlockCache, slot: int, length: int) -> int:
+    def at_anchors(cache: DeviceKVCache, slot: int, length: int) -> int:
         return keeps(cache, slot, length if length == cache.length(slot) else length // 192 * 192)
 
-    monkeypatch.setattr(BlockCache, "keeps", at_anchors)
+    monkeypatch.setattr(DeviceKVCache, "keeps", at_anchors)
 
 
 @pytest.mark.usefixtures("anchored")

@@ -6,7 +6,7 @@ That one is reserved in full up front; `cache.host` has the one whose blocks liv
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -102,27 +102,33 @@ class KVCache(LayerCache, Protocol):
         """Give host memory back."""
 
 
-class BlockCache:
-    """What caches of whole sequences have in common: how long these are, the rows of the running pass and how far its
-    windows reach, who is told about full blocks, and the tables through which blocks are found. Subclasses provide
-    `store`, where keys and values are written, `commit` and `_block`, and enter their blocks into the tables.
+class DeviceKVCache:
+    """A cache that lives on the compute device, or where layers are on several cards each one's on its card.
+
+    Rolling back is only a length: what lies behind it is overwritten later.
 
     Args:
         config: The model's shape.
+        dtype: Of keys and values.
         capacity_tokens: Tokens per sequence; tentative ones may use the rest of the last block, too.
         batch: Sequences.
-        budgets: Ledgers of the cards.
+        budgets: Ledgers of the cards to reserve from.
         owners: The card of each layer by its number; empty: all are on the first.
+        name: What to call it in the ledger.
+        spare_positions: Places behind all tokens of each sequence, for keys and values of what may become part of it.
         pass_rows: Most rows that a pass has of a sequence at a time; layers with sliding windows reserve no more than
-            these reach, in rings of blocks. None: they keep all.
+            these reach, in rings of blocks. None: they keep all, as beside spare positions.
+        elsewhere: Layers whose blocks a subclass keeps.
     """
 
-    prefills_by_layer = False
+    mixes, prefills_by_layer = True, False
 
     def __init__(
-        self, config: ModelConfig, *, capacity_tokens: int, batch: int, budgets: Sequence[DeviceBudget],
-        owners: Sequence[int], pass_rows: int | None,
+        self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int,
+        budgets: Sequence[DeviceBudget], owners: Sequence[int] = (), name: str = "KV cache", spare_positions: int = 0,
+        pass_rows: int | None = None, elsewhere: Collection[int] = (),
     ) -> None:  # fmt: skip
+        assert pass_rows is None or not spare_positions, "they lie behind the last block of a layer, not in a ring"
         self._devices, self._pass_rows = [budget.device for budget in budgets], pass_rows
         attentions = config.attentions
         # Of the layers that have keys and values.
@@ -136,11 +142,22 @@ class BlockCache:
         self._owners = owners or (0,) * config.num_layers
         self.capacity_tokens = capacity_tokens
         self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
+        self.spare_positions = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_positions)
         self.observers: list[BlockObserver] = []
         self._lengths = [0] * batch
         self._ends = [0] * batch  # tokens that the announced window reaches
         self._rows = slice(None)  # of the batch, that the running pass is about
         self._tables: dict[int, BlockTable] = {}  # of layers, once somebody asks for one
+        # Layers of one card and shape [L, B, N, 2, H_kv, 256, D], and of each layer [B, N, 2, H_kv, 256, D].
+        spare_blocks = num_blocks(spare_positions)
+        here = {layer: own + spare_blocks for layer, own in self._num_blocks.items() if layer not in elsewhere}
+        shapes = block_shapes(config, batch, here)
+        stacks, self._of_layers = allocate_layers(budgets, self._owners, name, dtype, shapes)
+        self._stacks = [*stacks.values()]
+
+    @property
+    def pinned_bytes(self) -> int:
+        return 0
 
     def length(self, slot: int) -> int:
         return self._lengths[slot]
@@ -157,13 +174,6 @@ class BlockCache:
         assert self.keeps(slot, self._lengths[slot]) == self._lengths[slot], "its windows reach what is not there"
         self._written[slot] = max(self._written[slot], self._lengths[slot] + count)
         self._rows = slice(slot, slot + 1)
-
-    def _attend_to(
-        self, kv: KVBlocks, q: torch.Tensor, rows: QueryRows, params: AttentionParams
-    ) -> torch.Tensor:  # fmt: skip
-        """Attention to all that queries see, which lies in one place."""
-        assert self._pass_rows is None or q.shape[1] <= self._pass_rows, "more rows than windows have room for"
-        return attention(q, kv, rows, params)
 
     def keeps(self, slot: int, length: int) -> int:
         for window, blocks in self._windows:
@@ -203,10 +213,7 @@ class BlockCache:
 
     def _block(self, layer: int, slot: int, block: int) -> torch.Tensor:
         """A block with committed tokens, or the next one, wherever it lies: [2, H_kv, 256, D]."""
-        raise NotImplementedError
-
-    def commit(self, slot: int, count: int) -> None:
-        raise NotImplementedError
+        return self._of_layers[layer][slot, block % self._of_layers[layer].shape[1]]
 
     def _notify(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """Tell the observers about blocks that have become full."""
@@ -214,48 +221,12 @@ class BlockCache:
             with current_device(kv.data.device):
                 observer.on_blocks(layer, slot, kv, row, blocks)
 
-
-class DeviceKVCache(BlockCache):
-    """A cache that lives on the compute device, or where layers are on several cards each one's on its card.
-
-    Rolling back is only a length: what lies behind it is overwritten later.
-
-    Args:
-        config: The model's shape.
-        dtype: Of keys and values.
-        capacity_tokens: Tokens per sequence; tentative ones may use the rest of the last block, too.
-        batch: Sequences.
-        budgets: Ledgers of the cards to reserve from.
-        owners: The card of each layer by its number; empty: all are on the first.
-        name: What to call it in the ledger.
-        spare_positions: Places behind all tokens of each sequence, for keys and values of what may become part of it.
-        pass_rows: As of a `BlockCache`; None beside spare positions.
-    """
-
-    pinned_bytes, mixes = 0, True
-
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int,
-        budgets: Sequence[DeviceBudget], owners: Sequence[int] = (), name: str = "KV cache", spare_positions: int = 0,
-        pass_rows: int | None = None,
-    ) -> None:  # fmt: skip
-        assert pass_rows is None or not spare_positions, "they lie behind the last block of a layer, not in a ring"
-        super().__init__(
-            config, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners, pass_rows=pass_rows
-        )
-        self.spare_positions = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_positions)
-        spare_blocks = num_blocks(spare_positions)
-        # Layers of one card and shape [L, B, N, 2, H_kv, 256, D], and of each layer [B, N, 2, H_kv, 256, D].
-        self._stacks, self._of_layers = allocate_layers(
-            budgets, self._owners, name, dtype,
-            block_shapes(config, batch, {layer: own + spare_blocks for layer, own in self._num_blocks.items()}),
-        )  # fmt: skip
-
     def store(self, layer: int) -> KVBlocks:
         return KVBlocks(self._of_layers[layer][self._rows])
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
-        return self._attend_to(self.store(layer), q, rows, params)
+        assert self._pass_rows is None or q.shape[1] <= self._pass_rows, "more rows than windows have room for"
+        return attention(q, self.store(layer), rows, params)
 
     def end_prefill(self, slot: int, count: int) -> None:
         self.commit(slot, count)
@@ -270,7 +241,7 @@ class DeviceKVCache(BlockCache):
 
     def commit_path(self, slot: int, rows: Sequence[int]) -> None:
         if len(rows) > 1:  # else the root, which is where it belongs
-            compact_path([data[:, slot] for data in self._stacks.values()], self._lengths[slot], rows)
+            compact_path([data[:, slot] for data in self._stacks], self._lengths[slot], rows)
         self.commit(slot, len(rows))
 
     def adopt(self, slot: int, cache_positions: Sequence[int], first: int) -> None:
@@ -279,7 +250,7 @@ class DeviceKVCache(BlockCache):
         assert all(one in self.spare_positions for one in cache_positions)
         assert first + len(cache_positions) <= self.capacity_tokens
         if cache_positions:
-            move_rows([data[:, slot] for data in self._stacks.values()], cache_positions, first)
+            move_rows([data[:, slot] for data in self._stacks], cache_positions, first)
 
     def recent_blocks(self, slot: int) -> range:
         """The open block, a full one before it, and what the announced window reaches."""
@@ -297,9 +268,6 @@ class DeviceKVCache(BlockCache):
 
     def begin_restore(self, slot: int, length: int) -> None:
         check_capacity(length, self.capacity_tokens)
-
-    def _block(self, layer: int, slot: int, block: int) -> torch.Tensor:
-        return self._of_layers[layer][slot, block % self._of_layers[layer].shape[1]]
 
     def close(self) -> None:
         pass

@@ -26,12 +26,11 @@ from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.cache.device import (
-    BlockCache,
+    DeviceKVCache,
     allocate_layers,
     block_bytes,
     block_shapes,
     check_capacity,
-    compact_path,
     filled_blocks,
     kept_from,
     num_blocks,
@@ -68,7 +67,7 @@ class _CardPass:
         self.views: tuple[QueryRows, list[tuple[QueryRows, QueryRows]]] | None = None
 
 
-class HostKVCache(BlockCache):
+class HostKVCache(DeviceKVCache):
     """A cache whose full blocks live in host memory.
 
     Args:
@@ -81,7 +80,7 @@ class HostKVCache(BlockCache):
         cards: What each card brings to it.
         owners: The card of each layer by its number; empty: all are on the first.
         resident_layers: Layers that keep all their blocks on the device, as those with sliding windows do.
-        pass_rows: As of a `BlockCache`.
+        pass_rows: As of a `DeviceKVCache`.
         name: What to call it in the ledger.
 
     Attributes:
@@ -97,30 +96,24 @@ class HostKVCache(BlockCache):
         pass_rows: int | None = None, name: str = "KV cache",
     ) -> None:  # fmt: skip
         budgets = [card.budget for card in cards]
+        windows = {layer: one.window for layer, one in config.attentions.items()}
+        streamed = [layer for layer, one in windows.items() if one is None and layer not in resident_layers]
         super().__init__(
-            config, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners, pass_rows=pass_rows
-        )
+            config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners,
+            name=f"{name}: resident layers", pass_rows=pass_rows, elsewhere=streamed,
+        )  # fmt: skip
         self._dtype = dtype
         self._piece_bytes = [card.piece_bytes for card in cards]
-        windows = {layer: one.window for layer, one in config.attentions.items()}
-        stay = [layer for layer, one in windows.items() if one is not None or layer in resident_layers]
-        streamed = [layer for layer in windows if layer not in stay]
         most_blocks, self._ring_blocks = num_blocks(capacity_tokens), ring_blocks(window_tokens)
         of_layers = {layer: cards[self._owners[layer]] for layer in streamed}
         sizes = {layer: block_bytes(config, dtype, layer) for layer in streamed}
         assert all(size <= of_layers[layer].piece_bytes for layer, size in sizes.items()), "a buffer must hold a block"
         self.blocks = HostBlocks(of_layers, sizes, batch=batch, most_blocks=most_blocks)
         self._entered = [0] * batch  # blocks that the tables know
-        # By layer, the open ring of what is streamed and all blocks of what is not: [B, N, 2, H_kv, 256, D].
-        rings, self._ring = allocate_layers(
-            budgets, self._owners, f"{name}: open blocks", dtype,
-            block_shapes(config, batch, dict.fromkeys(streamed, self._ring_blocks)),
-        )  # fmt: skip
-        stays, self._resident = allocate_layers(
-            budgets, self._owners, f"{name}: resident layers", dtype,
-            block_shapes(config, batch, {layer: self._num_blocks[layer] for layer in stay}),
-        )  # fmt: skip
-        self._stacks = [*rings.values(), *stays.values()]
+        # By layer, the open ring of what is streamed: [B, N, 2, H_kv, 256, D].
+        shapes = block_shapes(config, batch, dict.fromkeys(streamed, self._ring_blocks))
+        rings, self._ring = allocate_layers(budgets, self._owners, f"{name}: open blocks", dtype, shapes)
+        self._stacks += rings.values()
         self.prefills_by_layer = bool(streamed)  # a workspace serves all streamed layers of a card
         # Once for all: from the second prompt on the allocator would put a larger one where residual streams were.
         self._streaming_cards = sorted({self._owners[layer] for layer in streamed})
@@ -188,8 +181,8 @@ class HostKVCache(BlockCache):
     # --- what the decoder asks
 
     def store(self, layer: int) -> KVBlocks:
-        if layer in self._resident:
-            return KVBlocks(self._resident[layer][self._rows])
+        if layer in self._of_layers:
+            return super().store(layer)
         ring, running = self._ring[layer], self._passes[layer].prefill
         if running is None:
             return KVBlocks(ring)
@@ -199,12 +192,12 @@ class HostKVCache(BlockCache):
         return KVBlocks(running.workspace)
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
-        running = None if layer in self._resident else self._passes[layer].prefill
+        running = None if layer in self._of_layers else self._passes[layer].prefill
         if layer in self._ring and running is None:
             return self._attend_window(layer, q, rows, params)
-        kv = self.store(layer)
-        out = self._attend_to(kv, q, rows, params)
+        out = super().attend(layer, q, rows, params)
         if running is not None and running.write(rows.max_length, self._ring[layer][running.slot]):
+            kv = KVBlocks(running.workspace)
             self._notify(layer, running.slot, kv, 0, filled_blocks(running.start, rows.max_length))
         return out
 
@@ -267,7 +260,7 @@ class HostKVCache(BlockCache):
             written = [(prefill.writeback, prefill.written) for prefill in prefills]
             self.writes.expect(slot, self._lengths[slot] // BLOCK_TOKENS, written)
         self._enter_blocks(slot, self._lengths[slot] // BLOCK_TOKENS)
-        for layer, data in self._resident.items():
+        for layer, data in self._of_layers.items():
             self._notify(layer, slot, KVBlocks(data), slot, filled_blocks(before, before + count))
 
     def _leave_prefill(self) -> list[HostPrefill]:
@@ -336,7 +329,7 @@ class HostKVCache(BlockCache):
                 device = self._devices[self._owners[number]]
                 self._tables[number] = BlockTable.empty(batch, self.blocks.most_blocks, device)
             for slot in range(batch):
-                for number, data in self._resident.items():
+                for number, data in self._of_layers.items():
                     self._tables[number].put(slot, 0, data[slot])
                 self._enter_blocks(slot, self._lengths[slot] // BLOCK_TOKENS)
         return self._tables[layer]
@@ -354,23 +347,15 @@ class HostKVCache(BlockCache):
 
     def commit(self, slot: int, count: int) -> None:
         before = self._lengths[slot]
-        self._lengths[slot] = after = before + count
-        full = filled_blocks(before, after)
-        if not full:
-            return
+        super().commit(slot, count)
+        full = filled_blocks(before, self._lengths[slot])
         for block in full:
             copies = [list[tuple[int, torch.Tensor, torch.Tensor]]() for _ in self._cards]
             for layer in self._ring:
                 copies[self._owners[layer]].append((layer, *self._places(layer, slot, block)))
             self.writes.send(slot, block, copies)
-        for layer, data in (self._ring | self._resident).items():
+        for layer, data in self._ring.items() if full else ():
             self._notify(layer, slot, KVBlocks(data), slot, full)
-
-    def commit_path(self, slot: int, rows: Sequence[int]) -> None:
-        # Blocks on their way out lie before the window, so nothing that moves is being copied.
-        if len(rows) > 1:
-            compact_path([data[:, slot] for data in self._stacks], self._lengths[slot], rows)
-        self.commit(slot, len(rows))
 
     def _places(self, layer: int, slot: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where a block lies on the host, and where the ring has it, or would have it: uint8 [block_bytes] each."""
@@ -410,8 +395,8 @@ class HostKVCache(BlockCache):
         super().save_block(slot, block, to)
 
     def _block(self, layer: int, slot: int, block: int) -> torch.Tensor:
-        if layer in self._resident:
-            return self._resident[layer][slot, block % self._num_blocks[layer]]
+        if layer in self._of_layers:
+            return super()._block(layer, slot, block)
         if block < self._ring_from[slot]:
             memory = self.blocks.memory(layer, slot, range(block, block + 1))
             return memory.view(self._dtype).view(self._ring[layer].shape[2:])
