@@ -54,8 +54,12 @@ from offload_runtime.trace import TraceRecorder
 
 # Known tokens that a step over a tree feeds besides the nodes; more go through the draft on their own.
 _MOST_FED = 3
-# How often a draft says nothing of what the target does, at first and at least, and how many nodes this looks back on.
-_FIRST_MISSED, _LEAST_MISSED, _MISSED_MEMORY = 0.15, 0.005, 200
+# A draft may be anything from useless to certain, and one window of surprises must not settle it.
+_LEAST_SHARPNESS, _MOST_SHARPNESS = 0.02, 50.0
+_MOST_STEP = 0.5  # of the sharpness' logarithm, by one observation
+_LEAST_MISSED, _MOST_MISSED = 0.005, 0.95
+# Observations that a running mean looks back on; a window brings about ten, and texts change their nature.
+_MEMORY = 200
 
 
 @dataclass(frozen=True)
@@ -534,22 +538,51 @@ def _children(tokens: list[int], scores: list[float]) -> Children:
 
 
 class ChildProbabilities:
-    """Makes probabilities of a node's children from the draft's scores for them, by a softmax of what is left of 1 by
-    `missed`: how often the target lately said something else than any of them."""
+    """Makes probabilities of a node's children from the draft's scores for them.
+
+        p[i] = (1 - missed) * softmax(sharpness * scores)[i]
+
+    `missed` is the probability that the target says something else than any of them. Both follow what the target says:
+    `missed` as a running mean, `sharpness` by steps along the gradient of the log-likelihood,
+    d/ds log p[i] = scores[i] - E[scores], in units of its own variance, so that neither the scale of the scores nor
+    their number matters. With a sharpness that stays 1 four answers of 24 tokens took 38 passes in place of 35 (SmolLM2
+    and a copy with 10 % of noise, trees of 16 nodes, T = 0.7).
+    """
 
     def __init__(self) -> None:
-        self.missed, self._observed = _FIRST_MISSED, 10
+        self.sharpness, self.missed = 1.0, 0.15
+        self._curvature = 0.0  # running mean of the variance of sharpness * scores
+        self._observed = 0  # observations of a child
+        self._asked = 0  # observations
 
     def log_probabilities(self, scores: Sequence[float]) -> list[float]:
-        """Return the log-probabilities of children with these finite scores, the best first, given their parent."""
+        """Return the log-probabilities of children with these finite scores, given their parent."""
         if not scores:
             return []
-        total = sum(math.exp(score - scores[0]) for score in scores)
-        rest = math.log1p(-self.missed) - math.log(total)
-        return [score - scores[0] + rest for score in scores]
+        best = max(scores)
+        weights = [math.exp(self.sharpness * (score - best)) for score in scores]
+        rest = math.log1p(-self.missed) - math.log(sum(weights))
+        return [self.sharpness * (score - best) + rest for score in scores]
 
-    def observe(self, missed: bool) -> None:
-        """Learn whether the target has said none of the children of a node."""
-        self._observed = min(self._observed + 1, _MISSED_MEMORY)
-        self.missed += (missed - self.missed) / self._observed
-        self.missed = min(max(self.missed, _LEAST_MISSED), 1 - _LEAST_MISSED)
+    def observe(self, scores: Sequence[float], child: int | None) -> None:
+        """Learn that the target has said the child with this index, or none of them (None)."""
+        if not scores:
+            return
+        self._asked += 1
+        self.missed += ((child is None) - self.missed) / min(self._asked + 10, _MEMORY)
+        self.missed = min(max(self.missed, _LEAST_MISSED), _MOST_MISSED)
+        if child is None or len(scores) == 1:
+            return
+        best = max(scores)
+        weights = [math.exp(self.sharpness * (score - best)) for score in scores]
+        total = sum(weights)
+        # Relative to the best score, in units of the sharpness: of the order of one whatever the scale.
+        scaled = [self.sharpness * (score - best) for score in scores]
+        mean = sum(weight * value for weight, value in zip(weights, scaled, strict=True)) / total
+        variance = sum(weight * (value - mean) ** 2 for weight, value in zip(weights, scaled, strict=True)) / total
+        self._observed += 1
+        memory = min(self._observed, _MEMORY)
+        self._curvature += (variance - self._curvature) / memory
+        step = (scaled[child] - mean) / (max(self._curvature, 1e-2) * (memory + 10))
+        logarithm = math.log(self.sharpness) + min(max(step, -_MOST_STEP), _MOST_STEP)
+        self.sharpness = min(max(math.exp(logarithm), _LEAST_SHARPNESS), _MOST_SHARPNESS)

@@ -269,6 +269,7 @@ class GrownTree:
     text: list[int]
     budget: DraftBudget
     tree: CandidateTree
+    children: dict[int, Children] = field(default_factory=dict)  # by node, what the draft said
     expected: float = -inf  # log-probability of the least probable node that the window may have, by the last one's
 
     def window(self) -> tuple[TokenTree, list[int]]:
@@ -430,12 +431,14 @@ class DraftProposer(Proposer):
         if before is not None and one.text[: len(before.text)] == before.text:
             new, one.expected = one.text[len(before.text) :], before.expected
             path = before.tree.walk(new)
-            # Behind the root, and each node of the path that came true, the target has said a child or something else.
-            for number, node in enumerate([before.tree.root, *path][: len(new)]):
-                if before.tree.nodes[node].expanded:
-                    self.probabilities.observe(number == len(path))
+            # Behind the root and each node of the path that came true the target has said some child, or none of them.
+            for node, token in zip([before.tree.root, *path], new, strict=False):
+                if (found := before.children.get(node)) is not None:
+                    rank = found.tokens.index(token) if token in found.tokens else None
+                    self.probabilities.observe(found.scores, rank)
             if self._adopt(slot, before, new, path) and before.tree.follow(new):
                 one.tree = before.tree
+                one.children = {node: children for node, children in before.children.items() if node in one.tree.nodes}
         # What followed earlier occurrences of the text's ending, as far as a window reaches down.
         guesses, nodes = self._ngrams.guesses(slot, one.text, budget, max(_NEGLIGIBLE, one.expected)), [one.tree.root]
         guess = guesses.tree
@@ -585,5 +588,6 @@ class DraftProposer(Proposer):
         if chances:
             self._best_rate += (math.exp(chances[0]) - self._best_rate) / _RATE_MEMORY
         count = max(min(1, len(chances)), bisect_right(chances, -_LEAST_CHANCE, key=neg))
+        one.children[node] = children
         new = one.tree.expand(node, place, children.tokens[:count], chances[:count])
         return new if one.tree.depth(node) < one.budget.gamma else []
