@@ -17,7 +17,7 @@ from offload_runtime_kernels.attention import AttentionParams, QueryRows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.cache import BlockLayout, DeviceKVCache, HostKVCache, HostKVCard, block_bytes
+from offload_runtime.cache import BlockLayout, HostKVCache, HostKVCard, KVCache, block_bytes
 from offload_runtime.cache.device import StreamingDraftCache, block_shapes, kept_positions, num_blocks
 from offload_runtime.cache.retrieval import RetrievedChunks, RetrievedDraftCache
 from offload_runtime.cache.saved_blocks import SavedBlock, first_whole_block
@@ -84,7 +84,7 @@ class Played:
     """A cache on the device and, for each of its sequences, the list of tokens that it should hold."""
 
     def __init__(self) -> None:
-        self.cache = DeviceKVCache(
+        self.cache = KVCache(
             CONFIG, torch.float32, capacity_tokens=CAPACITY, batch=BATCH, budgets=[DeviceBudget(CPU, None)],
             spare_positions=SPARE,
         )  # fmt: skip
@@ -193,14 +193,14 @@ class Rolling:
     def __init__(self, *, on_host: bool) -> None:
         sizes: dict[str, Any] = {"capacity_tokens": 4 * CAPACITY, "batch": 1, "pass_rows": PASS_ROWS}
         budget, piece_bytes = DeviceBudget(CPU, None), max(BLOCK_BYTES)
-        self.cache: DeviceKVCache | HostKVCache
+        self.cache: KVCache
         if on_host:
             card = HostKVCard(budget, ThreadCopyEngine(), piece_bytes)
             self.cache = HostKVCache(
                 WINDOWED, torch.float32, window_tokens=40, cards=[card], resident_layers=range(LAYERS), **sizes
             )
         else:
-            self.cache = DeviceKVCache(WINDOWED, torch.float32, budgets=[budget], **sizes)
+            self.cache = KVCache(WINDOWED, torch.float32, budgets=[budget], **sizes)
         self.expected: list[int] = []
         self._marks = Marks()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams, Scheduler
-from offload_runtime.cache import DeviceKVCache, HostKVCache
+from offload_runtime.cache import HostKVCache, KVCache
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.conversation import Reply
 from offload_runtime.engine.engine import Engine
@@ -216,12 +216,12 @@ def ended(reply: Reply) -> GenerationResult:
 @pytest.fixture
 def anchored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches go on where they end, or behind every 192nd token, as recurrent states will."""
-    keeps = DeviceKVCache.keeps
+    keeps = KVCache.keeps
 
-    def at_anchors(cache: DeviceKVCache, slot: int, length: int) -> int:
+    def at_anchors(cache: KVCache, slot: int, length: int) -> int:
         return keeps(cache, slot, length if length == cache.length(slot) else length // 192 * 192)
 
-    monkeypatch.setattr(DeviceKVCache, "keeps", at_anchors)
+    monkeypatch.setattr(KVCache, "keeps", at_anchors)
 
 
 @pytest.mark.usefixtures("anchored")

@@ -1,6 +1,6 @@
-"""What a KV cache is to the decoder, the runners and the engine, and the one on the compute device.
+"""The KV cache on the compute device, which is the base of all others.
 
-That one is reserved in full up front; `cache.host` has the one whose blocks live in host memory.
+It is reserved in full up front; `cache.host` has the one whose blocks live in host memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime.cache.saved_blocks import SavedBlock
 from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import LayerCache
 from offload_runtime.sizes import format_bytes
 from offload_runtime.stream import DeviceBudget, current_device, upload
 
@@ -31,79 +30,10 @@ class BlockObserver(Protocol):
         """Blocks `blocks` of a sequence are full; they lie in batch row `row` of `kv`. Enqueues work, keeps nothing."""
 
 
-class KVCache(LayerCache, Protocol):
-    """A cache of whole sequences; a token becomes part of one when it is committed."""
+class KVCache:
+    """A cache of whole sequences, of which a token becomes part when it is committed; a `LayerCache`.
 
-    capacity_tokens: int
-    max_tokens_with_draft: int  # of a sequence with what is only tentative: the capacity in whole blocks
-
-    @property
-    def mixes(self) -> bool:
-        """Whether the windows of a pass may be prompts, too, to be committed as a whole."""
-
-    @property
-    def prefills_by_layer(self) -> bool:
-        """Whether a prefill has to take all pieces of a prompt through one layer before the next."""
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Page-locked host memory that it holds."""
-
-    def length(self, slot: int) -> int:
-        """Committed tokens of a sequence."""
-
-    def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
-        """The next pass puts `counts[i]` tokens behind the committed ones of `sequences[i]`.
-
-        Raises:
-            ContextLengthError: They reach beyond `max_tokens_with_draft`.
-            BudgetError: The memory that they need was refused. Committed tokens are kept.
-        """
-
-    def begin_prefill(self, slot: int, count: int) -> None:
-        """The next pass is a prefill of `count` tokens behind the committed ones, and its rows call this sequence 0.
-
-        Raises as `begin_window`, and where they are more than `capacity_tokens`. Memory that is page-locked meanwhile
-        may also be refused in `attend`, by a `BudgetError`; committed tokens are kept then, too.
-        """
-
-    def end_prefill(self, slot: int, count: int) -> None:
-        """That pass has been issued: commit its tokens."""
-
-    def commit(self, slot: int, count: int) -> None:
-        """Make the first `count` tentative tokens of a sequence part of it."""
-
-    def commit_path(self, slot: int, rows: Sequence[int]) -> None:
-        """Make a path through a sequence's window part of it: its rows, ascending from the root 0.
-
-        Their keys and values move to where their positions belong, on the current stream and before anybody is told
-        about blocks that have become full. Leading rows that are there already, all of a chain, do not move.
-        """
-
-    def keeps(self, slot: int, length: int) -> int:
-        """Return to how many of the first `length` tokens of a sequence it could be cut: any number. There are none
-        where newer tokens, rejected ones included, lie where a sliding window would reach."""
-
-    def truncate(self, slot: int, length: int) -> int:
-        """Forget everything behind the first `length` tokens of a sequence, or behind those of them that it `keeps`.
-        Returns how many these are; whoever wants more reads the others again."""
-
-    def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
-        """Copy layers of a block with committed tokens to host memory; waits for it."""
-
-    def begin_restore(self, slot: int, length: int) -> None:
-        """Saved blocks will make a sequence so long: make room for them. Raises as `begin_prefill`."""
-
-    def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
-        """Commit the first `count` tokens of a saved block behind the committed ones, which are whole blocks; waits
-        until they are there. Layers that it does not have are those whose windows will not reach it."""
-
-    def close(self) -> None:
-        """Give host memory back."""
-
-
-class DeviceKVCache:
-    """A cache that lives on the compute device, or where layers are on several cards each one's on its card.
+    It lives on the compute device, or where layers are on several cards each one's on its card.
 
     Rolling back is only a length: what lies behind it is overwritten later.
 
@@ -121,7 +51,8 @@ class DeviceKVCache:
         elsewhere: Layers whose blocks a subclass keeps.
     """
 
-    mixes, prefills_by_layer = True, False
+    mixes = True  # the windows of a pass may be prompts, too, to be committed as a whole
+    prefills_by_layer = False  # a prefill has to take all pieces of a prompt through one layer before the next
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int,
@@ -157,12 +88,20 @@ class DeviceKVCache:
 
     @property
     def pinned_bytes(self) -> int:
+        """Page-locked host memory that it holds."""
         return 0
 
     def length(self, slot: int) -> int:
+        """Committed tokens of a sequence."""
         return self._lengths[slot]
 
     def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """The next pass puts `counts[i]` tokens behind the committed ones of `sequences[i]`.
+
+        Raises:
+            ContextLengthError: They reach beyond `max_tokens_with_draft`.
+            BudgetError: The memory that they need was refused. Committed tokens are kept.
+        """
         for slot, count in zip(slots, counts, strict=True):
             self._ends[slot] = self._lengths[slot] + count
             check_capacity(self._ends[slot], self.max_tokens_with_draft)
@@ -170,12 +109,19 @@ class DeviceKVCache:
         self._rows = slice(None)
 
     def begin_prefill(self, slot: int, count: int) -> None:
+        """The next pass is a prefill of `count` tokens behind the committed ones, and its rows call this sequence 0.
+
+        Raises as `begin_window`, and where they are more than `capacity_tokens`. Memory that is page-locked meanwhile
+        may also be refused in `attend`, by a `BudgetError`; committed tokens are kept then, too.
+        """
         check_capacity(self._lengths[slot] + count, self.capacity_tokens)
         assert self.keeps(slot, self._lengths[slot]) == self._lengths[slot], "its windows reach what is not there"
         self._written[slot] = max(self._written[slot], self._lengths[slot] + count)
         self._rows = slice(slot, slot + 1)
 
     def keeps(self, slot: int, length: int) -> int:
+        """Return to how many of the first `length` tokens of a sequence it could be cut: any number. There are none
+        where newer tokens, rejected ones included, lie where a sliding window would reach."""
         for window, blocks in self._windows:
             oldest = max(num_blocks(self._written[slot]) - blocks, self._restored_from[slot])
             if max(0, length + 1 - window) // BLOCK_TOKENS < oldest:
@@ -183,6 +129,8 @@ class DeviceKVCache:
         return length
 
     def truncate(self, slot: int, length: int) -> int:
+        """Forget everything behind the first `length` tokens of a sequence, or behind those of them that it `keeps`.
+        Returns how many these are; whoever wants more reads the others again."""
         assert 0 <= length <= self._lengths[slot]
         self._lengths[slot] = length = self.keeps(slot, length)
         if not length:
@@ -190,11 +138,14 @@ class DeviceKVCache:
         return length
 
     def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
+        """Copy layers of a block with committed tokens to host memory; waits for it."""
         for layer in to.keys() & self._num_blocks.keys():
             to[layer][0].copy_(self._block(layer, slot, block), non_blocking=True)
         self._wait()
 
     def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
+        """Commit the first `count` tokens of a saved block behind the committed ones, which are whole blocks; waits
+        until they are there. Layers that it does not have are those whose windows will not reach it."""
         block, rest = divmod(self._lengths[slot], BLOCK_TOKENS)
         assert not rest and 0 < count <= BLOCK_TOKENS
         self.begin_window([slot], [count])
@@ -229,9 +180,11 @@ class DeviceKVCache:
         return attention(q, self.store(layer), rows, params)
 
     def end_prefill(self, slot: int, count: int) -> None:
+        """That pass has been issued: commit its tokens."""
         self.commit(slot, count)
 
     def commit(self, slot: int, count: int) -> None:
+        """Make the first `count` tentative tokens of a sequence part of it."""
         before = self._lengths[slot]
         assert count >= 0 and before + count <= self.max_tokens_with_draft
         self._lengths[slot] += count
@@ -240,6 +193,11 @@ class DeviceKVCache:
             self._notify(layer, slot, KVBlocks(data), slot, full)
 
     def commit_path(self, slot: int, rows: Sequence[int]) -> None:
+        """Make a path through a sequence's window part of it: its rows, ascending from the root 0.
+
+        Their keys and values move to where their positions belong, on the current stream and before anybody is told
+        about blocks that have become full. Leading rows that are there already, all of a chain, do not move.
+        """
         if len(rows) > 1:  # else the root, which is where it belongs
             compact_path([data[:, slot] for data in self._stacks], self._lengths[slot], rows)
         self.commit(slot, len(rows))
@@ -267,10 +225,11 @@ class DeviceKVCache:
         return self._tables[layer]
 
     def begin_restore(self, slot: int, length: int) -> None:
+        """Saved blocks will make a sequence so long: make room for them. Raises as `begin_prefill`."""
         check_capacity(length, self.capacity_tokens)
 
     def close(self) -> None:
-        pass
+        """Give host memory back."""
 
 
 def allocate_layers(
@@ -343,7 +302,7 @@ def block_bytes(config: ModelConfig, dtype: torch.dtype, layer: int) -> int:
 def kv_cache_bytes(
     config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, spare_positions: int = 0
 ) -> int:
-    """Bytes of a `DeviceKVCache`."""
+    """Bytes of a `KVCache`."""
     blocks = num_blocks(capacity_tokens) + num_blocks(spare_positions)
     return batch * blocks * sum(block_bytes(config, dtype, layer) for layer in config.attentions)
 
@@ -376,7 +335,7 @@ def move_rows(caches: Sequence[torch.Tensor], cache_positions: Sequence[int], fi
                 compact_rows(KVBlocks(data), sources[data.device], first)
 
 
-class StreamingDraftCache(DeviceKVCache):
+class StreamingDraftCache(KVCache):
     """Attention sinks and recent tokens of a draft (Xiao et al., StreamingLLM, arXiv 2309.17453).
 
     It keeps the first `sink_tokens` tokens of a sequence and, once it has grown, between `recent_tokens` and
@@ -398,7 +357,7 @@ class StreamingDraftCache(DeviceKVCache):
         batch: Sequences.
         budgets: Ledgers of the cards to reserve from.
         name: What to call it in the ledger.
-        spare_positions: As of a `DeviceKVCache`. They stay where they are when `start` moves, rotated as they were.
+        spare_positions: As of a `KVCache`. They stay where they are when `start` moves, rotated as they were.
 
     Attributes:
         starts: Of every sequence, the tokens between the sinks and the recent ones that are not kept.

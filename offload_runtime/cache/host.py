@@ -26,7 +26,7 @@ from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.cache.device import (
-    DeviceKVCache,
+    KVCache,
     allocate_layers,
     block_bytes,
     block_shapes,
@@ -67,7 +67,7 @@ class _CardPass:
         self.views: tuple[QueryRows, list[tuple[QueryRows, QueryRows]]] | None = None
 
 
-class HostKVCache(DeviceKVCache):
+class HostKVCache(KVCache):
     """A cache whose full blocks live in host memory.
 
     Args:
@@ -80,7 +80,7 @@ class HostKVCache(DeviceKVCache):
         cards: What each card brings to it.
         owners: The card of each layer by its number; empty: all are on the first.
         resident_layers: Layers that keep all their blocks on the device, as those with sliding windows do.
-        pass_rows: As of a `DeviceKVCache`.
+        pass_rows: As of a `KVCache`.
         name: What to call it in the ledger.
 
     Attributes:

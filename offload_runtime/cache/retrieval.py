@@ -18,8 +18,7 @@ from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
-from offload_runtime.cache.device import DeviceKVCache, allocate_layers, block_shapes, kv_cache_bytes, num_blocks
-from offload_runtime.cache.host import HostKVCache
+from offload_runtime.cache.device import KVCache, allocate_layers, block_shapes, kv_cache_bytes, num_blocks
 from offload_runtime.config import chunks_of_budget
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.stream import DeviceBudget, current_device, overwrite
@@ -143,7 +142,7 @@ class RetrievalCache:
     """
 
     def __init__(
-        self, source: DeviceKVCache | HostKVCache, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int,
+        self, source: KVCache, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int,
         chunk_size: int, batch: int, budgets: Sequence[DeviceBudget], owners: Sequence[int] = (),
         name: str = "retrieved KV",
     ) -> None:  # fmt: skip
@@ -198,6 +197,10 @@ class RetrievalCache:
             ContextLengthError: They do not fit the context.
         """
         self._source.begin_window(list(counts), list(counts.values()))
+        return self.announce(rows, counts)
+
+    def announce(self, rows: range, counts: Mapping[int, int]) -> bool:
+        """As of `begin_steps`, once the target's cache knows."""
         self._rows, grown = rows, False
         recent = [range(0)] * len(rows)
         for slot in counts:
@@ -261,7 +264,7 @@ class RetrievalCache:
         return attend_sources(q, [far, near], rows, params)
 
 
-class RetrievedDraftCache(RetrievalCache):
+class RetrievedDraftCache(KVCache):
     """All keys and values of a small model, and for decoding the chunks that its queries choose (cf. arXiv 2404.11912).
 
     A prefill attends to everything. Every other pass attends to each sequence's retrieved chunks and newest blocks; its
@@ -283,34 +286,24 @@ class RetrievedDraftCache(RetrievalCache):
         BudgetError: The device memory is not there.
     """
 
-    pinned_bytes = 0
-
-    mixes = prefills_by_layer = False
+    mixes = False
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, budget_tokens: int, chunk_size: int,
         batch: int, budgets: Sequence[DeviceBudget], name: str = "draft: KV cache",
     ) -> None:  # fmt: skip
-        full = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, name=name)
-        super().__init__(
-            full, config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budgets=budgets,
+        super().__init__(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, name=name)
+        self._retrieved = retrieved = RetrievalCache(
+            self, config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budgets=budgets,
             name=f"{name}: retrieved",
         )  # fmt: skip
+        self.chunks, self.warm_up, self.begin_step = retrieved.chunks, retrieved.warm_up, retrieved.begin_step
         self._reach = [0] * batch  # no token from here on is in a retrieved chunk
-        self.capacity_tokens, self.max_tokens_with_draft = full.capacity_tokens, full.max_tokens_with_draft
-        self.length, self.commit, self.commit_path = full.length, full.commit, full.commit_path
-        self.observers, self.close = full.observers, full.close
-        self.save_block, self.restore_block, self.keeps = full.save_block, full.restore_block, full.keeps
-        self.begin_restore = full.begin_restore
         self._whole = False  # the running pass attends to everything
 
     def begin_prefill(self, slot: int, count: int) -> None:
-        self._source.begin_prefill(slot, count)
+        super().begin_prefill(slot, count)
         self._whole = True
-
-    def end_prefill(self, slot: int, count: int) -> None:
-        self._source.end_prefill(slot, count)
-        self._whole = False
 
     def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """A pass will put `counts[0]` tokens behind the committed ones of the one sequence, by fresh choice.
@@ -323,18 +316,20 @@ class RetrievedDraftCache(RetrievalCache):
         self.begin_step(first=True)
 
     def begin_steps(self, rows: range, counts: Mapping[int, int]) -> bool:
-        grown, self._whole = super().begin_steps(rows, counts), False
+        """As of a `RetrievalCache`."""
+        super().begin_window(list(counts), list(counts.values()))
+        grown, self._whole = self._retrieved.announce(rows, counts), False
         for slot in counts:
-            self._reach[slot] = max(self._reach[slot], self.recent[slot].start * BLOCK_TOKENS)
+            self._reach[slot] = max(self._reach[slot], self._retrieved.recent[slot].start * BLOCK_TOKENS)
         return grown
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
         # A sliding window is close by, and no chunk stands for it.
         whole = self._whole or params.window is not None
-        return (self._source.attend if whole else super().attend)(layer, q, rows, params)
+        return (super().attend if whole else self._retrieved.attend)(layer, q, rows, params)
 
     def truncate(self, slot: int, length: int) -> int:
-        length = self._source.truncate(slot, length)
+        length = super().truncate(slot, length)
         # Not at every rejected guess: those lie behind what is retrieved.
         if length < self._reach[slot]:
             self.chunks.forget(slot, length)

@@ -15,7 +15,7 @@ import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import TILE_ROWS
 
-from offload_runtime.cache import DeviceKVCache, HostKVCache, HostKVCard
+from offload_runtime.cache import HostKVCache, HostKVCard, KVCache
 from offload_runtime.cache.device import StreamingDraftCache
 from offload_runtime.cache.retrieval import RetrievedDraftCache
 from offload_runtime.core import Batch, TokenTree
@@ -171,10 +171,9 @@ def _move_locks(weights: HostWeights, memory: StagedMemory, registrar: Registrar
 
 
 LoadProgress = Callable[[str, int, int], None]
-TargetCache = DeviceKVCache | HostKVCache | StreamingDraftCache | RetrievedDraftCache
 
 
-def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: Sequence[StagedMemory]) -> TargetCache:
+def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: Sequence[StagedMemory]) -> KVCache:
     """Return the KV cache of a model.
 
     Args:
@@ -196,7 +195,7 @@ def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: 
             chunk_size=plan.options.chunk_size, batch=plan.batch, budgets=budgets, name=name,
         )  # fmt: skip
     if not plan.on_host:
-        return DeviceKVCache(
+        return KVCache(
             plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budgets=budgets,
             owners=plan.owners, name=name, spare_positions=plan.tree_positions, pass_rows=plan.pass_rows,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
-from offload_runtime.cache import DeviceKVCache, HostKVCache, KVCache
+from offload_runtime.cache import HostKVCache, KVCache
 from offload_runtime.cache.retrieval import RetrievalCache
 from offload_runtime.core import Batch, DraftBudget
 from offload_runtime.engine.load_model import LoadedModel, warm_up
@@ -327,7 +327,6 @@ def _make_retrieval_cache(plan: RunPlan, target: LoadedModel, budgets: Sequence[
     """Return what the retrieval verifier sees of the target's cache, whose prefills borrow memory of it where they
     were planned to."""
     options, source = plan.request.speculation, target.runner.cache
-    assert isinstance(source, DeviceKVCache | HostKVCache), "a target's cache is whole"
     retrieved = RetrievalCache(
         source, plan.target.config, plan.target.dtype, budget_tokens=options.budget_tokens,
         chunk_size=options.chunk_size, batch=plan.target.batch, budgets=budgets, owners=plan.target.owners,

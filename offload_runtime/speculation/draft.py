@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from offload_runtime_kernels.window_steps import StepLayout, StepRotation, put_tokens, step_rows
 
-from offload_runtime.cache import DeviceKVCache
 from offload_runtime.cache.retrieval import RetrievedDraftCache
 from offload_runtime.core import BatchShape
 from offload_runtime.models.layers import Rows
@@ -149,7 +148,7 @@ class DraftRunner:
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
         self._place_host = [(0, 0)] * batch
         # What steps over trees write; a draft that only grows what is known in advance has none of it.
-        self._spare = cache.spare_positions if self._own_window and isinstance(cache, DeviceKVCache) else range(0)
+        self._spare = cache.spare_positions if self._own_window else range(0)
         self.num_places = len(self._spare)
         rows = max(STEP_ROWS, batch) if self.num_places else 0
         self._children = min(CHILDREN, vocab_size, runner.decoder.config.vocab_size)
@@ -212,7 +211,6 @@ class DraftRunner:
     def _capture_tree_steps(self) -> None:
         """Capture the steps over trees of all shapes."""
         cache = self._runner.cache
-        assert isinstance(cache, DeviceKVCache)
         cache.begin_window([], [])  # a step is about all sequences; the last pass may have read a single prompt
         count, greedy = self._batch, [self._spare[:1]] * self._batch
         nothing = [StepLine(s, [], [], [], [], fed=0, committed=0) for s in range(count)]
@@ -356,7 +354,6 @@ class DraftRunner:
     def adopt(self, slot: int, tokens: Sequence[int], places: Sequence[int]) -> None:
         """Let the text whose keys the cache holds go on with nodes of the tree: move their keys to their places."""
         cache = self._runner.cache
-        assert isinstance(cache, DeviceKVCache)
         cache.adopt(slot, [self._spare[place] for place in places], cache.length(slot))
         self.texts.learned(slot, tokens)
         self.texts.move_on(slot)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from offload_runtime.cache import DeviceKVCache, HostKVCache, HostKVCard, block_bytes
+from offload_runtime.cache import HostKVCache, HostKVCard, KVCache, block_bytes
 from offload_runtime.cache.device import num_blocks
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.models.rope import RopeTable
@@ -124,9 +124,9 @@ def make_runner(
     assert buffers or resident is None, "without a ring every layer is resident"
     staying = tuple(range(config.num_layers)) if not buffers else resident or ()
     budget, kv_buffers = DeviceBudget(device, None), []
-    cache: DeviceKVCache | HostKVCache
+    cache: KVCache
     if host_kv is None:
-        cache = DeviceKVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=[budget])
+        cache = KVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=[budget])
     else:
         piece_bytes = block_bytes(config, dtype, 0)
         workspace_bytes = num_blocks(capacity_tokens) * piece_bytes
