@@ -248,6 +248,16 @@ def test_caches_that_keep_less_than_is_asked(windowed_target: Path, tmp_path: Pa
                 assert 0 < answer.stats.kept_tokens == (answer.stats.prompt_tokens - 1) // 192 * 192
 
 
+@pytest.mark.usefixtures("anchored")
+def test_a_draft_reads_again_what_its_cache_does_not_keep(target: Path, draft: Path) -> None:
+    with loaded(target, draft=draft) as runtime:
+        state, model = runtime.engine.proposer.draft_state, runtime.engine.draft
+        assert state is not None and model is not None
+        for text in (TEXT[:400], TEXT[:300] + TEXT[500:510], TEXT[:100]):
+            fed = state.catch_up(0, text)
+            assert model.runner.cache.length(0) == len(text) - len(fed)
+
+
 def test_a_store_that_is_of_no_use_is_refused(target: Path) -> None:
     for kv, nbytes, message in (("gpu", -1, "negative"), ("gpu", 10, "hold none of"), ("host", 1 << 30, "host memory")):
         with loaded(target, draft="none", kv=kv) as runtime:

@@ -122,6 +122,8 @@ class DraftKVState:
             if start > self.starts[slot]:
                 self._let_go(slot, cached, start)
             self._set_length(slot, kept)
+            kept = self._runner.cache.length(slot) + self.starts[slot]  # a cache may keep less
+            del cached[kept:]
             self._cached[slot] = cached
             self._feed(slot, tokens[kept:target])
         cached += tokens[kept:target]
