@@ -117,6 +117,8 @@ class BlockStore:
         most_bytes: That the blocks may take.
     """
 
+    lasts = False  # beyond the process
+
     def __init__(self, most_bytes: float = math.inf) -> None:
         self._most_bytes = most_bytes
         self._sizes = dict[str, int]()  # the least recently used one comes first
@@ -200,6 +202,8 @@ class BlockFiles(BlockStore, AbstractContextManager["BlockFiles"]):
     Raises:
         StorageError: It cannot be written, or is in use.
     """
+
+    lasts = True
 
     def __init__(self, directory: Path, *, remedy: str, most_bytes: float = math.inf) -> None:
         super().__init__(most_bytes)

@@ -228,7 +228,8 @@ class PrefixCache:
         self._slots[slot] = _Held()
 
     def save_all(self) -> None:
-        """Let the stores have what slots hold."""
+        """Let the stores that outlive the process have what slots hold, and the others nothing any more."""
+        self._saved = [(store, one) for store, one in self._saved if store.lasts]
         for slot in self._slots:
             self._save(slot)
 

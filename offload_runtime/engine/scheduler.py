@@ -121,9 +121,10 @@ class Scheduler(AbstractContextManager["Scheduler"]):
     Args:
         runtime: Loaded. A call that is in progress is waited for.
         max_waiting: Requests that may wait for a slot.
-        prefix_cache_bytes: Host memory for blocks of 256 tokens that slots lose to other prompts, which are copied back
-            for prompts that begin so; 0 is off. It comes on top of what `ram` limits, is not page-locked, and grows as
-            blocks come. Only with the KV cache on the device: in host memory slots alone keep theirs.
+        prefix_cache_bytes: Host memory for blocks of 256 tokens, of the draft's cache, too, that slots lose to other
+            prompts, which are copied back for prompts that begin so; 0 is off. It comes on top of what `ram` limits, is
+            not page-locked, and grows as blocks come. Only with the KV cache on the device: in host memory slots alone
+            keep theirs.
         sessions: A directory for such blocks, of the draft's cache, too: they are written when slots lose them and when
             the scheduler is closed, which passes wait for, and are found again by the next process. None: none.
         sessions_bytes: Most that they may take, those that were used least recently go first; None is 64 GB.
