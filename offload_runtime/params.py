@@ -297,6 +297,10 @@ def params_once(
     if params is not None:
         require(not by_name, "options are given twice, by name and as params: put all of them into params")
         return params
+    names = [*GenerationParams.__dataclass_fields__, *SamplingParams.__dataclass_fields__]
+    names.remove("sampling")
+    if unknown := [name for name in by_name if name not in names]:
+        raise TypeError(f"{unknown[0]!r} is no option of an answer: there are {', '.join(names)}")
     return GenerationParams().changed(**{"max_new_tokens": max_new_tokens, **by_name})
 
 

@@ -16,7 +16,7 @@ from offload_runtime import Runtime
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import CheckpointError, OptionError, StorageError
 from offload_runtime.files import write_atomically
-from offload_runtime.params import GenerationParams, SamplingParams
+from offload_runtime.params import GenerationParams, SamplingParams, params_once
 from offload_runtime.sizes import GB, format_bytes, parse_bytes, parse_sizes, size_option_down
 
 
@@ -167,6 +167,12 @@ def test_the_file_that_the_answer_goes_to_is_not_replaced(number: int, stream: s
             os.close(before)
     write_atomically(answer, "text", remedy="elsewhere")
     assert answer.read_text() == "text"
+
+
+@pytest.mark.parametrize("name", ["temperatur", "sampling"])
+def test_a_name_that_no_option_of_an_answer_has_is_said_with_those_that_there_are(name: str) -> None:
+    with pytest.raises(TypeError, match=f"'{name}' is no option of an answer: there are max_new_tokens, .*top_p"):
+        params_once({name: 1}, None)
 
 
 def test_options_by_name_are_those_of_the_configurations() -> None:
