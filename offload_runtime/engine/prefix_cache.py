@@ -133,7 +133,8 @@ class SavedCache:
 
     def save(self, store: BlockStore, slot: int, blocks: Mapping[str, BlockLayout]) -> None:
         """Save those of a slot's blocks that are not there yet. Raises as `BlockStore.save`."""
-        self._synchronize()
+        if any(name not in store for name in blocks):
+            self._synchronize()
         store.save(blocks, partial(self.model.runner.cache.save_block, slot))
 
     def restore(self, store: BlockStore, slot: int, tokens: Sequence[int], blocks: Mapping[str, BlockLayout]) -> None:
