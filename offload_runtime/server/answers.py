@@ -58,10 +58,8 @@ class Metrics(Collector):
     """
 
     def __init__(self, read: Callable[[], SchedulerCounters | None]) -> None:
-        self._read, self.registry = (
-            read,
-            (registry := CollectorRegistry()),
-        )  # its own: servers in one process do not add up
+        self._read = read
+        self.registry = registry = CollectorRegistry()  # its own: servers in one process do not add up
         registry.register(self)
         first, whole = "From a request to its first token, waiting included", "From a request to the end of its answers"
         self.first = Histogram(f"{_PREFIX}time_to_first_token_seconds", first, registry=registry, buckets=_SECONDS)
