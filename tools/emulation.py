@@ -1,4 +1,4 @@
-"""A smaller machine played by this one: its memory is a limit, its link the pace of copies, its tokens are the same.
+"""A smaller machine emulated by this one: its memory is a limit, its link the pace of copies, its tokens are the same.
 
 What computes stays as fast as it is. Gathers of retrieved chunks, which kernels make, are not paced.
 """
@@ -45,8 +45,8 @@ def emulated(
     machine: str | Path | MachineProfile | None, *, device: str = "auto", vram: Any = None,
     profile: str | Path | MachineProfile | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Options of `Runtime.load` with which this machine plays another one, on one GPU if no more are named; those that
-    are given, where it is none.
+    """Return options of `Runtime.load` with which this machine emulates another one, on one GPU if no more are named;
+    those that are given, where it is none.
 
     Raises:
         OptionError: The profile says too little of a GPU, or more or fewer devices are named than it has cards.
@@ -56,60 +56,60 @@ def emulated(
     given = {"device": device, "vram": vram, "profile": profile}
     if machine is None:
         return given
-    played = load_profile(machine)
-    if not played.gpus or played.vram_bytes is None or played.link_gbps is None:
+    other = load_profile(machine)
+    if not other.gpus or other.vram_bytes is None or other.link_gbps is None:
         raise OptionError(
-            f"the profile {played.name} cannot be emulated: it needs a GPU with vram_bytes and link_gbps: choose "
+            f"the profile {other.name} cannot be emulated: it needs a GPU with vram_bytes and link_gbps: choose "
             "another with --emulate"
         )
     asked = RuntimeConfig("the target", device=device, vram=vram)
     devices = resolve_devices(asked.devices)
     if device == "auto" or len(devices) == 1:
-        devices = list(islice(cycle(devices), played.gpus))
-    cards = f"{played.name} has {played.gpus} card{'s' * (played.gpus != 1)}"
-    require(len(devices) == played.gpus, f"{cards} and --device {device} names {len(devices)}: name as many")
+        devices = list(islice(cycle(devices), other.gpus))
+    cards = f"{other.name} has {other.gpus} card{'s' * (other.gpus != 1)}"
+    require(len(devices) == other.gpus, f"{cards} and --device {device} names {len(devices)}: name as many")
     # A run on a GPU counts its own context; a reserve that was measured holds one, and what others have. As in a plan
     # a size that is asked for takes the place of what others are taken to have.
-    usable_bytes = played.vram_bytes - (played.vram_others_bytes or played.vram_reserved_bytes or 0)
-    whose, other = f"of an emulated {played.name}", "emulate a larger card"
-    sizes = asked.vram if isinstance(asked.vram, tuple) else [asked.vram] * played.gpus
-    there_bytes = [usable_bytes if one is None else played.vram_bytes for one in sizes]
+    usable_bytes = other.vram_bytes - (other.vram_others_bytes or other.vram_reserved_bytes or 0)
+    whose, otherwise = f"of an emulated {other.name}", "emulate a larger card"
+    sizes = asked.vram if isinstance(asked.vram, tuple) else [asked.vram] * other.gpus
+    there_bytes = [usable_bytes if one is None else other.vram_bytes for one in sizes]
     limits_bytes = tuple(
-        within("--vram", one, there, whose, other) for one, there in zip(sizes, there_bytes, strict=True)
+        within("--vram", one, there, whose, otherwise) for one, there in zip(sizes, there_bytes, strict=True)
     )
-    rates_gbps = played.link_gbps, played.link_back_gbps or played.link_gbps
+    rates_gbps = other.link_gbps, other.link_back_gbps or other.link_gbps
     for one, count in Counter(devices).items():
-        _require_memory(played, one, count)
+        _require_memory(other, one, count)
         with current_device(one):
-            _require_link(played.name, rates_gbps, one, count)
+            _require_link(other.name, rates_gbps, one, count)
     figures = None if profile is None else load_profile(profile)
     if figures is None and devices[0].type == "cuda":
         figures = profile_of_gpu(torch.cuda.get_device_name(devices[0]), "bf16")
     if figures is not None:
-        figures = replace(figures, link_gbps=played.link_gbps, links_at_once_gbps=())
+        figures = replace(figures, link_gbps=other.link_gbps, links_at_once_gbps=())
     vram_bytes = limits_bytes if len(limits_bytes) > 1 else limits_bytes[0]
     named = ",".join(map(str, devices))
     return {"device": named, "vram": vram_bytes, "profile": figures, "pace": partial(_paces, rates_gbps)}
 
 
-def _require_memory(played: MachineProfile, device: torch.device, count: int) -> None:
+def _require_memory(other: MachineProfile, device: torch.device, count: int) -> None:
     """Refuse so many cards of a machine with more memory than `device` has."""
     on_gpu = device.type == "cuda"
     there_bytes = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
-    whole_bytes = count * (played.vram_bytes or 0)
+    whole_bytes = count * (other.vram_bytes or 0)
     if whole_bytes > there_bytes:
         why = f"it has {format_bytes(whole_bytes)} of device memory and {device} has {format_bytes(there_bytes)}"
-        raise DeviceError(f"{played.name} cannot be emulated here: {why}: emulate a smaller card")
+        raise DeviceError(f"{other.name} cannot be emulated here: {why}: emulate a smaller card")
 
 
 def _require_link(name: str, rates_gbps: tuple[float, float], device: torch.device, count: int) -> None:
     """Measure the link of a device in both directions and refuse so many cards whose links are faster together. Takes
     64 MiB on the device for a moment, and some 20 ms."""
-    for rate_gbps, there_gbps, way in zip(
+    for rate_gbps, there_gbps, direction in zip(
         rates_gbps, _measure_link(device), ("to the device", "back to the host"), strict=True
     ):
         if count * rate_gbps > there_gbps * (1 + _LINK_TOLERANCE):
-            why = f"its link carries {count * rate_gbps:.3g} GB/s {way} and that of {device} {there_gbps:.3g}"
+            why = f"its link carries {count * rate_gbps:.3g} GB/s {direction} and that of {device} {there_gbps:.3g}"
             raise DeviceError(f"{name} cannot be emulated here: {why}: emulate a card with a slower link")
 
 

@@ -364,8 +364,8 @@ class DraftRunner:
         each of its nodes. Waits.
 
         Args:
-            asked: By sequence. A root that has not been expanded comes first; what was is not asked again. Spines are
-                cut to the shortest of them, and only few nodes may come with one.
+            asked: By sequence. A root that has not been expanded comes first; what was is not asked again. Greedy
+                paths are cut to the shortest of them, and only few nodes may come with one.
 
         Returns:
             For each sequence what follows its nodes, or the first of them that there was room for, then what follows

@@ -270,10 +270,10 @@ class StagingWriteEngine(_StagingQueue):
             self._wait(piece.user)
             into = piece.buffer[: source.nbytes]
             self.engine.enqueue(into, source, free=free, ready=ready, source_free=piece.copied, label=label)
-            piece.user = self._movers.submit(self._land, piece, target)
+            piece.user = self._movers.submit(self._arrive, piece, target)
             self._arrivals.append(piece.user)
 
-    def _land(self, piece: _Piece, dst: torch.Tensor) -> None:
+    def _arrive(self, piece: _Piece, dst: torch.Tensor) -> None:
         """Move a piece to where it belongs, once it has come over the link."""
         self.engine.wait(piece.copied)
         self.move(dst, piece.buffer[: dst.nbytes])
