@@ -445,9 +445,8 @@ class Runtime(AbstractContextManager["Runtime"]):
                 self._call = None
                 self.engine.begin(stores=stores)
                 yield self.engine
-                if sessions is not None:  # what is in host memory ends here
-                    with device_errors(self.device):
-                        self.engine.prefix_cache.save_all()
+                with device_errors(self.device):
+                    self.engine.prefix_cache.save_all()
             finally:
                 self._is_served = False
                 self.engine.cancel_all()
