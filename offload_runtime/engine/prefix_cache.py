@@ -90,14 +90,14 @@ class SavedCache:
         return caches
 
     def num_held(self, slot: int, tokens: Sequence[int]) -> int:
-        """How many leading tokens of a text a slot holds, which has this text or, in a draft's cache, any."""
+        """Return how many leading tokens of a text a slot holds, which has this text or, in a draft's cache, any."""
         if self.draft_state is not None:
             return self.draft_state.num_held(slot, tokens)
         return min(self.model.runner.cache.length(slot), len(tokens))
 
     def blocks(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> dict[str, BlockLayout]:
-        """What the blocks of a text are called, whose prompt had so many tokens, and what is in them: the open one and
-        those that its windows reach are whole, and others where they are there so alone."""
+        """Return what the blocks of a text are called, whose prompt had so many tokens, and what is in them: the open
+        one and those that its windows reach are whole, and others where they are there so alone."""
         return self._blocks(store, self._names(tokens, prompt_tokens), len(tokens))
 
     def find(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> dict[str, BlockLayout]:
@@ -125,7 +125,7 @@ class SavedCache:
         return found
 
     def _names(self, tokens: Sequence[int], prompt_tokens: int) -> list[tuple[str, str]]:
-        """What each block of a text is called where it is whole, and where it is not."""
+        """Return what each block of a text is called where it is whole, and where it is not."""
         # How a draft was rotated changes no token.
         frequencies = self.model.rope.frequency_set(prompt_tokens) if self.draft_state is None else 0
         kind = f"{json.dumps(self.made_with)} {frequencies}"
@@ -225,7 +225,7 @@ class PrefixCache:
         self._hold(slot, self._slots[slot])
 
     def forget(self, slot: int) -> None:
-        """What the slot holds is of no use."""
+        """Forget what the slot holds, which is of no use."""
         self._slots[slot] = _Held()
 
     def save_all(self) -> None:
@@ -267,14 +267,15 @@ class PrefixCache:
         self._slots = {**{other: one for other, one in self._slots.items() if other != slot}, slot: held}
 
     def _num_shared(self, slot: int, prompt: Sequence[int]) -> int:
-        """Leading tokens of a prompt, but for its last, that a slot holds rotated as this prompt wants them."""
+        """Return how many leading tokens of a prompt, but for its last, a slot holds rotated as this prompt wants
+        them."""
         prompt_tokens, rope = self._slots[slot].prompt_tokens, self._target.rope
         if rope.frequency_set(prompt_tokens) != rope.frequency_set(len(prompt)):
             return 0
         return self._num_equal(slot, prompt[:-1])
 
     def _num_equal(self, slot: int, text: Sequence[int]) -> int:
-        """Leading tokens of a text that a slot holds, and could go on behind."""
+        """Return how many leading tokens of a text a slot holds, and could go on behind."""
         tokens = self._slots[slot].tokens
         most = min(self._target.runner.cache.length(slot), len(tokens), len(text))
         equal = next((place for place in range(most) if tokens[place] != text[place]), most)

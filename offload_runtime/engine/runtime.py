@@ -452,7 +452,7 @@ class Runtime(AbstractContextManager["Runtime"]):
                 self.engine.cancel_all()
 
     def _stores(self, nbytes: int) -> list[BlockStore]:
-        """What holds blocks that slots lose in host memory; none for 0 bytes.
+        """Return what holds blocks that slots lose in host memory; none for 0 bytes.
 
         Raises:
             OptionError: It would be of no use, or not hold any.

@@ -115,7 +115,7 @@ def _require_whole(path: Path, record: Mapping[str, Any]) -> None:
 
 @contextmanager
 def reading_session(path: Path) -> Iterator[Any]:
-    """What a file says, which no other process changes meanwhile where there is a directory of blocks.
+    """Return what a file says, which no other process changes meanwhile where there is a directory of blocks.
 
     Raises:
         OptionError: As of `read_conversation`; StorageError: as of `session_files`.
@@ -129,7 +129,7 @@ def reading_session(path: Path) -> Iterator[Any]:
 
 
 def read_conversation(path: Path) -> Any:
-    """What a file says, without the blocks.
+    """Return what a file says, without the blocks.
 
     Raises:
         OptionError: It cannot be read, or is no saved conversation.
@@ -234,20 +234,20 @@ def _saved_text(session: Mapping[str, Any]) -> SavedText:
 
 
 def has_messages_alone(record: Mapping[str, Any]) -> bool:
-    """Whether a file is from elsewhere, so that nothing is known of what its messages are to a model."""
+    """Return whether a file is from elsewhere, so that nothing is known of what its messages are to a model."""
     return record.keys().isdisjoint(("session", "earlier"))
 
 
 def has_blocks(path: Path, record: Mapping[str, Any]) -> bool:
-    """Whether a file has more than messages and their tokens: one from elsewhere, or whose blocks were deleted, does
-    not."""
+    """Return whether a file has more than messages and their tokens: one from elsewhere, or whose blocks were deleted,
+    does not."""
     return "session" in record and any(_directory(path.resolve()).glob("*.kv"))
 
 
 def text_without_blocks(
     path: Path, record: Mapping[str, Any], target: SavedCache
 ) -> tuple[str, tuple[int, ...]]:  # fmt: skip
-    """What a session without blocks has been to the model, and its tokens; nothing where that was another model.
+    """Return what a session without blocks has been to the model, and its tokens; nothing where that was another model.
     Raises `SessionError` if it is damaged."""
     _require_whole(path, record)
     if record["session"]["made_with"]["model"] != target.made_with["model"]:

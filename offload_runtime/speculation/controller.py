@@ -121,7 +121,7 @@ class AcceptanceModel:
 
     @property
     def first_rate(self) -> float:
-        """How often the first proposal is accepted."""
+        """Return how often the first proposal is accepted."""
         return (self._hits[0] + self._first_weight * self._first) / (self._trials[0] + self._first_weight)
 
     def expect(self, other: AcceptanceModel) -> None:
@@ -190,7 +190,7 @@ class LatencyModel:
 
     @property
     def knows_plain(self) -> bool:
-        """Whether others can be held against plain decoding; a single time of it may be an exception."""
+        """Return whether others can be held against plain decoding; a single time of it may be an exception."""
         return self._ratios.get(PLAIN, (0.0, 0))[1] >= self._plain_times
 
     def knows(self, mode: str) -> bool:

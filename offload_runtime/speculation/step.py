@@ -70,7 +70,7 @@ class Acceptance:
 
     @property
     def accepted_per_verification(self) -> float:
-        """How many proposals a verification brought, its own token not counted."""
+        """Return how many proposals a verification brought, its own token not counted."""
         return self.accepted / self.verifications if self.verifications else 0.0
 
 
@@ -83,7 +83,7 @@ class Proposer:
 
     @property
     def draft_state(self) -> DraftKVState | None:
-        """What the cache of its draft holds of every slot; None without a draft model."""
+        """Return what the cache of its draft holds of every slot; None without a draft model."""
         return None
 
     def modes(self, texts: Texts) -> Sequence[str]:

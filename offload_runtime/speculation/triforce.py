@@ -224,7 +224,7 @@ class TriForceProposer(Proposer):
 
     @property
     def tree(self) -> GuessTree:
-        """What the draft proposes to each step: the more sequences a step is about, the smaller it is."""
+        """Return what the draft proposes to each step: the more sequences a step is about, the smaller it is."""
         return self.trees[self._window.num_rows - 1]
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:

@@ -47,7 +47,7 @@ class Registrar:
 
     @property
     def locked_bytes(self) -> int:
-        """What it has locked at the moment."""
+        """Return what it has locked at the moment."""
         return sum(self._blocks.values())
 
     def register(self, address: int, nbytes: int) -> int:
@@ -68,7 +68,8 @@ class Registrar:
 
 
 def registrar_for(device: torch.device) -> Registrar | None:
-    """What page-locks memory that `device` copies from and to; None for a CPU, which reads any memory as fast."""
+    """Return what page-locks memory that `device` copies from and to; None for a CPU, which reads any memory as
+    fast."""
     return Registrar() if device.type == "cuda" else None
 
 
@@ -124,7 +125,7 @@ class HostArena:
 
     @staticmethod
     def rounded(nbytes: int) -> int:
-        """What an arena for so many bytes takes."""
+        """Return what an arena for so many bytes takes."""
         return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
 
     def lock(self, registrar: Registrar, block_bytes: int | None = None) -> int:
@@ -163,7 +164,7 @@ class HostArena:
 
     @property
     def pinned(self) -> bool:
-        """Whether all pages are locked."""
+        """Return whether all pages are locked."""
         return self.pinned_bytes == self.nbytes
 
     def unpin(self) -> None:
@@ -217,7 +218,8 @@ class PageableMemory:
             self.nbytes = sum(end - start for start, end in self._ranges)
 
     def locked_bytes(self, memory: torch.Tensor) -> int:
-        """How much of the beginning of `memory`, which lies in one arena, is page-locked; all behind it is not."""
+        """Return how much of the beginning of `memory`, which lies in one arena, is page-locked; all behind it is
+        not."""
         start, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
         with self._lock:
             index = bisect_right(self._ranges, start, key=itemgetter(1))  # the first that ends behind `start`
@@ -237,7 +239,7 @@ class PageableMemory:
 
 
 def host_memory(cgroup: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Bytes of host memory and what of it is available: the container's where it has less than the machine.
+    """Return the bytes of host memory and what of it is available: the container's where it has less than the machine.
 
     `cgroup` is where Linux tells of control groups.
     """

@@ -73,7 +73,7 @@ class LayerPartition:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether there are several cards and the layers of each follow one another."""
+        """Return whether there are several cards and the layers of each follow one another."""
         return len(self.cards) > 1 and are_blocks(self.owners)
 
     def card_of(self, layer: int) -> Card:
@@ -82,7 +82,7 @@ class LayerPartition:
 
 
 def are_blocks(owners: Sequence[int]) -> bool:
-    """Whether the layers of each card follow one another, by the numbers of their cards."""
+    """Return whether the layers of each card follow one another, by the numbers of their cards."""
     return len(list(groupby(owners))) == len({*owners})
 
 
@@ -184,17 +184,18 @@ def _transfer_stream(device: torch.device) -> torch.cuda.Stream:
 
 @cache
 def reaches(one: torch.device, other: torch.device) -> bool:
-    """Whether a GPU reads the memory of another one."""
+    """Return whether a GPU reads the memory of another one."""
     return torch.cuda.can_device_access_peer(one, other) and torch.cuda.can_device_access_peer(other, one)
 
 
 def aligned_bytes(nbytes: int) -> int:
-    """What a tensor of so many bytes takes on its way."""
+    """Return what a tensor of so many bytes takes on its way."""
     return -(-nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Bytes of tensors, those of each from a multiple of 16 on: uint8. One that fills its bytes is not copied."""
+    """Return the bytes of tensors, those of each from a multiple of 16 on: uint8. One that fills its bytes is not
+    copied."""
     parts = []
     for tensor in tensors:
         data = tensor.contiguous().view(-1).view(torch.uint8)
@@ -204,7 +205,7 @@ def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _unpacked(packed: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a packed tensor with the shapes and dtypes of others."""
+    """Return views of a packed tensor with the shapes and dtypes of others."""
     found, start = [], 0
     for tensor in like:
         found.append(packed[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))

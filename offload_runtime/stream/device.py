@@ -172,7 +172,7 @@ class DeviceBudget:
 
 
 def within(option: str, asked_bytes: int | None, there_bytes: int, whose: str, otherwise: str) -> int:
-    """What is asked for of some memory, or all of it. Raises `BudgetError` where there is less."""
+    """Return what is asked for of some memory, or all of it. Raises `BudgetError` where there is less."""
     if asked_bytes is not None and asked_bytes > there_bytes:
         raise BudgetError(
             f"{option} {format_bytes(asked_bytes)} is more than the {format_bytes(there_bytes)} {whose}: lower it to "
@@ -182,7 +182,8 @@ def within(option: str, asked_bytes: int | None, there_bytes: int, whose: str, o
 
 
 def memory_name(device_type: str) -> str:
-    """What the memory is called that a target on such a device works in: a CPU has no other one beside the host's."""
+    """Return what the memory is called that a target on such a device works in: a CPU has no other one beside the
+    host's."""
     return "device memory" if device_type == "cuda" else "memory"
 
 
@@ -195,8 +196,8 @@ def _nvml() -> Any:
 
 
 def device_memory_in_use() -> dict[str, int]:
-    """Bytes in use on each GPU, by its UUID, before this process touches any, from the driver; none when that cannot be
-    told.
+    """Return the bytes in use on each GPU, by its UUID, before this process touches any, from the driver; none when
+    that cannot be told.
 
     Must be called before a CUDA context exists, since afterwards the context itself is counted.
     """
@@ -295,8 +296,8 @@ def pack_words(parts: Iterable[Sequence[int]]) -> array[int]:
 
 
 def unpack(packed: Words, sizes: Iterable[int]) -> list[Words]:
-    """Views of the parts of a packed tensor or array, by their numbers of integers; each begins at a multiple of 16
-    bytes."""
+    """Return views of the parts of a packed tensor or array, by their numbers of integers; each begins at a multiple of
+    16 bytes."""
     parts, start = list[Words](), 0
     for size in sizes:
         parts.append(packed[start : start + size])

@@ -37,7 +37,7 @@ class CopyEngine(Protocol):
 
     @property
     def bytes_copied(self) -> int:
-        """Bytes of all copies: finished ones on the CPU, on CUDA those handed to the stream."""
+        """Return the bytes of all copies: finished ones on the CPU, on CUDA those handed to the stream."""
 
     def new_event(self) -> Any:
         """An event that counts as fired until it is first used."""
@@ -59,7 +59,7 @@ class CopyEngine(Protocol):
         """Fire `free` once all compute issued so far has finished."""
 
     def is_done(self, ready: Any) -> bool:
-        """Whether the latest `enqueue` with this event has finished; never waits."""
+        """Return whether the latest `enqueue` with this event has finished; never waits."""
 
     def wait(self, ready: Any) -> None:
         """Hold the calling thread, which may be any, until the latest `enqueue` with this event has finished."""
@@ -434,7 +434,7 @@ class StreamedKV(Protocol):
         """Which of its blocks a pass that is planned now would stream."""
 
     def is_valid(self, snapshot: Any) -> bool:
-        """Whether a pass that begins now may go by this snapshot."""
+        """Return whether a pass that begins now may go by this snapshot."""
 
     def pieces(self, layer: int, snapshot: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
         """Key and source (uint8 [n], host) of each of the layer's pieces, in the order in which they are taken."""
@@ -542,11 +542,12 @@ class LayerStreamer:
             schedule.release(WEIGHTS)
 
     def resident_layers(self) -> list[tuple[int, LayerViews]] | None:
-        """What `layers` hands out, for passes that take no part in the streaming; None when some are streamed."""
+        """Return what `layers` hands out, for passes that take no part in the streaming; None when some are
+        streamed."""
         return None if self.num_streamed else [(index, self._resident[index]) for index in range(self.num_layers)]
 
     def _plan_pass(self, card: int) -> list[Item]:
-        """What the next pass brings to a card."""
+        """Return what the next pass brings to a card."""
         items: list[Item] = []
         if (kv := self._kv[card]) is not None:
             self._snapshots[card] = kv.snapshot()
