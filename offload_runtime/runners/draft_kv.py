@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from offload_runtime.cache.device import StreamingDraftCache, kept_positions
+from offload_runtime.cache.retrieval import RetrievedDraftCache
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.runners.model_runner import ModelRunner
 
@@ -39,6 +40,7 @@ class DraftKVState:
     def __init__(self, runner: ModelRunner, *, batch: int) -> None:
         self._runner = runner
         self.streaming = cache = runner.cache if isinstance(runner.cache, StreamingDraftCache) else None
+        self._chooses = isinstance(runner.cache, RetrievedDraftCache)
         self.starts: Sequence[int] = [0] * batch if cache is None else cache.starts
         self.rope_shifts: Sequence[int] = [0] * batch if cache is None else cache.rope_shifts
         self.last_token = runner.decoder.config.vocab_size - 1
@@ -61,11 +63,14 @@ class DraftKVState:
     @torch.inference_mode()
     def catch_up(self, slot: int, tokens: Sequence[int], most: int = REWRITTEN_TOKENS) -> Sequence[int]:
         """Bring the cache to all of `tokens` but the last one, or up to `most` of the last, which a step feeds itself.
+        Where the rows of the step choose chunks they are `most` if the text has so many: rows that only fill up would
+        count as well (a draft that is its target, 128 of 2,600 tokens, T = 0.7: 24 passes in place of 21).
 
         Returns:
             These.
         """
-        kept = min(self._num_shared(slot, tokens), max(0, len(tokens) - 1))
+        fewest = most if self._chooses else 1
+        kept = min(self._num_shared(slot, tokens), max(0, len(tokens) - fewest))
         target = max(kept, len(tokens) - most)
         if self.streaming is not None and (start := self.start_for(len(tokens))):
             target = max(target, start + self.streaming.sink_tokens)  # sinks are fed when they move, and never again
