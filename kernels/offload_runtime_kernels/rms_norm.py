@@ -11,9 +11,13 @@ from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, o
 
 
 def rms_norm_reference(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float | None = None, *, centred: bool = False
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float, offset: float | None = None, *, centred: bool = False,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Plain torch version of `rms_norm`, of any outer dimensions; without a weight it is one."""
+    if gate is not None:
+        normed = rms_norm_reference(x, weight, eps, offset, centred=centred).float()
+        return (normed * (gate.double() * torch.sigmoid(gate.double())).float()).to(x.dtype)
     norm = torch.nn.functional.layer_norm if centred else torch.nn.functional.rms_norm
     normed = norm(x.float(), x.shape[-1:], eps=eps)
     if weight is None or offset is None:
@@ -34,8 +38,9 @@ def weighted(normed, weight, offset, dtype, ROUNDS_FIRST: tl.constexpr):
 
 @jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, x_stride, out_stride, width, eps, offset,
-    BLOCK: tl.constexpr, CENTRED: tl.constexpr, ROUNDS_FIRST: tl.constexpr, ADDS: tl.constexpr, OVERLAP: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, gate_ptr, x_stride, out_stride, width, eps, offset,
+    BLOCK: tl.constexpr, CENTRED: tl.constexpr, ROUNDS_FIRST: tl.constexpr, ADDS: tl.constexpr, GATED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -52,6 +57,9 @@ def _rms_norm_kernel(
         x32 = tl.where(inside, x32 - tl.sum(x32, axis=0) / width, 0.0)
     scale = tl.rsqrt(tl.sum(x32 * x32, axis=0) / width + eps)
     normed = weighted(x32 * scale, weight, offset, x.dtype, ROUNDS_FIRST)
+    if GATED:
+        gate = tl.load(gate_ptr + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+        normed *= gate / (1.0 + tl.exp(-gate))
     if ADDS:
         normed += tl.load(out_ptrs, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptrs, normed.to(x.dtype), mask=inside)
@@ -59,7 +67,7 @@ def _rms_norm_kernel(
 
 def rms_norm_triton(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float | None = None, centred: bool = False,
-    out: torch.Tensor | None = None, add: bool = False,
+    gate: torch.Tensor | None = None, out: torch.Tensor | None = None, add: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Triton version of `rms_norm`."""
     rows, width = x.shape
@@ -68,8 +76,9 @@ def rms_norm_triton(
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(x):
         _rms_norm_kernel[(rows,)](
-            x, weight, out, x.stride(0), out.stride(0), width, eps, offset or 0.0, BLOCK=block,
-            CENTRED=centred, ROUNDS_FIRST=offset is None, ADDS=add, num_warps=min(16, max(1, block // 512)),
+            x, weight, out, x if gate is None else gate, x.stride(0), out.stride(0), width, eps, offset or 0.0,
+            BLOCK=block, CENTRED=centred, ROUNDS_FIRST=offset is None, ADDS=add, GATED=gate is not None,
+            num_warps=min(16, max(1, block // 512)),
             **overlap_options(x.device),
         )  # fmt: skip
     return out
@@ -77,7 +86,7 @@ def rms_norm_triton(
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, offset: float | None = None, centred: bool = False,
-    out: torch.Tensor | None = None, add: bool = False,
+    gate: torch.Tensor | None = None, out: torch.Tensor | None = None, add: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Normalise rows.
 
@@ -87,6 +96,7 @@ def rms_norm(
         eps: Added to the mean square.
         offset: Added to the weight, in fp32; None: the normalised row is rounded before the weight multiplies it.
         centred: Whether each row's mean is taken off it first, as LayerNorm does.
+        gate: [N, H], contiguous: its silu, in fp32, multiplies the normed rows.
         out: [N, H], of any row stride, written; it may be `x` itself. None: new memory.
         add: Whether the normed rows are added to what `out` has.
 
@@ -94,8 +104,8 @@ def rms_norm(
         [N, H] in the dtype of x: `out` where there is one.
     """
     if x.is_cuda:
-        return rms_norm_triton(x, weight, eps, offset=offset, centred=centred, out=out, add=add)
-    normed = rms_norm_reference(x, weight, eps, offset, centred=centred)
+        return rms_norm_triton(x, weight, eps, offset=offset, centred=centred, gate=gate, out=out, add=add)
+    normed = rms_norm_reference(x, weight, eps, offset, centred=centred, gate=gate)
     if out is None:
         return normed
     return out.add_(normed) if add else out.copy_(normed)

@@ -1,0 +1,196 @@
+"""`gated_delta`: against transformers, and the same bits however a text comes: in pieces, windows or a tree."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from offload_runtime_kernels.gated_delta import (
+    CHUNK_TOKENS,
+    DeltaMemory,
+    DeltaRows,
+    DeltaShape,
+    DeltaWeights,
+    fold,
+    gated_delta,
+    gated_delta_reference,
+)
+from offload_runtime_kernels.gated_delta_triton import gated_delta_triton
+
+SMALL, LARGE = DeltaShape(2, 4, 16, 32, 4), DeltaShape(4, 12, 128, 128, 4)
+MEMORY_TOKENS = 256
+# [start of a tree, its parents]; the second goes over a chunk's end on one path and branches behind it.
+TREES = [
+    (20, [-1, 0, 0, 1, 1, 2, 3, 5, 6, 6, 8, 4]),
+    (60, [-1, 0, 0, 1, 3, 4, 5, 5, 6, 7]),
+    (70, [-1, *(random.Random(2).randrange(node) for node in range(1, 40))]),
+]
+
+
+class _Layer:
+    """A layer of random weights and so many rows to give it."""
+
+    def __init__(self, shape: DeltaShape, count: int, dtype: torch.dtype, device: str) -> None:
+        make = torch.Generator().manual_seed(count)
+
+        def normal(*sizes: int) -> torch.Tensor:
+            return torch.randn(sizes, generator=make).to(device, dtype)
+
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.inputs, self.gates = normal(count, shape.channels), normal(count, 2 * shape.value_heads)
+        rates = torch.rand(shape.value_heads, generator=make).log().to(device)
+        self.weights = DeltaWeights(normal(shape.channels, shape.taps) / 2, rates, normal(shape.value_heads).float())
+
+    def memory(self) -> DeltaMemory:
+        return DeltaMemory.empty(self.shape, 1, MEMORY_TOKENS, self.dtype, self.device)
+
+    def run(self, memory: DeltaMemory, index: Sequence[int], rows: DeltaRows, *, keeps: bool = False) -> torch.Tensor:
+        own = torch.tensor(index, device=self.device)
+        parts = self.inputs[own].contiguous(), self.gates[own].contiguous()
+        return gated_delta(*parts, self.weights, memory, rows, self.shape, keeps=keeps)
+
+    def read(self, cuts: Sequence[int], *, as_prompts: bool) -> tuple[torch.Tensor, DeltaMemory]:
+        """All rows in pieces, of which each is committed before the next: results, and what is left."""
+        memory, outs, at, base = self.memory(), list[torch.Tensor](), 0, 0
+        for count in cuts:
+            rows = _rows(at, base, count, self.device)
+            outs.append(self.run(memory, range(at, at + count), rows, keeps=as_prompts))
+            at += count
+            if at // CHUNK_TOKENS > base and not as_prompts:
+                fold(memory, _rows(at, base, 0, self.device), self.shape)
+            base = at // CHUNK_TOKENS
+        return torch.cat(outs), memory
+
+
+def _rows(
+    start: int, base: int, count: int, device: str, positions: Sequence[int] = (),
+    ancestors: torch.Tensor | None = None,
+) -> DeltaRows:  # fmt: skip
+    def one(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    where = one(*(positions or range(start, start + count))).view(1, count)
+    return DeltaRows(one(0), one(start), one(base), one(count), where, ancestors)
+
+
+def _paths(parents: Sequence[int]) -> list[list[int]]:
+    paths = [[0]]
+    for node, parent in enumerate(parents[1:], 1):
+        paths.append([*paths[parent], node])
+    return paths
+
+
+def _check_cuts(layer: _Layer, count: int) -> None:
+    expected, memory = layer.read([count], as_prompts=True)
+    for cuts in (
+        [1] * count,
+        [64, 64, count - 128],
+        [30, 40, 1, 1, count - 72],
+        [63, 1, 1, count - 65],
+        [100, count - 100],
+    ):
+        for as_prompts in (True, False):
+            out, left = layer.read(cuts, as_prompts=as_prompts)
+            assert torch.equal(out, expected), (cuts[:5], as_prompts)
+            assert torch.equal(left.states, memory.states)
+
+
+def _check_tree(layer: _Layer, start: int, parents: Sequence[int]) -> None:
+    paths = _paths(parents)
+    depth = max(map(len, paths))
+    ancestors = torch.tensor([[[start + one for one in path] + [0] * (depth - len(path)) for path in paths]])
+    tree = _rows(
+        start, start // CHUNK_TOKENS, len(parents), layer.device, [start + len(path) - 1 for path in paths],
+        ancestors.int().to(layer.device),
+    )  # fmt: skip
+    memory = layer.memory()
+    layer.run(memory, range(start), _rows(0, 0, start, layer.device), keeps=True)
+    before, nodes = copy.deepcopy(memory), range(start, start + len(parents))
+    out = layer.run(memory, nodes, tree)
+    for node, path in enumerate(paths):
+        rows = _rows(start, start // CHUNK_TOKENS, len(path), layer.device)
+        chain = layer.run(copy.deepcopy(before), [start + one for one in path], rows)
+        assert torch.equal(out[node], chain[-1]), (start, node)
+
+
+def test_it_is_the_recurrence_of_transformers() -> None:
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
+
+    layer = _Layer(SMALL, 150, torch.float32, "cpu")
+    mixed = theirs.causal_conv1d_fn(layer.inputs.T[None], layer.weights.taps, activation="silu").transpose(1, 2)
+    q, k, v = mixed.split((32, 32, 128), dim=-1)
+    beta, alpha = layer.gates.chunk(2, dim=1)
+    g = -layer.weights.log_rates.exp() * torch.nn.functional.softplus(alpha + layer.weights.time_steps)
+    q, k, v = q.view(1, 150, 2, 16).double(), k.view(1, 150, 2, 16).double(), v.view(1, 150, 4, 32).double()
+    expected, state = theirs.torch_recurrent_gated_delta_rule(
+        q, k, v, g[None].double(), beta.sigmoid()[None].double(), output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    out, _ = layer.read([150], as_prompts=True)
+    assert (out - expected.view(150, -1)).abs().max() < 1e-6
+    whole, memory = _Layer(SMALL, 192, torch.float32, "cpu").read([192], as_prompts=True)
+    assert whole.isfinite().all() and memory.states.abs().max() > 0
+    assert state.shape == memory.states.shape
+
+
+def test_prompts_windows_and_single_tokens_have_the_same_bits() -> None:
+    _check_cuts(_Layer(SMALL, 150, torch.float32, "cpu"), 150)
+
+
+@pytest.mark.parametrize(("start", "parents"), TREES)
+def test_a_branch_of_a_tree_has_the_bits_of_a_chain(start: int, parents: list[int]) -> None:
+    _check_tree(_Layer(SMALL, start + len(parents), torch.float32, "cpu"), start, parents)
+
+
+def test_sequences_of_one_pass_do_not_know_of_each_other() -> None:
+    layer = _Layer(SMALL, 40, torch.float32, "cpu")
+    memory = DeltaMemory.empty(SMALL, 3, MEMORY_TOKENS, torch.float32, "cpu")
+    first = _rows(0, 0, 30, "cpu")
+    alone = gated_delta(layer.inputs[:30], layer.gates[:30], layer.weights, memory, first, SMALL, keeps=True)
+
+    def words(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    # Row 2 of memory reads the last ten, row 0 nothing but padding behind its first.
+    both = DeltaRows(words(2, 0), words(0, 30), words(0, 0), words(10, 1), words(*range(10), 30, *[-1] * 9).view(2, 10))
+    inputs = torch.cat((layer.inputs[:10], layer.inputs[30:31].expand(10, -1)))
+    gates = torch.cat((layer.gates[:10], layer.gates[30:31].expand(10, -1)))
+    out = gated_delta(inputs, gates, layer.weights, memory, both, SMALL)
+    assert torch.equal(out[:10], alone[:10])
+    expected, _ = layer.read([31, 9], as_prompts=True)
+    assert torch.equal(out[10], expected[30])
+
+
+@pytest.mark.slow
+def test_kernels_agree_with_plain_torch() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the tests of a GPU compare more")
+    shape = DeltaShape(1, 2, 32, 32, 4)
+    layer = _Layer(shape, 70, torch.float32, "cpu")
+    for rows, index in ((_rows(0, 0, 66, "cpu"), range(66)),):
+        parts = layer.inputs[index], layer.gates[index], layer.weights
+        memories = layer.memory(), layer.memory()
+        outs = [
+            run(*parts, memory, rows, shape, keeps=True)
+            for run, memory in zip((gated_delta_reference, gated_delta_triton), memories, strict=True)
+        ]
+        torch.testing.assert_close(outs[1], outs[0], atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(memories[1].states, memories[0].states, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_has_the_same_bits_however_a_text_comes(dtype: torch.dtype) -> None:
+    layer = _Layer(LARGE, 330, dtype, "cuda")
+    _check_cuts(layer, 330)
+    for start, parents in TREES:
+        _check_tree(layer, start, parents)
+    wide = [-1, *(random.Random(3).randrange(max(0, node - 20), node) for node in range(1, 180))]
+    _check_tree(layer, 66, wide)
+    host = _Layer(LARGE, 330, dtype, "cpu")
+    expected, _ = host.read([330], as_prompts=True)
+    atol = 1e-6 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(layer.read([330], as_prompts=True)[0].cpu(), expected, atol=atol, rtol=1e-2)
