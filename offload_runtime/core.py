@@ -78,6 +78,31 @@ class TokenTree:
         chosen = [(self.tokens[node], places[self.parents[node]], self.sources[node]) for node in nodes]
         return TokenTree(*zip(*chosen, strict=True)) if chosen else TokenTree()
 
+    def through_gates(self, first: int, every: int) -> list[int]:
+        """Return the nodes that are left where one path alone may lead from one `every` positions to the next: at each
+        such end the node with the most behind it keeps what follows.
+
+        Args:
+            first: The position of nodes without a parent.
+            every: Positions from one end to the next.
+        """
+        sizes = [1] * len(self)
+        for node in range(len(self) - 1, 0, -1):
+            if self.parents[node] >= 0:
+                sizes[self.parents[node]] += sizes[node]
+        gates, kept = dict[int, int](), set[int]()  # by position the node that leads on
+        for node, (parent, depth) in enumerate(zip(self.parents, self.depths, strict=True)):
+            position = first + depth
+            if parent >= 0 and parent not in kept:
+                continue
+            if parent >= 0 and position % every == 0:
+                rivals = [one for one in kept if first + self.depths[one] == position - 1]
+                gate = gates.setdefault(position, max(rivals, key=lambda one: (sizes[one], -one)))
+                if parent != gate:
+                    continue
+            kept.add(node)
+        return sorted(kept)
+
 
 def depths_of(parents: Sequence[int]) -> list[int]:
     """Return how many nodes of a tree, whose parents come before their children, are above each."""

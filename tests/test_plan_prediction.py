@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP
+from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP, RowNorm
 from offload_runtime.plan import (
     RunPlan,
     pass_time,
@@ -46,8 +46,8 @@ def test_an_unknown_dtype_names_what_the_profile_lacks() -> None:
 
 @given(st.integers(1, 40), st.integers(0, 100), st.none() | st.integers(1, 120))
 def test_a_layer_declares_what_its_rows_see(rows: int, before: int, window: int | None) -> None:
-    attention = Attention(8, num_heads=4, num_kv_heads=2, head_dim=6, eps=1e-6, window=window)
-    layer, context = DecoderLayer(attention, GatedMLP(8, 16), 1e-6), before + rows
+    attention = Attention(8, num_heads=4, num_kv_heads=2, head_dim=6, norm=RowNorm(1e-6), window=window)
+    layer, context = DecoderLayer(attention, GatedMLP(8, 16)), before + rows
     work, reach = layer.work(rows, context), window or context
     seen = sum(min(reach, position + 1) for position in range(before, context))
     assert work.attention_operations == 2 * 2 * 4 * 6 * seen  # scores and values

@@ -29,9 +29,10 @@ _WIDENED = "--source {source} --text {text}"
 # What runs, and where its figures stand in the JSON: tokens a second, or seconds.
 CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "streamed-7b": (f"{_OURS} --shape llama2-7b --resident-layers 0 --windows 1 --new-tokens 8", (_PASS, _SPEED)),
-    "resident-7b": (f"{_OURS} --shape llama2-7b --windows 1 --new-tokens 128", (_PASS, _SPEED)),
+    "resident-7b": (f"{_OURS} --shape llama2-7b --resident-layers auto --windows 1 --new-tokens 128", (_PASS, _SPEED)),
     "resident-8b-q4": (
-        f"{_OURS} --shape llama3-8b --stored q4_k_m --windows 1 --new-tokens 128", (_PASS, _SPEED),
+        f"{_OURS} --shape llama3-8b --stored q4_k_m --resident-layers auto --windows 1 --new-tokens 128",
+        (_PASS, _SPEED),
     ),
     "trees-13b": (
         f"bench_trees.py {_WIDENED} --code {{code}} --shape llama2-13b --emulate rtx4090 --noises 0.05 --gammas 16 "
@@ -44,7 +45,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("prefill.s", "windows.0.pass_s.median", "decoding.0.s_per_token"),
     ),
     "serving-13b": (
-        f"bench_serving.py {_WIDENED} --shape llama2-13b --noise 0.05 --draft none --emulate rtx4090 --vram 24GB "
+        f"bench_serving.py {_WIDENED} --shape llama2-13b --noise 0.05 --draft none --emulate rtx4090 "
         "--context 320 --requests 16 --minutes 0.4 --prompt-tokens 64,128,256 --new-tokens 64",
         ("rows.0.tok_per_s",),
     ),

@@ -13,12 +13,15 @@ from typing import Protocol
 import torch
 from offload_runtime_kernels.attention import AttentionParams, QueryRows, attention
 from offload_runtime_kernels.compact_rows import compact_rows
+from offload_runtime_kernels.gated_delta import CHUNK_TOKENS, DeltaMemory, DeltaRows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
+from offload_runtime.cache.delta import DeltaStates
 from offload_runtime.cache.saved_blocks import SavedBlock
 from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import Rows
 from offload_runtime.sizes import format_bytes
 from offload_runtime.stream import DeviceBudget, current_device, upload
 
@@ -49,15 +52,15 @@ class KVCache:
         pass_rows: Most rows that a pass has of a sequence at a time; layers with sliding windows reserve no more than
             these reach, in rings of blocks. None: they keep all, as beside spare positions.
         elsewhere: Layers whose blocks a subclass keeps.
+        window_tokens: Most tokens that a decoding pass puts behind the committed ones, where layers keep states.
     """
 
-    mixes = True  # the windows of a pass may be prompts, too, to be committed as a whole
     prefills_by_layer = False  # a prefill has to take all pieces of a prompt through one layer before the next
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int,
         budgets: Sequence[DeviceBudget], owners: Sequence[int] = (), name: str = "KV cache", spare_positions: int = 0,
-        pass_rows: int | None = None, elsewhere: Collection[int] = (),
+        pass_rows: int | None = None, elsewhere: Collection[int] = (), window_tokens: int = 0,
     ) -> None:  # fmt: skip
         assert pass_rows is None or not spare_positions, "they lie behind the last block of a layer, not in a ring"
         self._devices, self._pass_rows = [budget.device for budget in budgets], pass_rows
@@ -85,6 +88,15 @@ class KVCache:
         shapes = block_shapes(config, batch, here)
         stacks, self._of_layers = allocate_layers(budgets, self._owners, name, dtype, shapes)
         self._stacks = [*stacks.values()]
+        self._states: DeltaStates | None = None
+        if config.deltas:
+            self._states = DeltaStates(
+                config, dtype, batch=batch, window_tokens=window_tokens, budgets=budgets, owners=self._owners,
+                name=f"{name}: states",
+            )  # fmt: skip
+        self.mixes = self._states is None  # a prefill works on a memory row, of which there is one to spare
+        # Of trees one path alone leads over the end of so many positions; None: any do.
+        self.chunk_tokens = None if self._states is None else CHUNK_TOKENS
 
     @property
     def pinned_bytes(self) -> int:
@@ -107,6 +119,8 @@ class KVCache:
             check_capacity(self._ends[slot], self.max_tokens_with_draft)
             self._written[slot] = max(self._written[slot], self._ends[slot])
         self._rows = slice(None)
+        if self._states is not None:
+            self._states.begin_window()
 
     def begin_prefill(self, slot: int, count: int) -> None:
         """The next pass is a prefill of `count` tokens behind the committed ones, and its rows call this sequence 0.
@@ -118,15 +132,23 @@ class KVCache:
         assert self.keeps(slot, self._lengths[slot]) == self._lengths[slot], "its windows reach what is not there"
         self._written[slot] = max(self._written[slot], self._lengths[slot] + count)
         self._rows = slice(slot, slot + 1)
+        if self._states is not None:
+            self._states.begin_prefill(slot)
 
     def keeps(self, slot: int, length: int) -> int:
         """Return to how many of the first `length` tokens of a sequence it could be cut: any number. There are none
         where newer tokens, rejected ones included, lie where a sliding window would reach."""
+        if self._states is not None:
+            length = self._states.keeps(slot, length)
         for window, blocks in self._windows:
             oldest = max(num_blocks(self._written[slot]) - blocks, self._restored_from[slot])
             if max(0, length + 1 - window) // BLOCK_TOKENS < oldest:
                 return 0
         return length
+
+    def saves(self, slot: int, length: int) -> int:
+        """Return how many of the first `length` tokens of a sequence it could be brought back to from saved blocks."""
+        return length if self._states is None else self._states.saves(slot, length)
 
     def truncate(self, slot: int, length: int) -> int:
         """Forget everything behind the first `length` tokens of a sequence, or behind those of them that it `keeps`.
@@ -135,12 +157,17 @@ class KVCache:
         self._lengths[slot] = length = self.keeps(slot, length)
         if not length:
             self._written[slot] = self._restored_from[slot] = 0
+        if self._states is not None:
+            self._states.truncate(slot, length)
         return length
 
     def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
         """Copy layers of a block with committed tokens to host memory; waits for it."""
         for layer in to.keys() & self._num_blocks.keys():
             to[layer][0].copy_(self._block(layer, slot, block), non_blocking=True)
+        if self._states is not None:
+            end = min((block + 1) * BLOCK_TOKENS, self._lengths[slot])
+            self._states.save(slot, self._states.saves(slot, end), to)
         self._wait()
 
     def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
@@ -154,7 +181,13 @@ class KVCache:
         if not self._num_blocks.keys() <= saved.keys():
             self._restored_from[slot] = block + 1
         self._wait()
-        self.commit(slot, count)
+        states, self._states = self._states, None  # which come with the last block, and not by committing tokens
+        try:
+            self.commit(slot, count)
+        finally:
+            self._states = states
+        if states is not None:
+            states.restore(slot, self._lengths[slot], saved)
 
     def _wait(self) -> None:
         """Until the copies are done that the current stream of each card has been given."""
@@ -179,6 +212,10 @@ class KVCache:
         assert self._pass_rows is None or q.shape[1] <= self._pass_rows, "more rows than windows have room for"
         return attention(q, self.store(layer), rows, params)
 
+    def delta(self, layer: int, rows: Rows) -> tuple[DeltaMemory, DeltaRows, bool]:
+        assert self._states is not None, "the model has such layers"
+        return self._states.of_layer(layer, rows)
+
     def end_prefill(self, slot: int, count: int) -> None:
         """That pass has been issued: commit its tokens."""
         self.commit(slot, count)
@@ -188,6 +225,8 @@ class KVCache:
         before = self._lengths[slot]
         assert count >= 0 and before + count <= self.max_tokens_with_draft
         self._lengths[slot] += count
+        if self._states is not None:
+            self._states.commit(slot, self._lengths[slot])
         full = filled_blocks(before, self._lengths[slot])
         for layer, data in self._of_layers.items() if full else ():
             self._notify(layer, slot, KVBlocks(data), slot, full)
@@ -200,6 +239,8 @@ class KVCache:
         """
         if len(rows) > 1:  # else the root, which is where it belongs
             compact_path([data[:, slot] for data in self._stacks], self._lengths[slot], rows)
+            if self._states is not None:
+                self._states.commit(slot, self._lengths[slot] + len(rows), rows)
         self.commit(slot, len(rows))
 
     def adopt(self, slot: int, cache_positions: Sequence[int], first: int) -> None:

@@ -88,8 +88,6 @@ class HostKVCache(KVCache):
             is the lender's again when the prefill ends, its contents lost. At first that is a workspace of the cache.
     """
 
-    mixes = False
-
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, window_tokens: int,
         cards: Sequence[HostKVCard], owners: Sequence[int] = (), resident_layers: Sequence[int] = (),
@@ -100,9 +98,9 @@ class HostKVCache(KVCache):
         streamed = [layer for layer, one in windows.items() if one is None and layer not in resident_layers]
         super().__init__(
             config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners,
-            name=f"{name}: resident layers", pass_rows=pass_rows, elsewhere=streamed,
+            name=f"{name}: resident layers", pass_rows=pass_rows, elsewhere=streamed, window_tokens=window_tokens,
         )  # fmt: skip
-        self._dtype = dtype
+        self._dtype, self.mixes = dtype, False
         self._piece_bytes = [card.piece_bytes for card in cards]
         most_blocks, self._ring_blocks = num_blocks(capacity_tokens), ring_blocks(window_tokens)
         of_layers = {layer: cards[self._owners[layer]] for layer in streamed}
@@ -254,6 +252,8 @@ class HostKVCache(KVCache):
     def end_prefill(self, slot: int, count: int) -> None:
         before = self._lengths[slot]
         self._lengths[slot] += count
+        if self._states is not None:
+            self._states.commit(slot, self._lengths[slot])
         prefills = self._leave_prefill()
         if prefills:
             self._ring_from[slot] = kept_from(self._lengths[slot])

@@ -399,7 +399,7 @@ def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int,
         pieces = -(-blocks // max(1, most // block))
         return -(-blocks // pieces) * block
 
-    return max(piece_bytes(elements * BLOCK_TOKENS * dtype.itemsize) for elements in {*config.kv_elements})
+    return max(piece_bytes(elements * BLOCK_TOKENS * dtype.itemsize) for elements in {*config.kv_elements} - {0})
 
 
 def ring_blocks(window_tokens: int) -> int:

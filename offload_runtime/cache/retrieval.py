@@ -14,6 +14,7 @@ import torch
 from offload_runtime_kernels.attention import AttentionParams, KeySource, QueryRows, attend_sources
 from offload_runtime_kernels.chunk_scores import chunk_scores
 from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries, chunk_summaries
+from offload_runtime_kernels.gated_delta import DeltaMemory, DeltaRows
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
@@ -21,6 +22,7 @@ from offload_runtime_kernels.select_chunks import different_counts, select_chunk
 from offload_runtime.cache.device import KVCache, allocate_layers, block_shapes, kv_cache_bytes, num_blocks
 from offload_runtime.config import chunks_of_budget
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import Rows
 from offload_runtime.stream import DeviceBudget, current_device, overwrite
 
 _NO_LIMIT = (1 << 31) - 1
@@ -243,6 +245,9 @@ class RetrievalCache:
 
     def store(self, layer: int) -> KVBlocks:
         return self._source.store(layer)
+
+    def delta(self, layer: int, rows: Rows) -> tuple[DeltaMemory, DeltaRows, bool]:
+        raise AssertionError("plans refuse what reads chunks beside gated delta layers")
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
         """Choose chunks if asked to, then attend to them and to the recent blocks."""

@@ -45,6 +45,8 @@ SavedBlock = Mapping[int, Sequence[torch.Tensor]]
 
 def first_whole_block(config: ModelConfig, length: int) -> int:
     """Return the first block that has to be whole for a text to go on behind its first `length` tokens."""
+    if config.deltas:  # states at the end
+        return max(0, length - 1) // BLOCK_TOKENS
     windows = (one.window for one in config.attentions.values() if one.window is not None)
     return max(0, length + 1 - max(windows, default=length + 1)) // BLOCK_TOKENS
 
@@ -90,8 +92,8 @@ class BlockLayout:
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, *, whole: bool = True, locks: bool = False) -> BlockLayout:
         """Return the layout of a block that is whole, or not."""
-        attentions = config.attentions.items()
-        return cls({n: [(one.kv_block_shape, dtype)] for n, one in attentions if whole or one.window is None}, locks)
+        tensors = enumerate(layer.attention.saved_tensors(dtype, whole=whole) for layer in config.layers)
+        return cls({layer: parts for layer, parts in tensors if parts}, locks)
 
     @property
     def nbytes(self) -> int:

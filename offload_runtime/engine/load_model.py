@@ -198,6 +198,7 @@ def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: 
         return KVCache(
             plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budgets=budgets,
             owners=plan.owners, name=name, spare_positions=plan.tree_positions, pass_rows=plan.pass_rows,
+            window_tokens=plan.window_tokens,
         )  # fmt: skip
     on_host = list[HostKVCard]()
     for one, own, memory in zip(cards, plan.cards, memories, strict=True):

@@ -93,7 +93,8 @@ class SavedCache:
         """Return how many leading tokens of a text a slot holds, which has this text or, in a draft's cache, any."""
         if self.draft_state is not None:
             return self.draft_state.num_held(slot, tokens)
-        return min(self.model.runner.cache.length(slot), len(tokens))
+        cache = self.model.runner.cache
+        return cache.saves(slot, min(cache.length(slot), len(tokens)))
 
     def blocks(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> dict[str, BlockLayout]:
         """Return what the blocks of a text are called, whose prompt had so many tokens, and what is in them: the open

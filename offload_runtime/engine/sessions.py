@@ -79,7 +79,7 @@ def save_session(
     tokens, held_by, needed = saved.tokens, dict[str, int](), list[str]()
     with session_files(path) as files:
         for name, cache in caches.items():
-            count = held if cache.draft_state is None else cache.num_held(slot, tokens)
+            count = cache.num_held(slot, tokens if cache.draft_state is not None else tokens[:held])
             stored = cache.find(files, tokens, saved.prompt_tokens)
             count = max(count, len(stored) * BLOCK_TOKENS)  # where another call has used the cache since
             blocks = cache.blocks(files, tokens[:count], saved.prompt_tokens)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import DecoderLayer, Norms
+from offload_runtime.models.layers import DecoderLayer, Norms, RowNorm
 from offload_runtime.models.reading import attention_of, decoder, mlp_of, num_layers, refuse_set, rope, windows_by_type
 from offload_runtime.models.registry import Family
 
@@ -15,7 +15,7 @@ def _model(fields: Fields) -> ModelConfig:
     refuse_set(fields, "use_qk_norm", "norm queries and keys")
     plain, bias = attention_of(fields), fields.flag("attention_bias")
     eps = fields.number("layer_norm_eps", at_least=0, at_most=1)
-    attention = replace(plain, eps=eps, norm_offset=0.0, norm_centred=True, qkv_bias=bias, o_bias=bias)
+    attention = replace(plain, norm=RowNorm(eps, 0.0, centred=True), qkv_bias=bias, o_bias=bias)
     layer = DecoderLayer(attention, mlp_of(fields), Norms(before_mlp=None), parallel=True)
     period, rotary = fields.integer("sliding_window_pattern", 4), rope(fields, plain.head_dim)
     slides = [bool((number + 1) % period) for number in range(num_layers(fields))]

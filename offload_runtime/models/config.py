@@ -9,6 +9,7 @@ from typing import Any
 
 from offload_runtime_kernels.kv_blocks import Rotation
 
+from offload_runtime.models.gated_delta import GatedDelta
 from offload_runtime.models.layers import Attention, DecoderLayer, Tensor
 from offload_runtime.options import require, require_positive
 
@@ -50,7 +51,7 @@ class ModelConfig:
     logits_cap: float | None = None
 
     def __post_init__(self) -> None:
-        for one in {layer.attention for layer in self.layers}:
+        for one in {*self.attentions.values()}:
             for name in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"):
                 require_positive(name, getattr(one, name))
             uneven = f"{one.num_heads} query heads cannot share {one.num_kv_heads} KV heads evenly"
@@ -60,8 +61,8 @@ class ModelConfig:
 
     @property
     def attention(self) -> Attention:
-        """That of the first layer."""
-        return self.layers[0].attention
+        """That of the first layer that has keys and values."""
+        return next(iter(self.attentions.values()))
 
     @property
     def num_layers(self) -> int:
@@ -86,12 +87,19 @@ class ModelConfig:
     @cached_property
     def attentions(self) -> dict[int, Attention]:
         """By their numbers the layers that keep keys and values: their attentions."""
-        return {number: layer.attention for number, layer in enumerate(self.layers)}
+        found = ((number, layer.attention) for number, layer in enumerate(self.layers))
+        return {number: one for number, one in found if isinstance(one, Attention)}
+
+    @cached_property
+    def deltas(self) -> dict[int, GatedDelta]:
+        """By their numbers the gated delta layers."""
+        found = ((number, layer.attention) for number, layer in enumerate(self.layers))
+        return {number: one for number, one in found if isinstance(one, GatedDelta)}
 
     @cached_property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer in tokens; None where it attends to all."""
-        return tuple(layer.attention.window for layer in self.layers)
+        """The sliding window of each layer in tokens; None where it has none."""
+        return tuple(getattr(layer.attention, "window", None) for layer in self.layers)
 
     @cached_property
     def row_elements(self) -> int:

@@ -21,7 +21,7 @@ def layer_of(fields: Fields) -> DecoderLayer:
     refuse_set(fields, "use_bidirectional_attention", "see what comes behind a token")
     bias, cap = fields.flag("attention_bias"), "attn_logit_softcapping"
     attention = replace(
-        attention_of(fields), norm_offset=1.0, qkv_bias=bias, o_bias=bias,
+        attention_of(fields, norm_offset=1.0), qkv_bias=bias, o_bias=bias,
         scale=fields.number("query_pre_attn_scalar", at_least=1) ** -0.5,
         soft_cap=fields.number(cap, at_least=1e-3) if cap in fields else None,
     )  # fmt: skip

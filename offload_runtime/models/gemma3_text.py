@@ -7,12 +7,14 @@ from typing import Any
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.gemma2 import DEFAULTS, around, gguf_scalar, layer_of
+from offload_runtime.models.layers import Attention
 from offload_runtime.models.reading import decoder_by_type, num_layers
 from offload_runtime.models.registry import Family
 
 
 def _model(fields: Fields) -> ModelConfig:
     layer, period = layer_of(fields), fields.integer("sliding_window_pattern", 6)
+    assert isinstance(layer.attention, Attention)
     layer = replace(layer, attention=replace(layer.attention, qk_norm="head"))
     slides = [bool((number + 1) % period) for number in range(num_layers(fields))]
     theta = fields.number("rope_local_base_freq", 10000.0)

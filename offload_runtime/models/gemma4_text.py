@@ -64,7 +64,7 @@ def _model(fields: Fields) -> ModelConfig:
     stated = Fields(fields.where, fields.mapping("rope_parameters"))
     slides = [bool((layer + 1) % 6) for layer in range(num_layers(fields))]
     windows = (*windows_by_type(fields, slides, fields.integer("sliding_window"))[:-1], None)  # the last one sees all
-    near = replace(attention_of(fields), norm_offset=0.0, scale=1.0, qk_norm="head", v_norm=True)
+    near = replace(attention_of(fields, norm_offset=0.0), scale=1.0, qk_norm="head", v_norm=True)
     shared, (heads, head_dim) = fields.flag("attention_k_eq_v"), _full_heads(fields, near.num_kv_heads, windows)
     ropes = (
         _proportional(fields, head_dim, stated.mapping(_FULL)), rope(fields, near.head_dim, stated.mapping(_SLIDING))

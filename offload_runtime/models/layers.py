@@ -8,13 +8,13 @@ the others of its pass or on how many there are, except through the keys and val
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from offload_runtime_kernels.attention import AttentionParams, QueryRows
+from offload_runtime_kernels.gated_delta import DeltaMemory, DeltaRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, HeadNorm, KVBlocks, RopeRows, Rotation, rope_store
 from offload_runtime_kernels.linear import Activation
 from offload_runtime_kernels.rms_norm import rms_norm
@@ -87,6 +87,9 @@ class LayerCache(Protocol):
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
         """Attention of the rotated queries [B, T, H, D] (their own keys are stored): [B, T, H, D]."""
 
+    def delta(self, layer: int, rows: Rows) -> tuple[DeltaMemory, DeltaRows, bool]:
+        """What a gated delta layer has of sequences, where the rows stand, and whether they are committed already."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -122,16 +125,32 @@ class Rows:
         return self.tokens.shape[0]
 
 
-def _projections(packed: str, rows: Mapping[str, int], columns: int, *, bias: bool) -> Iterator[Tensor]:
+def projections(packed: str, rows: Mapping[str, int], columns: int, *, bias: bool = False) -> Iterator[Tensor]:
     """Matrices that are stacked, by their modules' names, and their biases where they have some."""
     yield from (Tensor(packed, f"{name}.weight", (count, columns)) for name, count in rows.items())
     if bias:
         yield from (Tensor(f"{packed}_bias", f"{name}.bias", (count,)) for name, count in rows.items())
 
 
-def _product_operations(tensors: Iterable[Tensor], rows: int) -> int:
+def product_operations(tensors: Iterable[Tensor], rows: int) -> int:
     """Operations of the products of rows with the matrices among some tensors, two for each element."""
     return 2 * rows * sum(math.prod(tensor.shape) for tensor in tensors if len(tensor.shape) == 2)
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """How all norms of a model's rows are made; `rms_norm` says what the fields mean. Norms of each head are never
+    centred."""
+
+    eps: float
+    offset: float | None = None
+    centred: bool = False
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, *, out: torch.Tensor | None = None, add: bool = False
+    ) -> torch.Tensor:
+        """Normed rows [N, H], in new memory, or written to `out` or added to it."""
+        return rms_norm(x, weight, self.eps, offset=self.offset, centred=self.centred, out=out, add=add)
 
 
 @dataclass(frozen=True)
@@ -141,8 +160,7 @@ class Attention:
     Attributes:
         hidden_size: Channels of the residual stream, H.
         num_heads, num_kv_heads, head_dim: Query heads, heads of keys and values, channels of each, D.
-        eps, norm_offset, norm_centred: Of all norms of the model, those around its blocks too; `rms_norm` says what
-            they mean. Norms of each head are never centred.
+        norm: How all rows of the model are normed, around its blocks too.
         scale: What the dot products of queries and keys are multiplied by; 0 stands for D ** -0.5.
         soft_cap: What logits are capped at softly, by a tanh; None leaves them.
         sinks: Whether each query head has a learnt logit that takes part in its softmax and has no value.
@@ -154,15 +172,15 @@ class Attention:
         values_are_keys: Whether values are the keys before they are normed and rotated.
         query_growth: How queries grow with their positions, if they do.
         fused: Whether a checkpoint has queries, keys and values as one matrix.
+        gated: Whether the projection has a gate behind each head's queries, whose sigmoid multiplies what attention
+            gives.
     """
 
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    eps: float
-    norm_offset: float | None = None
-    norm_centred: bool = False
+    norm: RowNorm
     scale: float = 0.0
     soft_cap: float | None = None
     sinks: bool = False
@@ -175,15 +193,11 @@ class Attention:
     values_are_keys: bool = False
     query_growth: QueryGrowth | None = None
     fused: bool = False
+    gated: bool = False
 
     def __post_init__(self) -> None:
         if not self.scale:
             object.__setattr__(self, "scale", float(self.head_dim**-0.5))
-
-    @cached_property
-    def normed(self) -> Callable[..., torch.Tensor]:
-        """`rms_norm` as all norms of the model are, of rows and a weight."""
-        return partial(rms_norm, eps=self.eps, offset=self.norm_offset, centred=self.norm_centred)
 
     @property
     def q_size(self) -> int:
@@ -198,7 +212,7 @@ class Attention:
     @property
     def qkv_size(self) -> int:
         """Rows of the fused projection of queries, keys and values."""
-        return self.q_size + (1 if self.values_are_keys else 2) * self.kv_size
+        return (1 + self.gated) * self.q_size + (1 if self.values_are_keys else 2) * self.kv_size
 
     def kv_elements(self, context: int) -> int:
         """Elements of the keys and values that a cache keeps of `context` tokens of a sequence."""
@@ -208,6 +222,10 @@ class Attention:
     def kv_block_shape(self) -> tuple[int, int, int, int]:
         """Shape of a block: keys and values, their heads, tokens, channels."""
         return 2, self.num_kv_heads, BLOCK_TOKENS, self.head_dim
+
+    def saved_tensors(self, dtype: torch.dtype, *, whole: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what is saved of a block: keys and values, where a window slides only of a whole one."""
+        return [(self.kv_block_shape, dtype)] if whole or self.window is None else []
 
     def reserved_tokens(self, context: int, pass_rows: int | None) -> int:
         """Tokens, whole blocks of them, that a cache on the device has room for: the context, or what a sliding window
@@ -223,38 +241,41 @@ class Attention:
         unlimited = min(rows, max(0, window - before))  # rows that see all before them
         seen = unlimited * before + unlimited * (unlimited + 1) // 2 + (rows - unlimited) * window
         read = self.kv_elements(min(context, window + rows))
-        return Work(_product_operations(self.tensors(), rows), 4 * self.q_size * seen, read)
+        return Work(product_operations(self.tensors(), rows), 4 * self.q_size * seen, read)
 
     @property
     def row_elements(self) -> int:
         """Elements that a row takes on its way: the projection, rotated queries, what attention gives, and a copy."""
-        return self.qkv_size + 3 * self.q_size
+        return (1 + self.gated) * self.qkv_size + 3 * self.q_size
 
     def tensors(self) -> Iterator[Tensor]:
         """`qkv` [qkv_size, H], `o` [H, q_size], their biases, `q_norm` and `k_norm` [D] or of all heads, `sinks` [query
         heads]."""
-        qkv = {"q_proj": self.q_size, "k_proj": self.kv_size}
+        qkv = {"q_proj": (1 + self.gated) * self.q_size, "k_proj": self.kv_size}
         qkv |= {} if self.values_are_keys else {"v_proj": self.kv_size}
         rows = {f"self_attn.{name}": count for name, count in qkv.items()}
         rows = {"self_attn.qkv_proj": self.qkv_size} if self.fused else rows
-        yield from _projections("qkv", rows, self.hidden_size, bias=self.qkv_bias)
+        yield from projections("qkv", rows, self.hidden_size, bias=self.qkv_bias)
         for name, size in (("q", self.q_size), ("k", self.kv_size)) if self.qk_norm else ():
             shape = (self.head_dim if self.qk_norm == "head" else size,)
             yield Tensor(f"{name}_norm", f"self_attn.{name}_norm.weight", shape)
         if self.sinks:
             yield Tensor("sinks", "self_attn.sinks", (self.num_heads,))
-        yield from _projections("o", {"self_attn.o_proj": self.hidden_size}, self.q_size, bias=self.o_bias)
+        yield from projections("o", {"self_attn.o_proj": self.hidden_size}, self.q_size, bias=self.o_bias)
 
     def forward(self, layer: int, x: torch.Tensor, weights: Weights, rows: Rows, cache: LayerCache) -> torch.Tensor:
         """Project, rotate, store keys and values, and attend: [N, H] -> [N, q_size], before the output projection."""
-        qkv, norm = weights["qkv"].linear(x), None
+        qkv, norm, gate = weights["qkv"].linear(x), None, None
+        if self.gated:  # behind each head's queries
+            q, kv = qkv[:, : 2 * self.q_size].view(-1, self.num_heads, 2, self.head_dim), qkv[:, 2 * self.q_size :]
+            qkv, gate = torch.cat((q[:, :, 0].flatten(1), kv), dim=1), torch.sigmoid(q[:, :, 1]).flatten(1)
         if self.qk_norm == "head":
             q_norm, k_norm = weights["q_norm"].dense, weights["k_norm"].dense
-            norm = HeadNorm(q_norm, k_norm, self.eps, self.norm_offset, self.v_norm)
+            norm = HeadNorm(q_norm, k_norm, self.norm.eps, self.norm.offset, self.v_norm)
         elif self.qk_norm == "all":
             q, k, _ = qkv.split((self.q_size, self.kv_size, self.kv_size), dim=1)
             for name, part in (("q_norm", q), ("k_norm", k)):
-                self.normed(part, weights[name].dense, out=part)
+                self.norm(part, weights[name].dense, out=part)
         shared = self.values_are_keys
         q = rope_store(qkv, rows.rope, cache.store(layer), self.rotation, norm, values_are_keys=shared)
         if self.query_growth is not None:
@@ -264,7 +285,8 @@ class Attention:
         q = q.view(*rows.query.positions.shape, self.num_heads, self.head_dim)
         sinks = weights["sinks"].dense if self.sinks else None
         params = AttentionParams(self.scale, self.window, self.soft_cap, sinks)
-        return cache.attend(layer, q, rows.query, params).reshape(rows.num_rows, -1).contiguous()
+        out = cache.attend(layer, q, rows.query, params).reshape(rows.num_rows, -1).contiguous()
+        return out if gate is None else out.mul_(gate)
 
 
 @dataclass(frozen=True)
@@ -286,7 +308,7 @@ class GatedMLP:
 
     def work(self, rows: int) -> Work:
         """What is done for `rows`."""
-        return Work(_product_operations(self.tensors(), rows))
+        return Work(product_operations(self.tensors(), rows))
 
     @property
     def row_elements(self) -> int:
@@ -297,12 +319,43 @@ class GatedMLP:
         """`gate_up` [2I, H], gate rows first, `down` [H, I], and their biases."""
         rows = {"mlp.gate_proj": self.intermediate_size, "mlp.up_proj": self.intermediate_size}
         rows = {"mlp.gate_up_proj": 2 * self.intermediate_size} if self.fused else rows
-        yield from _projections("gate_up", rows, self.hidden_size, bias=self.bias)
-        yield from _projections("down", {"mlp.down_proj": self.hidden_size}, self.intermediate_size, bias=self.bias)
+        yield from projections("gate_up", rows, self.hidden_size, bias=self.bias)
+        yield from projections("down", {"mlp.down_proj": self.hidden_size}, self.intermediate_size, bias=self.bias)
 
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """[N, H] -> [N, I], before the output projection."""
         return weights["gate_up"].linear(x, gated=self.activation)
+
+
+class TokenMixer(Protocol):
+    """What lets a layer's tokens know of those before them: attention, or a recurrence."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Channels of the residual stream, H."""
+
+    @property
+    def norm(self) -> RowNorm:
+        """How all rows of the model are normed."""
+
+    @property
+    def row_elements(self) -> int:
+        """Elements that a row takes on its way."""
+
+    def kv_elements(self, context: int) -> int:
+        """Elements of the keys and values that a cache keeps of `context` tokens of a sequence."""
+
+    def saved_tensors(self, dtype: torch.dtype, *, whole: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what is saved of a block, which is whole or not."""
+
+    def work(self, rows: int, context: int) -> Work:
+        """What is done for the last `rows` of `context` tokens."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Those of a checkpoint, `o`, the output projection, the last."""
+
+    def forward(self, layer: int, x: torch.Tensor, weights: Weights, rows: Rows, cache: LayerCache) -> torch.Tensor:
+        """Results before the output projection: [N, H] -> [N, columns of `o`]."""
 
 
 class Norms(NamedTuple):
@@ -329,7 +382,7 @@ class DecoderLayer:
         scaled: Whether the layer ends by multiplying the residual stream by a learnt number.
     """
 
-    attention: Attention
+    attention: TokenMixer
     mlp: GatedMLP
     norms: Norms = USUAL_NORMS
     parallel: bool = False
@@ -366,7 +419,7 @@ class DecoderLayer:
             rows: The pass.
             cache: Where keys and values live.
         """
-        (before, after, before_mlp, after_mlp), normed = self.norms, self.attention.normed
+        (before, after, before_mlp, after_mlp), normed = self.norms, self.attention.norm
         x = residual if before is None else normed(residual, weights[before].dense)
         self._add(residual, self.attention.forward(layer, x, weights, rows, cache), "o", after, weights)
         if not self.parallel:
@@ -384,4 +437,4 @@ class DecoderLayer:
         if norm is None:
             residual.add_(out.mul_(self.residual_multiplier))
         else:
-            self.attention.normed(out, weights[norm].dense, out=residual, add=True)
+            self.attention.norm(out, weights[norm].dense, out=residual, add=True)

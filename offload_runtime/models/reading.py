@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from offload_runtime_kernels.kv_blocks import Rotation
@@ -12,7 +13,7 @@ from offload_runtime_kernels.linear import Activation
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import MOST, Fields, shown
 from offload_runtime.models.config import ModelConfig, Rope
-from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP
+from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP, RowNorm
 
 _GELU = "gelu_pytorch_tanh"
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -32,16 +33,17 @@ def num_layers(fields: Fields) -> int:
     return fields.integer("num_hidden_layers", at_most=_MOST_LAYERS)
 
 
-def attention_of(fields: Fields) -> Attention:
-    """Attention of the usual sizes, all of whose channels are rotated, with Llama's norms, of `rms_norm_eps`, and no
-    biases."""
+def attention_of(fields: Fields, *, norm_offset: float | None = None) -> Attention:
+    """Attention of the usual sizes, all of whose channels are rotated, with norms of `rms_norm_eps` and this offset,
+    and no biases."""
     hidden, num_heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", hidden // num_heads, at_least=4, at_most=_MOST_HEAD_DIM)
     if head_dim % 2:
         fields.refuse("head_dim", head_dim, "an even number")  # pairs of channels are rotated
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
     eps = fields.number("rms_norm_eps", at_least=0, at_most=1)
-    return Attention(hidden, num_heads, num_kv_heads, head_dim, eps, rotation=Rotation(0, head_dim // 2))
+    norm = RowNorm(eps, norm_offset)
+    return Attention(hidden, num_heads, num_kv_heads, head_dim, norm, rotation=Rotation(0, head_dim // 2))
 
 
 def mlp_of(fields: Fields, *, activation: Activation = "silu") -> GatedMLP:
@@ -57,6 +59,7 @@ def mlp_of(fields: Fields, *, activation: Activation = "silu") -> GatedMLP:
 def decoder(
     fields: Fields, layer: DecoderLayer, *, windows: Sequence[int | None] | None = None,
     rotations: Sequence[Rotation | None] | None = None, ropes: tuple[Rope, ...] | None = None,
+    others: Mapping[int, DecoderLayer] = MappingProxyType({}),
 ) -> ModelConfig:  # fmt: skip
     """A model of layers that differ in their windows and rotations at most; those that are alike are one object.
 
@@ -66,8 +69,10 @@ def decoder(
         windows: The sliding window of each; None: all are as `layer` says.
         rotations: How each rotates its queries and keys; None: all do as `layer` says.
         ropes: What they rotate by; None: what the configuration says of all.
+        others: Layers of another kind, by their numbers.
     """
     count, one = num_layers(fields), layer.attention
+    assert isinstance(one, Attention), "the others are of another kind"
     kinds = list(zip(windows or (one.window,) * count, rotations or (one.rotation,) * count, strict=True))
     made = {
         (window, rotation): replace(layer, attention=replace(one, window=window, rotation=rotation))
@@ -75,7 +80,7 @@ def decoder(
     }
     return ModelConfig(
         architecture=fields.text("architecture"),
-        layers=tuple(made[kind] for kind in kinds),
+        layers=tuple(others.get(number, made[kind]) for number, kind in enumerate(kinds)),
         vocab_size=fields.integer("vocab_size"),
         max_position_embeddings=fields.integer("max_position_embeddings"),
         ropes=(rope(fields, one.head_dim),) if ropes is None else ropes,
@@ -94,6 +99,7 @@ def decoder_by_type(fields: Fields, layer: DecoderLayer, slides: Sequence[bool],
         local_theta: The base of those that slide, where no `rope_parameters` of their own say it.
     """
     windows = windows_by_type(fields, slides, fields.integer("sliding_window"))
+    assert isinstance(layer.attention, Attention)
     stated, head_dim = fields.mapping("rope_parameters"), layer.attention.head_dim
     types = Fields(fields.where, stated)
     by_type = any(isinstance(value, dict) for value in stated.values())

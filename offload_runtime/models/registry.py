@@ -43,6 +43,7 @@ FAMILIES = {  # by transformers' model_type, which is the name of the file
     "cohere2": FamilyNames("Cohere 2", "Cohere2ForCausalLM", ("cohere2",)),
     "glm4": FamilyNames("GLM-4", "Glm4ForCausalLM", ("glm4",)),
     "phi3": FamilyNames("Phi-3, Phi-4", "Phi3ForCausalLM", ("phi3",)),
+    "qwen3_5_text": FamilyNames("Qwen3.5, Qwen3.6", "Qwen3_5ForCausalLM", ()),
     "ministral3": FamilyNames("Ministral 3", "Ministral3ForCausalLM", ("mistral3",)),
 }
 _SLIDING = {"llama": "mistral", "olmo2": "olmo3"}  # whose files say the same but for the windows

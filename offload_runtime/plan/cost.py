@@ -217,7 +217,7 @@ def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, row
     stages, decodings = _matrix_stages(plan, target, machine, height)
     for layer, count in _kinds(target).items():
         work = _work(layer, rows, length_tokens + rows)
-        operations = batch * work.attention_operations * _filled_up(layer.attention, rows)
+        operations = batch * work.attention_operations * _filled_up(layer, rows)
         kv_s = batch * work.kv_elements * target.dtype.itemsize / _hbm(machine)
         stages.append((count, kv_s, operations / (_WINDOW_ATTENTION_SHARE * machine.flops(DTYPE_NAMES[target.dtype]))))
     layers = len(target.layers)
@@ -292,8 +292,11 @@ def _work(layer: DecoderLayer, rows: int, context: int) -> Work:
     return layer.work(rows, context)
 
 
-def _filled_up(attention: Attention, rows: int) -> float:
+def _filled_up(layer: DecoderLayer, rows: int) -> float:
     """How many times the queries of a window are what they are once filled up to whole tiles."""
+    attention = layer.attention
+    if not isinstance(attention, Attention):
+        return 1.0
     queries = rows * attention.num_heads // attention.num_kv_heads
     return -(-queries // _ATTENTION_TILE_ROWS) * _ATTENTION_TILE_ROWS / queries
 

@@ -189,8 +189,9 @@ class ModelPlan:
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """Layers that attend to everything. The others keep what their windows reach on the device."""
-        return tuple(layer for layer in self.layers if self.config.layer_windows[layer] is None)
+        """Layers that attend to everything. The others keep on the device what their windows reach, or their states."""
+        attentions = self.config.attentions
+        return tuple(layer for layer in self.layers if layer in attentions and attentions[layer].window is None)
 
     @cached_property
     def largest_kv_layer(self) -> tuple[int]:
@@ -215,8 +216,8 @@ class ModelPlan:
     def reserved_kv_bytes(self, layers: Iterable[int]) -> int:
         """What some layers reserve of the whole context."""
         tokens = Counter[int]()  # by what a token takes
-        for layer in layers:
-            reserved = self.config.layers[layer].attention.reserved_tokens(self.context_tokens, self.pass_rows)
+        for layer in self.config.attentions.keys() & layers:
+            reserved = self.config.attentions[layer].reserved_tokens(self.context_tokens, self.pass_rows)
             tokens[self.config.kv_elements[layer]] += reserved
         return self.batch * sum(each * count for each, count in tokens.items()) * self.dtype.itemsize
 
@@ -271,16 +272,22 @@ class ModelPlan:
         return 0 if self.borrows and self.kv_bytes_of(self.layers, chosen_tokens) >= needed_bytes else needed_bytes
 
     @property
+    def state_bytes(self) -> int:
+        """What gated delta layers keep of all sequences, and of one more, which a prefill works on."""
+        return (self.batch + 1) * cache.state_bytes(self.config, self.layers, self.dtype, self.window_tokens)
+
+    @property
     def kv_parts(self) -> Parts:
         """What the KV cache takes of the device."""
         if len(self.placements) > 1:
             return sum((card.kv_parts for card in self.cards), Parts())
         if not self.on_host:
             chosen_bytes = self.retrieved_bytes if self.cache == "retrieval" else 0
-            return Parts({"KV cache": self.whole_kv_bytes + chosen_bytes})
+            return Parts({"KV cache": self.whole_kv_bytes + chosen_bytes, "states": self.state_bytes})
         streamed = self.kv_layers_on_host
         return Parts(
             {
+                "states": self.state_bytes,
                 "KV of resident layers": self.reserved_kv_bytes({*self.layers}.difference(streamed)),
                 "open KV blocks": self.open_kv_bytes(streamed),
                 "ring of KV pieces": self.kv_ring_bytes if streamed else 0,

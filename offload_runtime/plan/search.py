@@ -237,7 +237,8 @@ def _check_verifier(plan: RunPlan) -> None:
     for fine, why, remedies in (
         (budget <= context, f"a retrieval budget of {budget} tokens is more than the context of {context}",
          "lower --budget-tokens, raise --context, "),
-        (target.full_layers == target.layers, "it needs full attention, and this model has sliding windows", ""),
+        (target.full_layers == target.layers,
+         "it needs full attention, and layers of this model have sliding windows or recurrent states", ""),
         (reach >= context, f"the draft was made for {reach} tokens and the context has {context}",
          "take --draft-cache streaming, lower --context, "),
     ):  # fmt: skip

@@ -461,6 +461,8 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
     )  # fmt: skip
     kept, retrieves = plan.streaming_tokens, cache == "retrieval"
     for fine, why, remedies in (
+        (not config.deltas, "a draft with gated delta layers has states that its guesses cannot be taken back from",
+         "take a draft of attention alone, or --draft ngram"),
         (cache != "streaming" or kept <= longest,
          f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the {longest} "
          "that the draft was made for", f"lower --recent-tokens by {kept - longest}"),

@@ -105,7 +105,7 @@ class Decoder:
         self.embedding = shared["embedding"]
         self.lm_head = shared.get("lm_head", shared["embedding"])
         self.final_norm: torch.Tensor = shared["final_norm"].dense
-        self._normed = config.attention.normed
+        self._normed = config.attention.norm
         self._multiplier = config.embedding_multiplier
         if config.rounds_multiplier:
             self._multiplier = torch.tensor(self._multiplier, dtype=self.final_norm.dtype).item()
@@ -280,7 +280,7 @@ def device_rows(
     tokens, positions, cache_positions, owners, slots, committed, ancestors = unpack(words, shape.sizes)
     cos, sin = rope.angles(positions if rope_shift is None else positions + rope_shift, frequencies)
     query = QueryRows(
-        positions.view(shape.batch, -1), slots, shape.reach, committed=committed if shape.depth else None,
+        positions.view(shape.batch, -1), slots, shape.reach, committed=committed,
         ancestors=ancestors.view(shape.batch, -1, shape.depth) if shape.depth else None,
     )  # fmt: skip
     return Rows(tokens, query, RopeRows(cos, sin, positions, cache_positions, owners))

@@ -323,7 +323,10 @@ def run_step(
             adjustments.begin(slot, texts[slot])
     proposals = _proposals(proposer, texts, _fitting(texts, budgets, cache.max_tokens_with_draft), recorder)
     proposals = {slot: proposals.get(slot, TokenTree()) for slot in budgets}
-    pruned = {slot: _pruned(proposal, sampling.matchers.get(slot)) for slot, proposal in proposals.items()}
+    pruned = {
+        slot: _pruned(proposal, sampling.matchers.get(slot), len(texts[slot]), cache.chunk_tokens)
+        for slot, proposal in proposals.items()
+    }
     batch = Batch(
         {slot: kept.behind(texts[slot][-1]) for slot, (kept, _) in pruned.items()},
         {slot: texts[slot][start:] for slot, start in starts.items()}, on_layer,
@@ -419,12 +422,19 @@ def _proposals(
     return proposals
 
 
-def _pruned(proposal: TokenTree, matcher: GrammarMatcher | None) -> tuple[TokenTree, Sequence[int]]:
-    """Return what of a proposal a grammar allows, and which of its nodes these are."""
-    if matcher is None or not proposal:
-        return proposal, range(len(proposal))
-    nodes = matcher.allowed(proposal.tokens, proposal.parents)
-    return proposal.part(nodes), nodes
+def _pruned(
+    proposal: TokenTree, matcher: GrammarMatcher | None, first: int, chunk_tokens: int | None
+) -> tuple[TokenTree, Sequence[int]]:
+    """Return what of a proposal, whose first tokens stand at position `first`, a grammar allows and the target can
+    verify, of which chunks may be left by one path only, and which of its nodes these are."""
+    nodes: Sequence[int] = range(len(proposal))
+    if matcher is not None and proposal:
+        nodes = matcher.allowed(proposal.tokens, proposal.parents)
+    kept = proposal if len(nodes) == len(proposal) else proposal.part(nodes)
+    if chunk_tokens is not None and not kept.is_chain:
+        inner = kept.through_gates(first, chunk_tokens)
+        kept, nodes = kept.part(inner), [nodes[node] for node in inner]
+    return kept, nodes
 
 
 def _require_tokens(

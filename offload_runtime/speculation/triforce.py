@@ -159,7 +159,7 @@ def verifier_step_bytes(
         has_head: Whether logits are made here.
     """
     workspace = 0
-    for attention in {layer.attention for layer in config.layers}:
+    for attention in {*config.attentions.values()}:
         scores = 4 * batch * attention.num_kv_heads * far_chunks
         chunk_logits = min(4 * rows * attention.num_heads * far_chunks, SCORES_WORKSPACE_BYTES)
         workspace = max(workspace, sources_workspace_bytes(attention.head_dim), scores + chunk_logits)

@@ -45,6 +45,7 @@ from offload_runtime.weights.tokenizer import directory_vocabulary, load_tokeniz
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FIRST_NORM = "layers.0.input_layernorm.weight"  # which towers for images call otherwise
+_OF_DRAFTER = "mtp."  # layers that guess further tokens, which are not read
 _OF_MODEL = re.compile(r"(?:layers|embed_tokens|norm)\.")
 _OF_HEAD = re.compile(r"((?:.+\.)?)lm_head\.[^.]+")
 _COMPARED_BYTES = 8 << 20
@@ -58,7 +59,8 @@ def renamed(where: object, stored: Mapping[str, StoredTensor]) -> dict[str, Stor
     Raises:
         CheckpointError: It holds several language models, or heads of one.
     """
-    prefixes = [name.removesuffix(_FIRST_NORM) for name in stored if name.endswith(_FIRST_NORM)]
+    firsts = (name for name in stored if name.endswith(_FIRST_NORM) and not name.startswith(_OF_DRAFTER))
+    prefixes = [name.removesuffix(_FIRST_NORM) for name in firsts]
     if not prefixes:
         return dict(stored)
     if len(prefixes) > 1 and "model." not in prefixes:

@@ -126,7 +126,7 @@ def make_runner(
     budget, kv_buffers = DeviceBudget(device, None), []
     cache: KVCache
     if host_kv is None:
-        cache = KVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=[budget])
+        cache = KVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=[budget], window_tokens=40)
     else:
         piece_bytes = block_bytes(config, dtype, 0)
         workspace_bytes = num_blocks(capacity_tokens) * piece_bytes

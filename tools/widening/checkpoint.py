@@ -91,7 +91,7 @@ class WidenedCheckpoint(MadeCheckpoint):
             num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads,
             num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim,
             max_position_embeddings=small.max_position_embeddings,
-            rms_norm_eps=small.attention.eps * small.hidden_size / shape.hidden_size,
+            rms_norm_eps=small.attention.norm.eps * small.hidden_size / shape.hidden_size,
             rope_parameters=widened_rope(small, shape.head_dim), tie_word_embeddings=False,
             bos_token_id=described.bos_token_id, eos_token_id=described.eos_token_id,
             pad_token_id=getattr(described, "pad_token_id", None),
