@@ -19,7 +19,7 @@ from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_c
 
 COUNT = 7
 # Shorter than everything that is cut, longer than a piece of a prompt and a block of keys and values, and than two.
-PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 270, 600)]
+PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 260, 520)]
 # The first of four layers that slides, and how far it reaches: less than what a device holds anyway, and more.
 WINDOWS: dict[str, tuple[int, int] | None] = {
     "full attention": None, "all layers slide": (0, 37), "some layers slide": (2, 37), "long windows": (1, 400),

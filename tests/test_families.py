@@ -132,7 +132,7 @@ def test_older_configurations_mean_what_transformers_makes_of_them(family: str) 
 
 
 COUNT = 8
-PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 800, 40)]
+PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 420, 40)]
 GREEDY: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, "temperature": 0.0}
 # Weights that stream, keys and values on the host, trees in a batch; two devices; the text's own n-grams.
 WAYS: dict[str, dict[str, Any]] = {
@@ -144,7 +144,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 def _answers(target: Path, **options: Any) -> list[list[int]]:
     with Runtime.load(
-        target, **{"device": "cpu", "dtype": "fp32", "context": 900, "max_batch": 3, **options}
+        target, **{"device": "cpu", "dtype": "fp32", "context": 500, "max_batch": 3, **options}
     ) as runtime:
         return [result.tokens for result in runtime.generate_batch(PROMPTS, **GREEDY)]
 
@@ -181,7 +181,7 @@ def _say(conversation: Conversation, text: str) -> GenerationResult:
 def test_a_session_goes_on_as_if_it_had_never_ended(family: str, tmp_path: Path) -> None:
     family_model(family, 2, max_position_embeddings=1024).save_pretrained(tmp_path)
     byte_level_tokenizer().save_pretrained(tmp_path)
-    asked, path = {"device": "cpu", "dtype": "fp32", "context": 900, "draft": "none"}, tmp_path / "chat.json"
+    asked, path = {"device": "cpu", "dtype": "fp32", "context": 500, "draft": "none"}, tmp_path / "chat.json"
     with Runtime.load(tmp_path, kv="host", resident_layers=0, **asked) as runtime:
         first = runtime.conversation()
         _say(first, "the quick brown fox jumps over the lazy dog, " * 14)

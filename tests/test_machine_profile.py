@@ -123,7 +123,7 @@ def profiles(draw: st.DrawFn) -> MachineProfile:
 def test_every_profile_comes_back_from_its_toml_unchanged(
     tmp_path_factory: pytest.TempPathFactory, profile: MachineProfile
 ) -> None:
-    path = tmp_path_factory.mktemp("profile") / "any.toml"
+    path = tmp_path_factory.getbasetemp() / "any.toml"
     path.write_text(profile_toml(profile), encoding="utf-8")
     assert load_profile(path) == profile
 

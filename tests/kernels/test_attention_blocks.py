@@ -88,13 +88,12 @@ def test_cutting_at_any_block_boundary_changes_no_bit(version: Version, window: 
 
 @versions
 def test_sinks_take_part_once_however_the_keys_are_cut(version: Version) -> None:
-    case, rows = _case().capped_with_sinks(), chain_rows(STARTS, COUNTS)
+    case, rows = _case().capped_with_sinks(), chain_rows((260, 254), COUNTS)
     expected = version.all_at_once(case, rows)
     assert_within(expected, case.expected(rows), atol=1e-5 * case.largest_value)
-    for cut in ([range(3)], [range(1), range(1, 2), range(2, 3)]):
-        out = version.pieces(case, rows, [(piece(case.kv, blocks), blocks) for blocks in cut])
-        assert torch.equal(out, expected), f"cut {cut}"
-        assert bool((out[rows.positions < 0] == 0).all())
+    out = version.pieces(case, rows, [(piece(case.kv, blocks), blocks) for blocks in (range(1), range(1, 2))])
+    assert torch.equal(out, expected)
+    assert bool((out[rows.positions < 0] == 0).all())
     alone = chain_rows((100, 251), (4, 5))  # the only block is not merged
     assert torch.equal(version.all_at_once(case, alone), version.pieces(case, alone, [(case.kv, range(1))]))
 
@@ -133,11 +132,12 @@ def test_a_window_in_the_only_block_is_not_merged_and_has_the_bits_of_a_merge(
     assert torch.equal(version.all_at_once(tree_case, tree, window), expected)
 
 
+@pytest.mark.few(2)
 @versions
 @pytest.mark.parametrize("window", [1, 70])
 def test_splits_that_are_counted_from_the_window_have_the_bits_of_all(version: Version, window: int) -> None:
-    case, rows = _case().capped_with_sinks(), chain_rows((1000, 765), (5, 4))  # the second one's reach over a block
-    expected = version.pieces(case, rows, [(case.kv, range(4))], window)
+    case, rows = _case().capped_with_sinks(), chain_rows((740, 509), (5, 4))  # the second one's reach over a block
+    expected = version.pieces(case, rows, [(case.kv, range(3))], window)
     assert torch.equal(version.all_at_once(case, rows, window), expected)
     assert_within(expected, case.expected(rows, window), atol=1e-5 * case.largest_value)
 
