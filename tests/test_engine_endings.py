@@ -97,12 +97,11 @@ def assert_usable(runtime: Runtime, said: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_end_of_sequence_anywhere_in_a_window(runtime: Runtime, said: list[int]) -> None:
+def test_a_token_that_ends_the_answer_anywhere_in_a_window(runtime: Runtime, said: list[int]) -> None:
     places = first_places(said)
     assert len(places) >= 8
     for number, place in enumerate(places):
-        with working_with(runtime, eos_token_ids=frozenset({said[place]})):
-            result = runtime.generate(PROMPT, max_new_tokens=COUNT, gamma=7)
+        result = runtime.generate(PROMPT, max_new_tokens=COUNT, stop_token_ids=[said[place]], gamma=7)
         assert result.tokens == said[: place + 1]
         assert result.finish_reason == "stop"
         # What the window committed behind the end is of no answer that goes on from here.
@@ -115,10 +114,6 @@ def test_end_of_sequence_anywhere_in_a_window(runtime: Runtime, said: list[int])
         assert result.text == before
         again = runtime.generate(PROMPT, max_new_tokens=min(COUNT, place + 10), ignore_eos=True, gamma=7)
         assert again.tokens == said[: place + 10]
-
-
-def test_the_checkpoints_own_end_of_sequence(runtime: Runtime) -> None:
-    assert runtime.room.eos_token_ids == {runtime.tokenizer.eos_token_id}
 
 
 @pytest.mark.slow
