@@ -439,10 +439,8 @@ class DraftRunner:
         sizes = tree_input_sizes(shape)
         parts = unpack(self._graphs.inputs_host, sizes)
         tokens, positions, cache_positions, owners, slots, committed, ancestors, *of_lines, greedy_positions, _ = parts
-        paths, greedy_positions = (
-            ancestors.reshape(-1, shape.depth),
-            greedy_positions.reshape(MOST_GREEDY_STEPS, shape.batch),
-        )
+        paths = ancestors.reshape(-1, shape.depth)
+        greedy_positions = greedy_positions.reshape(MOST_GREEDY_STEPS, shape.batch)
         self._graphs.inputs_host[: packed_words(sizes)] = 0
         positions.fill(-1)
         for number, (line, following) in enumerate(zip(lines, greedy, strict=True)):

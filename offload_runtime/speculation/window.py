@@ -204,15 +204,10 @@ class GuessTree:
         trunk = list(range(-1 - self.num_levels, 0))
         assert len(trunk) + count <= _MOST_POSITIONS, f"{count} nodes in {self.num_levels} levels"
         rows = [(-1, -1, trunk), *((node, depths[node] - 1, trunk + paths[node]) for node in range(count))]
-        rows += [
-            (cache_position, cache_position, trunk[: index + 1]) for index, cache_position in enumerate(trunk[:-1])
-        ]
+        rows += [(place, place, trunk[: index + 1]) for index, place in enumerate(trunk[:-1])]
         ancestors = ints([path_of + path_of[-1:] * (2 * self.num_levels + 1 - len(path_of)) for *_, path_of in rows])
-        cache_positions, stands = (
-            ints([cache_position for cache_position, *_ in rows]),
-            ints([position for _, position, _ in rows]),
-        )
-        self.verified = StepLayout(cache_positions, stands, 1, trunk[0], ancestors)
+        cache_positions, positions = ints([row[0] for row in rows]), ints([row[1] for row in rows])
+        self.verified = StepLayout(cache_positions, positions, 1, trunk[0], ancestors)
         bits = [sum(1 << node for node in path) for path in paths]
         self.links = TreeLinks(ints([parent + 1 for parent in parents]), ints(bits, torch.int64), ints(depths))
 

@@ -77,10 +77,8 @@ class CopyEngine(Protocol):
         """Finish outstanding work and release the queue."""
 
 
-def make_copy_engine(
-    device: torch.device, *, pace: LinkPace | None = None, log: CopyLog | None = None
-) -> CopyEngine:  # fmt: skip
-    """The copy queue that fits `device`, at a pace if there is one; it reports to the log of a trace."""
+def make_copy_engine(device: torch.device, *, pace: LinkPace | None = None, log: CopyLog | None = None) -> CopyEngine:
+    """Return the copy queue that fits `device`, at a pace if there is one; it reports to the log of a trace."""
     return CudaCopyEngine(device, pace=pace, log=log) if device.type == "cuda" else ThreadCopyEngine(pace=pace, log=log)
 
 

@@ -306,12 +306,8 @@ def compare(plain: Transcript, other: Transcript, *, bitwise: bool) -> Finding:
 
 def _measure(plain: Transcript, other: Transcript, at: int) -> Mismatch:
     """Measure how far the logits behind new token `at` are from those of plain decoding."""
-    scale, row, expected, token = (
-        1 / (plain.params.sampling.temperature or 1.0),
-        plain.rows[at],
-        plain.tokens[at],
-        other.tokens[at],
-    )
+    scale, row = 1 / (plain.params.sampling.temperature or 1.0), plain.rows[at]
+    expected, token = plain.tokens[at], other.tokens[at]
     change = (row.float() - other.rows[at].float()) * scale
     swing, rounding = change[[expected, token]].abs().sum(), scale * _ROUNDING[row.dtype] * row.float().std()
     return Mismatch(expected, token, float(swing), float(change.std()), float(rounding))
