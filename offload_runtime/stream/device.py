@@ -315,7 +315,7 @@ def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def overwrite(target: torch.Tensor, host: torch.Tensor) -> None:
-    """Write a small tensor of the host into one of the same shape and dtype, enqueued on the current stream.
+    """Write a small tensor of the host into one of the same shape and dtype, enqueued on its device's current stream.
 
     By a kernel, which reads page-locked memory: copies wait in the copy engine for all that were enqueued before them,
     36 ms behind three layers of 634 MB, where a kernel takes 0.2 ms (H200). A draft's step would wait for the pass.
@@ -327,7 +327,8 @@ def overwrite(target: torch.Tensor, host: torch.Tensor) -> None:
     pinned, received = host.contiguous().pin_memory(), target
     if not target.is_contiguous():
         received = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-    copy_words(pinned.view(-1).view(torch.int32), received.view(-1).view(torch.int32))
+    with current_device(target.device):  # which may be another card than the caller's
+        copy_words(pinned.view(-1).view(torch.int32), received.view(-1).view(torch.int32))
     if received is not target:
         target.copy_(received)
     hold_pinned(pinned, target.device)
