@@ -43,7 +43,7 @@ class MessageError(OptionError):
 
 
 class TemplateForms:
-    """What a template takes, with tools or without any: found out once it matters.
+    """Finds out what a template takes, with tools or without any, once it matters.
 
     Args:
         render: `ChatTemplate.render`.

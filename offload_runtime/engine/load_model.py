@@ -57,7 +57,7 @@ from offload_runtime.weights import (
 
 @dataclass(frozen=True)
 class StagedMemory:
-    """Where everything is as it turned out, and the rings that what could not be page-locked crosses.
+    """Says where everything is as it turned out, and the rings that what could not be page-locked crosses.
 
     `registrar` page-locks; None where the device's copies need no locked memory. What is staged crosses `h2d` to the
     device and `d2h` from there, both ways by `pageable`; without `h2d` nothing is staged, without `d2h` nothing that is
@@ -216,7 +216,7 @@ def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: 
 
 @dataclass(frozen=True)
 class OpenCard:
-    """A card that models are loaded onto: the ledger of its memory, and the queues of its link."""
+    """Is a card that models are loaded onto: the ledger of its memory, and the queues of its link."""
 
     budget: DeviceBudget
     queues: CopyQueues

@@ -46,7 +46,7 @@ def prefix_files(directory: Path, most_bytes: int | None = None) -> BlockFiles:
 
 @dataclass(frozen=True)
 class SavedCache:
-    """A model's cache, whose blocks go to stores and come from there.
+    """Is a model's cache, whose blocks go to stores and come from there.
 
     Attributes:
         model: Whose it is.
@@ -162,16 +162,16 @@ class SavedCache:
 
 
 class _Held(NamedTuple):
-    """The tokens of a slot's newest request, which grow while it runs, and of these the prompt's. The target's cache
-    holds as many of them as its length says."""
+    """Holds the tokens of a slot's newest request, which grow while it runs, and of these the prompt's. The target's
+    cache holds as many of them as its length says."""
 
     tokens: Sequence[int] = ()
     prompt_tokens: int = 0
 
 
 class PrefixCache:
-    """Which tokens' keys and values the slots of the target's cache and stores hold. What a store cannot take, or has
-    damaged, is told to the log: a request is never refused for it.
+    """Knows which tokens' keys and values the slots of the target's cache and stores hold. What a store cannot take, or
+    has damaged, is told to the log: a request is never refused for it.
 
     Args:
         target: Whose cache it is.

@@ -279,9 +279,9 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 
 @dataclass(frozen=True)
 class PromptRoom:
-    """What prompts and their options have to go with: the model's `tokenizer` and `config`, `context_tokens` that are
-    reserved, whether messages may spell control tokens, what the model's `generation_config.json` says, and the tokens
-    that end an answer."""
+    """Holds what prompts and their options have to go with: the model's `tokenizer` and `config`, `context_tokens` that
+    are reserved, whether messages may spell control tokens, what the model's `generation_config.json` says, and the
+    tokens that end an answer."""
 
     tokenizer: Any
     config: ModelConfig

@@ -29,7 +29,7 @@ _ROLES = ("system", "user", "assistant")
 
 @dataclass(frozen=True)
 class SavedText:
-    """What a session has besides the messages.
+    """Holds what a session has besides the messages.
 
     Attributes:
         text: That the messages are, as far as the model has seen or said it.
@@ -96,7 +96,7 @@ def save_session(
 
 
 def _checksum(record: Mapping[str, Any]) -> str:
-    """Of all but the checksum."""
+    """Return the checksum of a record, of which its own is no part."""
     session = {name: value for name, value in record["session"].items() if name != "checksum"}
     content = json.dumps({**record, "session": session}, sort_keys=True)
     return blake2b(content.encode(), digest_size=16).hexdigest()

@@ -32,7 +32,7 @@ _HOST_BYTES = 2 * GIB  # that are read, or copied
 
 @dataclass(frozen=True)
 class GpuReport:
-    """What is of interest about GPUs today but of no use to a planner.
+    """Holds what is of interest about GPUs today but of no use to a planner.
 
     `names` are all GPUs that torch sees; `capability` is the measured ones', and `free_bytes` what the first had free
     with the CUDA context and nothing else in it. Of several cards `links_alone_gbps` are their links, each while the

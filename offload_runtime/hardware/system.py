@@ -85,7 +85,7 @@ class PcieLink:
 
 @dataclass(frozen=True)
 class NvmlAnswer:
-    """What NVML told: the driver's version and the link, or `reason`, why it is None."""
+    """Holds what NVML says: the driver's version and the link, or `reason`, why it is None."""
 
     driver: str | None
     link: PcieLink | None

@@ -213,8 +213,8 @@ class Tally:
 
 
 class StepWorth:
-    """Whether another step of drafting pays while no pass runs: the tokens that it adds to a window against those that
-    the time it takes is worth, at the rate at which tokens have come lately.
+    """Says whether another step of drafting pays while no pass runs: the tokens that it adds to a window against those
+    that the time it takes is worth, at the rate at which tokens have come lately.
 
     Args:
         free_s: Seconds behind a pass in which drafting delays nothing: the link brings what the next one begins with.

@@ -426,7 +426,7 @@ KV = "kv"
 
 
 class StreamedKV(Protocol):
-    """What the streamer needs of a KV cache that lives in host memory."""
+    """Says what the streamer needs of a KV cache that lives in host memory."""
 
     def snapshot(self) -> Any:
         """Which of its blocks a pass that is planned now would stream."""
@@ -443,7 +443,7 @@ class StreamedKV(Protocol):
 
 @dataclass(frozen=True)
 class CardRing:
-    """What the layers of a card are streamed through: its copy queue, and buffers of its memory, uint8 [n] each.
+    """Holds what the layers of a card are streamed through: its copy queue, and buffers of its memory, uint8 [n] each.
 
     `buffers` hold a layer of weights, the largest of the card's; there are none where all of these are resident.
     `kv_buffers` hold pieces of keys and values; there are none where the card streams none.

@@ -74,7 +74,7 @@ class _Piece:
 
 @dataclass(eq=False)
 class _StagingQueue:
-    """What both ways have in common: a queue below, a ring of pieces, and threads that move bytes.
+    """Has what both directions have in common: a queue below, a ring of pieces, and threads that move bytes.
 
     The work of the threads begins in order. What fails in one stays the failure of all that comes behind it.
 
