@@ -210,6 +210,8 @@ class RuntimeConfig:
             require(not isinstance(value, str) or bool(value.strip()), f"--{name} is empty: give {what}")
             is_model = isinstance(value, str | Path) or hasattr(value, "config")
             require(is_model, f"{name} must be {what}, not {reprlib.repr(value)}")
+        paced = self.pace is None or callable(self.pace)
+        require(paced, f"pace must be a function of a device, not {reprlib.repr(self.pace)}")
         validate(self)
         names = self.devices  # refuses those that are none, and cards of different kinds
         if self.device != "auto":

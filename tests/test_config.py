@@ -93,6 +93,7 @@ def test_a_context_may_be_typed() -> None:
      (RuntimeConfig, {"speculation": "chain"}, "speculation must be of type SpeculationOptions, not 'chain'"),
      (RuntimeConfig, {"trace": 5}, r"trace must be of type pathlib\S*Path \| None, not 5"),
      (RuntimeConfig, {"draft": None}, "draft must be a model, ngram or none, not None"),
+     (RuntimeConfig, {"pace": 25.0}, r"pace must be a function of a device, not 25\.0"),
      (RuntimeConfig, {"target": 5}, "target must be a directory, .* not 5"),
      (SpeculationOptions, {"budget_tokens": None}, "budget_tokens must be auto or a count of at least 1, not None"),
      (SpeculationOptions, {"mode": 3}, "mode must be auto, none, chain or triforce, not 3"),
