@@ -224,6 +224,7 @@ def anchored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, "keeps", at_anchors)
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("anchored")
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 def test_caches_that_keep_less_than_is_asked(windowed_target: Path, tmp_path: Path, kv: str) -> None:

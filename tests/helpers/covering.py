@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import combinations
+from typing import Any
 
 
-def _pairs(row: Mapping[str, int]) -> set[tuple[tuple[str, int], ...]]:
+def _pairs(row: Mapping[str, Any]) -> set[tuple[Any, ...]]:
     """Values of a row, alone and by twos."""
     values = sorted(row.items())
     return {(value,) for value in values} | set(combinations(values, 2))
 
 
-def few(rows: Sequence[Mapping[str, int]], count: int) -> list[int]:
+def few(rows: Sequence[Mapping[str, Any]], count: int) -> list[int]:
     """Choose `count` rows of a grid, the first among them: each holds as many new pairs of values as any other does.
 
     Args:
-        rows: The number of each parameter's value.
+        rows: Each parameter's value, or its number.
         count: How many rows are wanted.
 
     Returns:

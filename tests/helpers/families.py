@@ -206,9 +206,14 @@ ARCHITECTURES = {family: family for family in CONFIGURATIONS if family != "qwen3
 INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "ministral3")
 
 
+def family_config(family: str, seed: int) -> Any:
+    """A random configuration, as transformers has it."""
+    return CONFIGURATIONS[family](random.Random(f"{family} {seed}"))
+
+
 def family_model(family: str, seed: int, **changes: Any) -> Any:
     """A transformers model in fp32 of a random configuration, but for some `changes`, whose every parameter matters."""
-    config = CONFIGURATIONS[family](random.Random(f"{family} {seed}"))
+    config = family_config(family, seed)
     for name, value in changes.items():
         setattr(config, name, value)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
