@@ -108,7 +108,7 @@ class KVCache:
         return self._lengths[slot]
 
     def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
-        """The next pass puts `counts[i]` tokens behind the committed ones of `sequences[i]`.
+        """The next pass puts `counts[i]` tokens behind the committed ones of `slots[i]`.
 
         Raises:
             ContextLengthError: They reach beyond `max_tokens_with_draft`.

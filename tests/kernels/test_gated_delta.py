@@ -21,7 +21,7 @@ from offload_runtime_kernels.gated_delta import (
 from offload_runtime_kernels.gated_delta_triton import gated_delta_triton
 
 SMALL, LARGE = DeltaShape(2, 4, 16, 32, 4), DeltaShape(4, 12, 128, 128, 4)
-MEMORY_TOKENS = 256
+MEMORY_TOKENS = 512  # an open chunk and the longest window
 # [start of a tree, its parents]; the second goes over a chunk's end on one path and branches behind it.
 TREES = [
     (20, [-1, 0, 0, 1, 1, 2, 3, 5, 6, 6, 8, 4]),
