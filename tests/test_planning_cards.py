@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError, OffloadError
 from offload_runtime.hardware import MachineProfile, load_profile
+from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.plan import (
     Refusal,
     RunPlan,
@@ -74,6 +77,17 @@ def test_a_card_that_is_too_small_is_named() -> None:
     assert any("of VRAM" in way.what for way in outcome.changes)
     with pytest.raises(BudgetError, match="on card 0"):
         plan_on_all(replace(request, vram=(GB, 20 * GB)), TWO)
+
+
+def test_layers_are_dealt_in_turn_where_blocks_of_them_do_not_fit() -> None:
+    """The first half of the layers keeps all keys and values, the second a window's: blocks of them are unequal."""
+    fields = json.loads((CONFIGS / "qwen2.5-0.5b" / "config.json").read_text())
+    fields |= {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 12}
+    target = DescribedModel(model_config_from_json(fields, "windows"), torch.bfloat16)
+    request = RuntimeConfig(target, "none", context=32768, kv="gpu", max_batch=16)
+    plan = plan_on_all(request, replace(TWO, vram_bytes=5 * GB, vram_others_bytes=None))
+    assert all(card.limits.device_bytes and card.device_bytes <= card.limits.device_bytes for card in plan.cards)
+    assert plan.target.placements[0].layers == tuple(range(0, 24, 2))
 
 
 @PROPERTY

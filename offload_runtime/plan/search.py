@@ -438,8 +438,9 @@ def _deal(plan: RunPlan) -> RunPlan:
         raise best.short
     ends = list(accumulate(counts))
     blocks = [tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
-    if not _uses_host(best) and not _uses_host(in_blocks := _dealt(plan, blocks)):
-        best = in_blocks
+    if not _uses_host(best):  # layers of other windows take other memory, so that blocks may not fit where turns do
+        in_blocks = _dealt(plan, blocks)
+        best = best if in_blocks.short or _uses_host(in_blocks) else in_blocks
     streamed = [len(card.target.kv_layers_on_host) for card in best.cards]
     if len({*streamed}) > 1:  # cards that stream keys and values of as many layers wait for none, and keep more weights
         best = min(best, _dealt(plan, _interleaved(tuple(counts)), max(streamed)), key=_waiting_bytes)
