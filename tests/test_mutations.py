@@ -50,17 +50,8 @@ def test_without_a_broken_line_the_same_tests_pass(process: TestProcess, tmp_pat
 
 def test_every_kind_of_mistake_is_tried() -> None:
     kinds = {mutation.name.partition(":")[0] for mutation in MUTATIONS}
-    assert kinds >= {
-        "rollback",
-        "position",
-        "refresh",
-        "slot reuse",
-        "mask",
-        "noise key",
-        "sampling",
-        "speculation",
-        "verify",
-    }
+    wanted = "rollback, position, refresh, slot reuse, mask, noise key, sampling, speculation, verify"
+    assert kinds >= set(wanted.split(", "))
     assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
 
 

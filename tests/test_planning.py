@@ -17,15 +17,7 @@ from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.plan import (
-    Refusal,
-    RunPlan,
-    common_figures,
-    forecast,
-    pass_time,
-    plan_or_refuse,
-    plan_run,
-)
+from offload_runtime.plan import Refusal, RunPlan, common_figures, forecast, pass_time, plan_or_refuse, plan_run
 from offload_runtime.sizes import GB
 from offload_runtime.weights import ModelLayout, describe_model
 from tests.helpers.assembly import prefill, verify

@@ -16,13 +16,7 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError, OffloadError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.plan import (
-    Refusal,
-    RunPlan,
-    forecast,
-    plan_or_refuse,
-    plan_run,
-)
+from offload_runtime.plan import Refusal, RunPlan, forecast, plan_or_refuse, plan_run
 from offload_runtime.sizes import GB, parse_bytes
 from offload_runtime.weights import DescribedModel, describe_model
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests

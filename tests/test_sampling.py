@@ -16,10 +16,7 @@ from transformers.generation.logits_process import (
 
 from offload_runtime import sampling
 from offload_runtime.params import SamplingParams
-from offload_runtime.sampling import (
-    SlotSampling,
-    filter_logits,
-)
+from offload_runtime.sampling import SlotSampling, filter_logits
 from tests.helpers.sampling import perturbed_logits, sample, slots_of
 
 NAN, INF = float("nan"), float("inf")

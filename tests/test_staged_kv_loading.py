@@ -17,14 +17,7 @@ from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.plan import RunPlan, common_figures, pass_time, prefill_time, with_staging_rings
 from offload_runtime.sizes import parse_bytes
 from offload_runtime.stream import Registrar
-from tests.helpers.engine import (  # noqa: F401 (an autouse fixture)
-    PROMPT,
-    failing,
-    load,
-    one_thread,
-    refuse_weights,
-    write_checkpoint,
-)
+from tests.helpers.engine import PROMPT, failing, load, one_thread, refuse_weights, write_checkpoint  # noqa: F401 (an autouse fixture)
 from tests.helpers.kv_runners import copying_threads
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.helpers.planning import load_streaming_kv, without_limit
