@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from offload_runtime.errors import CheckpointError, OptionError, UnsupportedArch
 from offload_runtime.models.registry import model_config_from_json
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.families import VOCABULARY, family_model
+from tests.helpers.families import VOCABULARY, family_model, write_family
 
 FAMILY, GREEDY = "qwen3_5_text", {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.0}
 ASKED: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "context": 900}
@@ -143,3 +144,26 @@ def test_what_such_models_cannot_do_is_refused_before_loading(hybrid: Path) -> N
         model_config_from_json({**sizes, "linear_num_key_heads": 2, "linear_num_value_heads": 3}, "config.json")
     with pytest.raises(UnsupportedArchitectureError, match="only linear_attention and full_attention"):
         model_config_from_json({**sizes, "layer_types": ["mamba"] * sizes["num_hidden_layers"]}, "config.json")
+
+
+def _contradicting(data: bytes, key: str, value: int) -> bytes:
+    """A GGUF file whose metadata say another number."""
+    at = data.index(f"qwen35.ssm.{key}".encode()) + len(f"qwen35.ssm.{key}") + 4  # behind its type
+    return data[:at] + struct.pack("<I", value) + data[at + 4 :]
+
+
+def test_gguf_files_that_contradict_themselves_are_refused_before_loading(tmp_path: Path) -> None:
+    sizes = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 32}
+    model = family_model(FAMILY, 1, **sizes)
+    path, wrong = write_family(tmp_path / "m.gguf", FAMILY, model), tmp_path / "wrong.gguf"
+    whole, name = path.read_bytes(), b"blk.0.ssm_conv1d.weight"
+    for data, message in (
+        (whole.replace(name, name[::-1]), r"lacks 1 of \d+ tensors \(blk.0.ssm_conv1d.weight"),
+        (_contradicting(whole, "inner_size", 130), "ssm.inner_size 130 are no whole channels of 4 heads of values"),
+        (_contradicting(whole, "group_count", 3), "4 heads of values cannot share 3 of keys evenly"),
+        (_contradicting(whole, "group_count", 4), r"has shape \[.*, expected"),
+        (_contradicting(whole, "conv_kernel", 7), r"ssm_conv1d.weight has shape \[.*, expected \[\d+, 1, 7\]"),
+    ):
+        wrong.write_bytes(data)
+        with pytest.raises(CheckpointError, match=message):
+            Runtime.load(wrong, draft="none", **ASKED)

@@ -33,18 +33,25 @@ _NORM_EPS = 1e-6
 
 class DeltaShape(NamedTuple):
     """Heads of keys (and queries) and of values, a multiple of them; the channels of each, and the tokens that the
-    convolution reads."""
+    convolution reads. Value heads that share a key head are neighbours, or are `tiled`: the first ones of all key heads
+    come first."""
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     taps: int
+    tiled: bool = False
 
     @property
     def channels(self) -> int:
         """Of queries, keys and values together."""
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def for_values(self, x: torch.Tensor) -> torch.Tensor:
+        """Keys or queries [n, H_k, D_k] as value heads have them: [n, H_v, D_k]."""
+        group = self.value_heads // self.key_heads
+        return x.repeat(1, group, 1) if self.tiled else x.repeat_interleave(group, dim=1)
 
 
 @dataclass(frozen=True)
@@ -223,17 +230,15 @@ class _Sequence:
             decays[t] = gains[t] if position % CHUNK_TOKENS == 0 else before + gains[t]
         values, out = torch.zeros(count, shape.value_heads, shape.value_dim), torch.zeros_like(v)
         state, last = memory.states[at], max(self.positions, default=start - 1) + 1
-        group = shape.value_heads // shape.key_heads
         for first in range(self.base * CHUNK_TOKENS, last, CHUNK_TOKENS):
             chunk = range(first, first + CHUNK_TOKENS)
             here = [t for t, position in enumerate(self.positions) if position in chunk]
             old = [position % size for position in chunk if position < start]
             if here:
-                own_q, own_k = (one[here].repeat_interleave(group, dim=1) for one in (q, k))
+                own_q, own_k = (shape.for_values(one[here]) for one in (q, k))
                 values[here], out[here] = self._chunk(
                     state, own_q, own_k, v[here], beta[here], decays[here], here, (
-                        memory.keys[at, old].repeat_interleave(group, dim=1), memory.values[at, old],
-                        memory.decays[at, old],
+                        shape.for_values(memory.keys[at, old]), memory.values[at, old], memory.decays[at, old],
                     ),
                 )  # fmt: skip
             leads_on = [t for t, position in enumerate(self.positions) if position >= chunk.stop]
@@ -243,7 +248,7 @@ class _Sequence:
                     torch.stack([of_path(path, position, kept, new) for position in chunk])
                     for kept, new in ((memory.keys, k), (memory.values, values), (memory.decays, decays))
                 )
-                state = _folded(state, keys.repeat_interleave(group, dim=1), u, g)
+                state = _folded(state, shape.for_values(keys), u, g)
         if keeps:
             memory.states[at] = state
         for t in range(max(0, count - size), count):

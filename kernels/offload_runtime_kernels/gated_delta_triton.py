@@ -129,9 +129,11 @@ def _on_path(ancestors_ptr, rows, others, positions, other_positions, start, dep
 @jit
 def _store_products(
     q_rows, k_rows, key_rows, subtracted_ptr, added_ptr, g_ptr, other_g_ptr, beta_ptr, places, inside, there,
-    valid, below, KEY_DIM: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, OTHERS: tl.constexpr,
+    valid, below, KEY_DIM: tl.constexpr, GROUP: tl.constexpr, APART: tl.constexpr, ROWS: tl.constexpr,
+    OTHERS: tl.constexpr,
 ):  # fmt: skip
-    """What each value head of a key head has of the products of rows [I] and keys [J], from pointers to either."""
+    """What each value head of a key head, which lie so far `APART`, has of the products of rows [I] and keys [J], from
+    pointers to either."""
     kk = tl.zeros([ROWS, OTHERS], dtype=tl.float32)
     qk = tl.zeros([ROWS, OTHERS], dtype=tl.float32)
     for first in range(0, KEY_DIM, _STEP):
@@ -141,7 +143,7 @@ def _store_products(
         q = tl.load(q_rows[:, None] + channel[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
         kk = tl.dot(k, keys, kk, input_precision="ieee")
         qk = tl.dot(q, keys, qk, input_precision="ieee")
-    for one in range(GROUP):
+    for one in range(0, GROUP * APART, APART):
         g = tl.load(g_ptr + one, mask=inside, other=0.0)
         beta = tl.load(beta_ptr + one, mask=inside, other=0.0)
         other_g = tl.load(other_g_ptr + one, mask=there, other=0.0)
@@ -154,10 +156,13 @@ def _store_products(
 def _products_kernel(
     q_ptr, k_ptr, kept_keys_ptr, decays_ptr, kept_decays_ptr, betas_ptr, subtracted_ptr, added_ptr, rows_ptr,
     starts_ptr, counts_ptr, positions_ptr, ancestors_ptr, width, depth, num_tokens,
-    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, ROWS: tl.constexpr, TREE: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr,
+    TREE: tl.constexpr,
 ):  # fmt: skip
     tile, b, key_head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group: tl.constexpr = VALUE_HEADS // KEY_HEADS
+    apart: tl.constexpr = KEY_HEADS if TILED else 1
+    head = key_head if TILED else key_head * group  # the first of those that share it
     start = tl.load(starts_ptr + b)
     count = tl.load(counts_ptr + b)
     first_chunk = start // _CHUNK
@@ -177,7 +182,7 @@ def _products_kernel(
         row = (b * width + t).to(tl.int64)
         position = tl.load(positions_ptr + row, mask=inside, other=0)
         of_row = (row * KEY_HEADS + key_head) * KEY_DIM
-        of_head = row * VALUE_HEADS + key_head * group
+        of_head = row * VALUE_HEADS + head
         ancestors_ptr += b * width * depth
         # Tokens of the open chunk that memory has.
         open_tokens = start % _CHUNK
@@ -187,9 +192,9 @@ def _products_kernel(
             valid = inside[:, None] & old[None, :] & (position[:, None] // _CHUNK == first_chunk)
             _store_products(
                 q_ptr + of_row, k_ptr + of_row, kept_keys_ptr + (at * KEY_HEADS + key_head) * KEY_DIM,
-                subtracted_ptr, added_ptr, decays_ptr + of_head, kept_decays_ptr + at * VALUE_HEADS + key_head * group,
+                subtracted_ptr, added_ptr, decays_ptr + of_head, kept_decays_ptr + at * VALUE_HEADS + head,
                 betas_ptr + of_head, of_head[:, None] * _CHUNK + p[None, :], inside, old, valid, valid, KEY_DIM, group,
-                ROWS, _CHUNK,
+                apart, ROWS, _CHUNK,
             )  # fmt: skip
         # Rows of the pass: those of the tile, and of a tree of all before it.
         for first in range(begin_others, tl.minimum(begin + ROWS, end), ROWS):
@@ -205,9 +210,9 @@ def _products_kernel(
             _store_products(
                 q_ptr + of_row, k_ptr + of_row, k_ptr + (other_row * KEY_HEADS + key_head) * KEY_DIM,
                 subtracted_ptr, added_ptr, decays_ptr + of_head,
-                decays_ptr + other_row * VALUE_HEADS + key_head * group, betas_ptr + of_head,
+                decays_ptr + other_row * VALUE_HEADS + head, betas_ptr + of_head,
                 of_head[:, None] * _CHUNK + (other_position % _CHUNK)[None, :], inside, there, valid,
-                valid & (other[None, :] < t[:, None]), KEY_DIM, group, ROWS, ROWS,
+                valid & (other[None, :] < t[:, None]), KEY_DIM, group, apart, ROWS, ROWS,
             )  # fmt: skip
 
 
@@ -237,10 +242,11 @@ def _chunks_kernel(
     states_ptr, folded_ptr, kept_keys_ptr, kept_values_ptr, kept_decays_ptr, rows_ptr, starts_ptr, bases_ptr,
     counts_ptr, positions_ptr, ancestors_ptr, width, depth, num_tokens,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH_BLOCK: tl.constexpr, TREE: tl.constexpr, KEEPS: tl.constexpr,
+    TILED: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, WIDTH_BLOCK: tl.constexpr, TREE: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):  # fmt: skip
     b, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    key_head = head % KEY_HEADS if TILED else head // (VALUE_HEADS // KEY_HEADS)
     start = tl.load(starts_ptr + b)
     count = tl.load(counts_ptr + b)
     memory_row = tl.load(rows_ptr + b).to(tl.int64)
@@ -465,15 +471,16 @@ def gated_delta_triton(
             tiles = triton.cdiv(width, few) if tree else triton.cdiv(width + 63, 64) * (64 // few)
             _products_kernel[(tiles, batch, shape.key_heads)](
                 q, k, memory.keys, decays, memory.decays, betas, subtracted, added, *where, width, depth, num_tokens,
-                ROWS=few, TREE=tree, num_warps=4, **heads,
+                TILED=shape.tiled, ROWS=few, TREE=tree, num_warps=4, **heads,
             )  # fmt: skip
         # What a state becomes on the way, where the rows may be undone.
         folded = memory.states if keeps else torch.empty_like(memory.states[:batch])
         _chunks_kernel[(batch, shape.value_heads, shape.value_dim // block)](
             q, k, v, decays, betas, subtracted, added, values, recalled, out, memory.states, folded, memory.keys,
             memory.values, memory.decays, rows.memory_rows, rows.starts, rows.bases, rows.counts, rows.positions,
-            ancestors, width, depth, num_tokens, VALUE_DIM=shape.value_dim, BLOCK=block, ROWS=tile_rows,
-            WIDTH_BLOCK=triton.next_power_of_2(max(1, width)), TREE=tree, KEEPS=keeps, num_warps=4, **heads,
+            ancestors, width, depth, num_tokens, VALUE_DIM=shape.value_dim, TILED=shape.tiled, BLOCK=block,
+            ROWS=tile_rows, WIDTH_BLOCK=triton.next_power_of_2(max(1, width)), TREE=tree, KEEPS=keeps, num_warps=4,
+            **heads,
         )  # fmt: skip
         skipped = max(0, width - num_tokens)
         widest = max(shape.channels, shape.value_heads * shape.value_dim)

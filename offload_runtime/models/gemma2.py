@@ -7,7 +7,7 @@ from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DecoderLayer, Norms
 from offload_runtime.models.reading import attention_of, decoder, mlp_of, num_layers, refuse_set, windows_by_type
-from offload_runtime.models.registry import Family
+from offload_runtime.models.registry import Family, less_one
 
 NORMS = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 DEFAULTS = {
@@ -61,5 +61,5 @@ FAMILY = Family(
     {
         **DEFAULTS, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
     },
-    of_gguf=_of_gguf, gguf_norm_shift=1.0,
+    of_gguf=_of_gguf, gguf_undo={"norm.weight": less_one},
 )  # fmt: skip

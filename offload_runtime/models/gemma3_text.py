@@ -9,7 +9,7 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.gemma2 import DEFAULTS, around, gguf_scalar, layer_of
 from offload_runtime.models.layers import Attention
 from offload_runtime.models.reading import decoder_by_type, num_layers
-from offload_runtime.models.registry import Family
+from offload_runtime.models.registry import Family, less_one
 
 
 def _model(fields: Fields) -> ModelConfig:
@@ -37,5 +37,5 @@ FAMILY = Family(
         "vocab_size": 262208, "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8,
         "intermediate_size": 9216,
     },
-    of_gguf=_of_gguf, gguf_norm_shift=1.0,
+    of_gguf=_of_gguf, gguf_undo={"norm.weight": less_one},
 )  # fmt: skip

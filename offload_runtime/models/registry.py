@@ -17,6 +17,8 @@ from offload_runtime.errors import CheckpointError, OptionError, UnsupportedArch
 from offload_runtime.fields import Fields, shown
 
 if TYPE_CHECKING:
+    import torch
+
     from offload_runtime.models.config import ModelConfig
 
 
@@ -43,7 +45,7 @@ FAMILIES = {  # by transformers' model_type, which is the name of the file
     "cohere2": FamilyNames("Cohere 2", "Cohere2ForCausalLM", ("cohere2",)),
     "glm4": FamilyNames("GLM-4", "Glm4ForCausalLM", ("glm4",)),
     "phi3": FamilyNames("Phi-3, Phi-4", "Phi3ForCausalLM", ("phi3",)),
-    "qwen3_5_text": FamilyNames("Qwen3.5, Qwen3.6", "Qwen3_5ForCausalLM", ()),
+    "qwen3_5_text": FamilyNames("Qwen3.5, Qwen3.6", "Qwen3_5ForCausalLM", ("qwen35",)),
     "ministral3": FamilyNames("Ministral 3", "Ministral3ForCausalLM", ("mistral3",)),
 }
 _SLIDING = {"llama": "mistral", "olmo2": "olmo3"}  # whose files say the same but for the windows
@@ -64,6 +66,11 @@ def _nothing(fields: Fields, names: Collection[str]) -> dict[str, Any]:
     return {}
 
 
+def less_one(weight: torch.Tensor) -> torch.Tensor:
+    """What llama.cpp's converter has added to the weights of norms, taken off."""
+    return weight - 1
+
+
 @dataclass(frozen=True)
 class Family:
     """What a file of this folder says, as its `FAMILY`.
@@ -78,7 +85,7 @@ class Family:
         rope_of_gguf: The same of what all files say of rotations; None where llama.cpp reads no more of them.
         gguf_interleaved: Whether llama.cpp rotates neighbouring channels and transformers halves, so that its converter
             has interleaved the rows of queries and keys.
-        gguf_norm_shift: What that has added to the weights of norms.
+        gguf_undo: By the ends of transformers' names, what brings back the values of tensors that it has changed.
     """
 
     model: Callable[[Fields], ModelConfig]
@@ -87,7 +94,7 @@ class Family:
     of_gguf: Callable[[Fields, Collection[str]], Mapping[str, Any]] = _nothing
     rope_of_gguf: Callable[[Fields, dict[str, Any]], dict[str, Any]] | None = None
     gguf_interleaved: bool = False
-    gguf_norm_shift: float = 0.0
+    gguf_undo: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
 
 
 def family_named(model_type: str) -> Family:

@@ -7,7 +7,7 @@ and what cannot be is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, ggu
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
+_CONVOLUTION = ".ssm_conv1d.weight"  # without the dimension of one that transformers has
 
 
 # --- the configuration
@@ -136,11 +137,11 @@ def _check_kind(tensor: StoredTensor) -> None:
 @dataclass(frozen=True)
 class _GgufFill:
     """Reads a tensor; a vector counts as one row. With `head_dim` the rows of each head are put back in order, whose
-    two halves llama.cpp interleaves; those of a vector are its elements. `shift` is taken off all elements."""
+    two halves llama.cpp interleaves; those of a vector are its elements. `undo` brings back values in fp32."""
 
     tensor: StoredTensor
     head_dim: int | None = None
-    shift: float = 0.0
+    undo: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __call__(self, out: torch.Tensor, staging: Staging | None = None) -> None:
         """Fill `out` as a `Fill` does, a few rows at a time.
@@ -171,10 +172,10 @@ class _GgufFill:
             blocks = halves.reshape(blocks.shape)
         if out.dtype == torch.uint8:
             how.store_rows(blocks, self.tensor.shape[-1], out)
-        elif self.shift:
+        elif self.undo is not None:
             decoded = torch.empty_like(out, dtype=torch.float32)
             how.decode_file_rows(blocks, decoded)
-            out.copy_(decoded.sub_(self.shift))
+            out.copy_(self.undo(decoded))
         else:
             how.decode_file_rows(blocks, out)
 
@@ -193,10 +194,12 @@ def _stored_names(header: GgufHeader, config: ModelConfig) -> Callable[[str], st
     names = gguf.get_tensor_name_map(arch, config.num_layers)
 
     def stored_name(name: str) -> str:
+        name = name.replace(".dt_bias", ".dt_proj.bias")
         stem, _, suffix = name.rpartition(".")
-        if suffix not in ("weight", "bias"):  # transformers has none where a parameter is no module's
-            stem, suffix = name, "weight"
-        return f"{names.get_name(stem)}.{suffix}"
+        if suffix in ("weight", "bias"):
+            return f"{names.get_name(stem)}.{suffix}"
+        stored = str(names.get_name(name))  # transformers has no suffix where a parameter is no module's
+        return stored if stored in header.tensors else f"{stored}.weight"
 
     return stored_name
 
@@ -218,12 +221,18 @@ def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSo
     config = model_config_from_json(settings, str(path))
     fills, family = dict[str, Fill](), family_named(settings["model_type"])
     stored_name = _stored_names(header, config)
-    tensors = match_tensors(header.fields.where, header.tensors, config, _check_kind, stored_name, whole=whole)
+    of_drafter = tuple(f"blk.{n}." for n in range(config.num_layers, header.of_model().integer("block_count")))
+    read = {
+        name: replace(one, shape=(one.shape[0], 1, *one.shape[1:])) if name.endswith(_CONVOLUTION) else one
+        for name, one in header.tensors.items()
+        if not name.startswith(of_drafter)
+    }
+    tensors = match_tensors(header.fields.where, read, config, _check_kind, stored_name, whole=whole)
     for name, tensor in tensors.items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = family.gguf_interleaved and (".q_proj." in name or ".k_proj." in name)
-        shift = family.gguf_norm_shift if name.endswith("norm.weight") else 0.0
-        fills[name] = _GgufFill(tensor, config.attention.head_dim if permuted else None, shift)
+        undo = next((undo for end, undo in family.gguf_undo.items() if name.endswith(end)), None)
+        fills[name] = _GgufFill(tensor, config.attention.head_dim if permuted else None, undo)
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
     return CheckpointSource(

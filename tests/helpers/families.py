@@ -197,8 +197,9 @@ CONFIGURATIONS: dict[str, Callable[[random.Random], Any]] = {
     "qwen3_5_text": _qwen3_5_text,
 }  # fmt: skip
 # llama.cpp's architectures of them, most of which have the same name.
-ARCHITECTURES = {family: family for family in CONFIGURATIONS if family != "qwen3_5_text"} | {
+ARCHITECTURES = dict(zip(CONFIGURATIONS, CONFIGURATIONS, strict=True)) | {
     "mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "ministral3": "mistral3",
+    "qwen3_5_text": "qwen35",
 }  # fmt: skip
 
 
@@ -283,12 +284,61 @@ def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, An
     elif family == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+    elif family == "qwen3_5_text":
+        return _metadata_of_hybrid(writer, config)
     if full["rope_type"] != "longrope":
         return {}
     writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
     scale = config.max_position_embeddings / config.original_max_position_embeddings
     writer.add_rope_scaling_attn_factors((1 + np.log(scale) / np.log(config.original_max_position_embeddings)) ** 0.5)
     return {f"rope_factors_{kind}.weight": full[f"{kind}_factor"] for kind in ("short", "long")}
+
+
+def _metadata_of_hybrid(writer: gguf.GGUFWriter, config: Any) -> dict[str, Any]:
+    """What is written of hybrids; behind an even number of layers comes one that guesses further tokens."""
+    recurs, count = [kind == "linear_attention" for kind in config.layer_types], config.num_hidden_layers
+    interval = recurs.index(False) + 1
+    writer.add_full_attention_interval(interval)
+    if recurs != [(layer + 1) % interval != 0 for layer in range(count)]:
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", [*recurs, False][: count + (count + 1) % 2])
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if count % 2:
+        return {}
+    writer.add_nextn_predict_layers(1)
+    hidden, size = config.hidden_size, config.intermediate_size
+    heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("attn_norm", "post_attention_norm", "nextn.enorm", "nextn.hnorm"), (hidden,)),
+        **dict.fromkeys(("attn_q_norm", "attn_k_norm"), (config.head_dim,)),
+        "attn_q": (2 * heads[0], hidden), "attn_k": (heads[1], hidden), "attn_v": (heads[1], hidden),
+        "attn_output": (hidden, heads[0]), "ffn_gate": (size, hidden), "ffn_up": (size, hidden),
+        "ffn_down": (hidden, size), "nextn.eh_proj": (hidden, 2 * hidden),
+    }  # fmt: skip
+    return {f"blk.{count}.{name}.weight": np.ones(shape) for name, shape in shapes.items()}
+
+
+def _of_hybrid(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray]:
+    """What llama.cpp's converter makes of a hybrid's tensor. Of value heads the first ones of all key heads come first,
+    in rows, channels of the convolution and columns of the output."""
+    module, delta, part = name.partition("linear_attn.")
+    if not delta or part == "norm.weight":
+        return name, values + 1 if module.endswith("norm.weight") else values
+    if part.startswith("conv1d"):
+        values = values.squeeze(1)
+    rows = values.T if part.startswith("out_proj") else values
+    both, channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim, rows[:0]
+    if part.startswith(("conv1d", "in_proj_qkv")):  # those of queries and keys stay where they are
+        channels, rows = rows[:both], rows[both:]
+    heads = rows.reshape(config.linear_num_key_heads, -1, len(rows) // config.linear_num_value_heads, *rows.shape[1:])
+    rows = np.concatenate((channels, heads.swapaxes(0, 1).reshape(rows.shape)))
+    values = np.ascontiguousarray(rows.T if part.startswith("out_proj") else rows)
+    return name.replace("dt_bias", "dt_proj.bias"), -np.exp(values) if part == "A_log" else values
 
 
 def _layer_sizes(config: Any) -> list[Any]:
@@ -315,7 +365,8 @@ def write_family(
     head_dim = model.model.layers[-1].self_attn.head_dim
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
+    drafting = family == "qwen3_5_text" and not config.num_hidden_layers % 2  # layers that guess further tokens
+    writer.add_block_count(config.num_hidden_layers + drafting)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     kv_heads = [layer.num_key_value_heads for layer in _layer_sizes(config)]
@@ -344,6 +395,8 @@ def write_family(
             values = values + 1
         if family in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
             values = interleaved(values, head_dim)
+        if family == "qwen3_5_text":
+            name, values = _of_hybrid(name, values, config)
         name += ".weight" if name.endswith("layer_scalar") else ""
         quant = kind if values.ndim > 1 and values.shape[1] % 32 == 0 else F32
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))

@@ -168,7 +168,7 @@ def test_sequences_of_one_pass_do_not_know_of_each_other() -> None:
 def test_kernels_agree_with_plain_torch() -> None:
     if torch.cuda.is_available():
         pytest.skip("the tests of a GPU compare more")
-    shape = DeltaShape(1, 2, 32, 32, 4)
+    shape = DeltaShape(2, 4, 32, 32, 4, tiled=True)
     layer = _Layer(shape, 70, torch.float32, "cpu")
     for rows, index in ((_rows(0, 0, 66, "cpu"), range(66)),):
         parts = layer.inputs[index], layer.gates[index], layer.weights
@@ -190,7 +190,7 @@ def test_a_gpu_has_the_same_bits_however_a_text_comes(dtype: torch.dtype) -> Non
         _check_tree(layer, start, parents)
     wide = [-1, *(random.Random(3).randrange(max(0, node - 20), node) for node in range(1, 180))]
     _check_tree(layer, 66, wide)
-    host = _Layer(LARGE, 330, dtype, "cpu")
-    expected, _ = host.read([330], as_prompts=True)
     atol = 1e-6 if dtype == torch.float32 else 2e-3
-    torch.testing.assert_close(layer.read([330], as_prompts=True)[0].cpu(), expected, atol=atol, rtol=1e-2)
+    for shape in (LARGE, LARGE._replace(tiled=True)):
+        found, expected = (_Layer(shape, 330, dtype, one).read([330], as_prompts=True)[0] for one in ("cuda", "cpu"))
+        torch.testing.assert_close(found.cpu(), expected, atol=atol, rtol=1e-2)
