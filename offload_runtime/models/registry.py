@@ -196,7 +196,7 @@ _REASONS = (
     _Reason("is a mixture of experts, and only dense models run", (
         "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_count"), (
         "mixtral", "gpt-oss", "gpt_oss", "dbrx", "grok", "llama4", "arctic")),
-    _Reason("is a hybrid with linear attention or a state space, and models of attention alone run", (
+    _Reason("is a hybrid with linear attention or a state space, of which only that of dense Qwen3.5 runs", (
         "linear_num_value_heads", "mamba_d_state", "mamba_num_heads", "ssm_state_size", "state_size", "conv_L_cache",
         "hybrid_override_pattern", "ssm.state_size", "shortconv.l_cache", "wkv.head_size"), (
         "mamba", "mamba2", "rwkv", "jamba", "recurrent_gemma", "zamba2"), ("linear", "mamba", "conv", "recurrent")),
