@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import random
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from offload_runtime import GenerationResult, Runtime
+from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams
+from offload_runtime.cli.app import app
 from offload_runtime.core import TokenTree
 from offload_runtime.errors import CheckpointError, OptionError, UnsupportedArchitectureError
 from offload_runtime.models.registry import model_config_from_json
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import VOCABULARY, family_model, write_family
+from tests.helpers.models import random_tokens
 
 FAMILY, GREEDY = "qwen3_5_text", {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.0}
 ASKED: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "context": 900}
@@ -110,6 +114,99 @@ def test_a_session_goes_on_behind_its_last_state(hybrid: Path, runtime: Runtime,
         reply = _say(other.load_conversation(tmp_path / "chat.json"), "and then?")
     assert reply.tokens == expected.tokens
     assert reply.stats.kept_tokens > 300 and not reply.stats.kept_tokens % 64
+
+
+PARAMS = GenerationParams(6, ignore_eos=True, sampling=SamplingParams(temperature=0.0))
+
+
+def _text(count: int, seed: int) -> list[int]:
+    return [3 + token % 250 for token in random_tokens(count, seed=seed)]
+
+
+def _serve(runtime: Runtime, prompts: Sequence[list[int]], **options: Any) -> list[tuple[list[int], int]]:
+    """What is said behind prompts, one after the other, and how many tokens of each were not read."""
+    requests = [runtime.request(prompt, PARAMS) for prompt in prompts]
+    with runtime.serving(**options) as engine:
+        for request in requests:
+            engine.add(request)
+            while request.result is None:
+                engine.step()
+    return [(request.result.tokens, request.num_kept) for request in requests if request.result is not None]
+
+
+def test_a_prompt_goes_on_behind_the_last_state_that_it_shares(hybrid: Path) -> None:
+    text, short = _text(600, 3), _text(200, 4)
+    prompts = [
+        text,
+        [*text[:599], 7],  # within the open chunk
+        [*text[:560], 8],  # behind the last whole block before the end of the first one
+        [*text[:300], 9, 9, 9],  # before all states of that
+        text, short, text[:550], short[:190], [*short, 5],
+    ]  # fmt: skip
+    with Runtime.load(hybrid, draft="none", max_batch=1, **ASKED) as loaded:
+        expected = [loaded.generate(prompt, params=PARAMS).tokens for prompt in prompts]
+        # A text that is shorter than a block is not saved; a store has whole ones.
+        for stored, kept in ((0, [0, 599, 512, 0, 300, 0, 0, 0, 128]), (6, [0, 599, 512, 0, 512, 0, 512, 0, 128])):
+            options = {"prefix_cache_bytes": stored * loaded.plan.target.kv_block_bytes}
+            answers = _serve(loaded, prompts, **options)
+            assert [tokens for tokens, _ in answers] == expected
+            assert [count for _, count in answers] == kept
+
+
+@pytest.mark.parametrize("kv", ["gpu", "host"])
+def test_what_is_damaged_of_a_saved_state_is_read_again(hybrid: Path, tmp_path: Path, kv: str) -> None:
+    prompt = _text(600, 3)
+    with Runtime.load(hybrid, draft="ngram", max_batch=1, kv=kv, **ASKED) as loaded:
+        expected = loaded.generate(prompt, params=PARAMS).tokens
+        for kept in (0, 512, 0, 512):
+            assert _serve(loaded, [prompt], sessions=tmp_path / "kept") == [(expected, kept)]
+            if kept:  # the block that has the states behind it
+                file = max((tmp_path / "kept").glob("*.kv"), key=lambda one: one.stat().st_size)
+                content = bytearray(file.read_bytes())
+                content[-100] ^= 1
+                file.write_bytes(content)
+
+
+def test_states_stay_every_4096_tokens_in_slots_and_saved_blocks(tmp_path: Path) -> None:
+    kinds = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    sizes = {"linear_num_key_heads": 1, "linear_num_value_heads": 1, "max_position_embeddings": 8192}
+    family_model(FAMILY, 1, **kinds, **sizes).save_pretrained(tmp_path)
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    text = _text(4500, 5)
+    prompts = [text, [*text[:4200], 7], text[:300], [*text[:4200], 8]]
+    with Runtime.load(tmp_path, draft="none", max_batch=1, **ASKED | {"context": 4600}) as loaded:
+        fresh = loaded.generate(prompts[1], params=PARAMS).tokens
+        answers = _serve(loaded, prompts, prefix_cache_bytes=100 * loaded.plan.target.kv_block_bytes)
+    assert [kept for _, kept in answers] == [0, 4096, 0, 4096]
+    assert answers[1][0] == fresh
+
+
+def test_a_plan_counts_all_states_and_a_run_takes_no_more(hybrid: Path) -> None:
+    with Runtime.load(hybrid, draft="none", max_batch=2, **ASKED) as loaded:
+        cache = loaded.engine.target.runner.cache
+        assert loaded.plan.device["states"] == loaded.engine.budgets[0].reservations["target: KV cache: states"]
+        for _ in range(12):
+            for slot in (0, 1):
+                prefill(loaded.engine.target.runner, slot, [5] * 70)
+        assert cache.anchor_bytes == pytest.approx(loaded.plan.host["states to go back to"], rel=0.02)
+
+
+def test_states_of_a_long_context_take_host_memory_that_may_be_refused(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64}
+    sizes |= {"num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "linear_num_value_heads": 48}
+    layers = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(64)]
+    config = {**family_model(FAMILY, 1).config.to_dict(), **sizes, "model_type": FAMILY, "layer_types": layers}
+    config |= {"linear_num_key_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    config |= {"max_position_embeddings": 262144, "linear_conv_kernel_dim": 4, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = ["plan", "--target", str(tmp_path), "--profile", "rtx4090", "--context", "131072", "--batch", "1"]
+    answer = CliRunner().invoke(app, [*command, "--json"])
+    host = {part["name"]: part["nbytes"] for part in json.loads(answer.stdout)["host_memory"]["parts"]}
+    of_layer = 48 * 128 * 128 * 4 + 3 * (2 * 16 + 48) * 128 * 2
+    assert host["states to go back to"] == pytest.approx((131072 // 4096 + 8) * 48 * of_layer, rel=0.01)
+    refused = CliRunner().invoke(app, [*command, "--ram", "50GB"])
+    assert refused.exit_code and "states to go back to 6.2 GB" in refused.output
+    assert "with --ram 50.4GB it fits" in refused.output
 
 
 @pytest.mark.gpu

@@ -2,45 +2,58 @@
 
 Rolling back within the open chunk is a length, as of keys and values. Behind that stand *anchors*, states in host
 memory of earlier beginnings of chunks: a sequence can be cut to one of those, and what came after it is read again.
-A prefill works on a memory row of its own, which becomes the sequence's when it ends, so that one that breaks off
-changes nothing.
+They are kept every 4096 tokens, where turns end, and at the end of the last block of 256 tokens of each prompt, so that
+saved blocks have states. A prefill works on a memory row of its own, which becomes the sequence's when it ends, so that
+one that breaks off changes nothing; its anchors leave for the host as its pieces reach each layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 
 import torch
 from offload_runtime_kernels.gated_delta import CHUNK_TOKENS, DeltaMemory, DeltaRows, DeltaShape, fold
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.cache.saved_blocks import SavedBlock
+from offload_runtime.cache.saved_blocks import BlockLayout, SavedBlock
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Rows
-from offload_runtime.stream import DeviceBudget, current_device, upload
+from offload_runtime.stream import DeviceBudget, HostArena, Registrar, current_device, upload
 
-# Anchors of a sequence; the oldest go first.
-_MOST_ANCHORS = 16
+# A sequence keeps the anchors at multiples of this, which are few, and of the others so many, two a turn; the oldest of
+# those go first.
+ANCHOR_TOKENS, _MOST_OTHERS = 4096, 8
+
+
+def anchors_within(start: int, end: int) -> list[int]:
+    """Return where a prompt is to leave anchors that brings a sequence from `start` to `end` tokens: its last token is
+    always read again, so there is none behind that."""
+    every = range(-(-start // ANCHOR_TOKENS) * ANCHOR_TOKENS, end, ANCHOR_TOKENS)
+    last = (end - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    return sorted({*every, *([last] if last >= start else ())} - {0})
 
 
 @dataclass(frozen=True)
 class _Anchor:
-    """What layers have behind so many tokens of a sequence, on the host: the state [H_v, D_k, D_v] fp32, and the inputs
-    of the convolution before there, [taps - 1, C]."""
+    """What layers have behind so many tokens of a sequence, in host memory: by layer the state [H_v, D_k, D_v] fp32 and
+    the inputs of the convolution before there, [taps - 1, C]."""
 
     length: int
-    layers: Mapping[int, Sequence[torch.Tensor]]
+    arenas: dict[int, HostArena] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class _CardStates:
-    """Those of a card's layers, stacked; which memory row each slot has, [slots] int32; and where the running pass's
-    rows stand, once a layer has asked for that."""
+    """Those of a card's layers, stacked; which memory row each slot has, [slots] int32; where the running pass's rows
+    stand, once a layer has asked for that; and host memory of anchors that are no more, which copies on the card's
+    stream may still read or write."""
 
     layers: tuple[int, ...]
     stack: DeltaMemory
     rows: torch.Tensor
     running: tuple[Rows, DeltaRows] | None = None
+    free: list[HostArena] = field(default_factory=list)
 
 
 def memory_tokens(window_tokens: int, shape: DeltaShape) -> int:
@@ -59,6 +72,17 @@ def state_bytes(config: ModelConfig, layers: Sequence[int], dtype: torch.dtype, 
     )
 
 
+def anchor_bytes(config: ModelConfig, layers: Sequence[int], dtype: torch.dtype, capacity_tokens: int) -> int:
+    """Return the host memory of the anchors that some layers keep of a sequence at most."""
+    each = [_saved_layout(config, layer, dtype).nbytes for layer in layers if layer in config.deltas]
+    return (capacity_tokens // ANCHOR_TOKENS + _MOST_OTHERS) * sum(map(HostArena.rounded, each))
+
+
+def _saved_layout(config: ModelConfig, layer: int, dtype: torch.dtype) -> BlockLayout:
+    """What an anchor has of a layer."""
+    return BlockLayout({layer: config.deltas[layer].saved_tensors(dtype, whole=True)})
+
+
 def _parts(memory: DeltaMemory) -> list[torch.Tensor]:
     return [getattr(memory, field.name) for field in fields(memory)]
 
@@ -74,11 +98,13 @@ class DeltaStates:
         budgets: Ledgers of the cards.
         owners: The card of each layer by its number.
         name: What to call them in the ledgers.
+        registrar: Page-locks the anchors' memory, as it is made, so that no copy there keeps a pass waiting; what the
+            system refuses stays pageable, and so does all of it where this is None.
     """
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, batch: int, window_tokens: int,
-        budgets: Sequence[DeviceBudget], owners: Sequence[int], name: str,
+        budgets: Sequence[DeviceBudget], owners: Sequence[int], name: str, registrar: Registrar | None,
     ) -> None:  # fmt: skip
         (self._shape,) = {one.shape for one in config.deltas.values()}
         self._tokens, self._cards = memory_tokens(window_tokens, self._shape), list[_CardStates]()
@@ -98,8 +124,27 @@ class DeltaStates:
                 self._of_layers[layer] = self._cards[-1], DeltaMemory(*(part[number] for part in parts))
         self._rows, self._spare = list(range(batch)), batch
         self._lengths, self._anchors = [0] * batch, [list[_Anchor]() for _ in range(batch)]
+        self._registrar, self.arenas = registrar, list[HostArena]()
+        self._saved = {layer: _saved_layout(config, layer, dtype) for layer in self._of_layers}
         self._is_lost = [False] * batch  # blocks have been restored without the states behind them
+        # Of the running prefill: its sequence, where it is to leave anchors, and those that it has left so far.
         self._prefilled: int | None = None
+        self._wanted, self._left = set[int](), list[_Anchor]()
+
+    @property
+    def anchor_bytes(self) -> int:
+        """Host memory that anchors have been given."""
+        return sum(arena.nbytes for arena in self.arenas)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What of it is page-locked."""
+        return sum(arena.pinned_bytes for arena in self.arenas)
+
+    def close(self) -> None:
+        """Give host memory back, to or from which nothing is copied any more."""
+        for arena in self.arenas:
+            arena.close()
 
     def of_layer(self, layer: int, rows: Rows) -> tuple[DeltaMemory, DeltaRows, bool]:
         """What `LayerCache.delta` says."""
@@ -112,14 +157,28 @@ class DeltaStates:
             counts = (query.positions >= 0).sum(1, dtype=torch.int32)
             at = DeltaRows(table, starts, starts // CHUNK_TOKENS, counts, query.positions, query.ancestors)
             card.running = rows, at
+        if self._prefilled is not None and (start := rows.query.max_length - rows.num_rows) in self._wanted:
+            anchor = next((one for one in self._left if one.length == start), None)
+            if anchor is None:
+                anchor = self._make_room(self._prefilled, start)
+                self._left.append(anchor)
+            self._copy(layer, self._spare, anchor)
         return memory, card.running[1], self._prefilled is not None
 
     def begin_window(self) -> None:
         """The next pass is a window, which is committed behind it as far as that goes."""
-        self._prefilled = None
+        self._abandon_prefill()
 
-    def begin_prefill(self, slot: int) -> None:
-        """The next pass is a prefill behind a sequence's tokens."""
+    def _abandon_prefill(self) -> None:
+        """Forget what a prefill has left that was not committed, if there is one."""
+        self._release(self._left)
+        self._prefilled, self._left = None, []
+
+    def begin_prefill(self, slot: int, count: int) -> None:
+        """The next pass is a prefill of so many tokens behind a sequence's; a piece begins at each anchor within."""
+        self._abandon_prefill()
+        length = self._lengths[slot]
+        self._wanted = {*anchors_within(length, length + count)}.difference(one.length for one in self._anchors[slot])
         for card in self._cards:
             for part in _parts(card.stack):
                 part[:, self._spare].copy_(part[:, self._rows[slot]])
@@ -132,7 +191,8 @@ class DeltaStates:
         self._lengths[slot] = length
         if self._prefilled == slot:
             self._rows[slot], self._spare = self._spare, self._rows[slot]
-            self._prefilled = None
+            self._anchors[slot] += self._left
+            self._prefilled, self._left = None, []
             for card in self._cards:
                 card.rows.copy_(upload(torch.tensor(self._rows, dtype=torch.int32), card.rows.device))
             self.keep_anchor(slot)
@@ -140,6 +200,8 @@ class DeltaStates:
         self._move(slot, before, rows)
         if length // CHUNK_TOKENS > before // CHUNK_TOKENS:
             self._fold(slot, before // CHUNK_TOKENS)
+            if not self._base(slot) % ANCHOR_TOKENS:
+                self.keep_anchor(slot)
 
     def _move(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """Bring rows of a window behind so many tokens to where their positions belong."""
@@ -177,31 +239,33 @@ class DeltaStates:
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget everything behind the first `length` tokens of a sequence, which it `keeps`."""
-        self._prefilled = None
+        self._abandon_prefill()
         if self._is_lost[slot] or length < self._base(slot):
-            anchor = next((one for one in self._anchors[slot] if one.length == length), None)
             for card in self._cards:
                 card.stack.states[:, self._rows[slot]] = 0
-            if anchor is not None:
-                self._write(slot, anchor)
+            if (anchor := self._anchor_at(slot, length)) is not None:
+                self._write(slot, length, self._views(anchor), non_blocking=True)
         self._lengths[slot], self._is_lost[slot] = length, False
+        self._release([one for one in self._anchors[slot] if one.length > length])
         self._anchors[slot] = [one for one in self._anchors[slot] if one.length <= length]
 
     def keep_anchor(self, slot: int) -> None:
-        """Make the beginning of a sequence's open chunk an anchor, in place of the oldest of many; waits for it."""
+        """Make the beginning of a sequence's open chunk an anchor; waits for no device."""
         base = self._base(slot)
-        if base and all(one.length != base for one in self._anchors[slot]):
-            anchors = [*self._anchors[slot], self._anchor(slot, base)]
-            self._anchors[slot] = anchors[-_MOST_ANCHORS:]
+        if base and self._anchor_at(slot, base) is None:
+            anchor = self._make_room(slot, base)
+            for layer in self._of_layers:
+                self._copy(layer, self._rows[slot], anchor)
+            self._anchors[slot].append(anchor)
 
     def save(self, slot: int, length: int, to: SavedBlock) -> None:
-        """Copy the states behind so many tokens, which it `saves`, to host memory."""
-        anchor: _Anchor | None = None
+        """Copy the states behind so many tokens, which it `saves`, to host memory. Anchors have arrived there."""
+        anchor = self._anchor_at(slot, length)
+        kept = {} if anchor is None else self._views(anchor)
         for layer in to.keys() & self._of_layers.keys():
-            if anchor is None:
-                found = (one for one in self._anchors[slot] if one.length == length)
-                anchor = next(found, None) or self._anchor(slot, length)
-            for target, source in zip(to[layer], anchor.layers[layer], strict=True):
+            for target, source in zip(
+                to[layer], kept.get(layer) or self._at(layer, self._rows[slot], length), strict=True
+            ):
                 target.copy_(source)
 
     def restore(self, slot: int, length: int, saved: SavedBlock) -> None:
@@ -210,27 +274,54 @@ class DeltaStates:
         self._lengths[slot], self._is_lost[slot] = length, len(layers) < len(self._of_layers)
         if not self._is_lost[slot]:
             assert not length % CHUNK_TOKENS, "states stand at the beginning of a chunk"
-            self._write(slot, _Anchor(length, layers))
+            self._write(slot, length, layers)
             self.keep_anchor(slot)
 
-    def _anchor(self, slot: int, length: int) -> _Anchor:
-        """What there is behind so many tokens, the beginning of the open chunk, in memory of its own."""
-        layers, row = dict[int, Sequence[torch.Tensor]](), self._rows[slot]
-        for card in self._cards:
-            inputs = card.stack.inputs[:, row, self._before(length, card)].cpu()
-            states = card.stack.states[:, row].to("cpu", copy=True)
-            layers |= {layer: [states[number], inputs[number]] for number, layer in enumerate(card.layers)}
-        return _Anchor(length, layers)
+    def _write(self, slot: int, length: int, layers: SavedBlock, *, non_blocking: bool = False) -> None:
+        """Bring a sequence's states to those of the host that belong behind so many tokens."""
+        for layer, sources in layers.items():
+            for target, source in zip(self._at(layer, self._rows[slot], length), sources, strict=True):
+                target.copy_(source, non_blocking=non_blocking)
 
-    def _write(self, slot: int, anchor: _Anchor) -> None:
-        for card in self._cards:
-            before = self._before(anchor.length, card)
-            for layer in card.layers:
-                memory, (state, inputs) = self._of_layers[layer][1], anchor.layers[layer]
-                memory.states[self._rows[slot]].copy_(state)
-                memory.inputs[self._rows[slot]][before] = inputs.to(before.device)
+    def _at(self, layer: int, row: int, length: int) -> list[torch.Tensor]:
+        """What a memory row has of a layer behind so many tokens, the beginning of a chunk: its state, and the inputs
+        of the tokens before there that a convolution reads behind it."""
+        memory, end = self._of_layers[layer][1], (length - 1) % self._tokens + 1  # a multiple of 64
+        return [memory.states[row], memory.inputs[row, end + 1 - self._shape.taps : end]]
 
-    def _before(self, length: int, card: _CardStates) -> torch.Tensor:
-        """Where the inputs of the tokens before there lie that a convolution reads behind it."""
-        places = [one % self._tokens for one in range(length + 1 - self._shape.taps, length)]
-        return upload(torch.tensor(places), card.rows.device)
+    # --- anchors
+
+    def _anchor_at(self, slot: int, length: int) -> _Anchor | None:
+        return next((one for one in self._anchors[slot] if one.length == length), None)
+
+    def _make_room(self, slot: int, length: int) -> _Anchor:
+        """A new anchor of a sequence, without memory yet, in place of the oldest one that has to go for it."""
+        others = [one for one in (*self._anchors[slot], *self._left) if one.length % ANCHOR_TOKENS]
+        if length % ANCHOR_TOKENS and len(others) == _MOST_OTHERS:
+            self._release(others[:1])
+            self._anchors[slot].remove(others[0])
+        return _Anchor(length)
+
+    def _copy(self, layer: int, row: int, anchor: _Anchor) -> None:
+        """Copy a layer's state from a memory row to an anchor, on the current stream of its card."""
+        card = self._of_layers[layer][0]
+        anchor.arenas[layer] = card.free.pop() if card.free else self._new_arena(layer, card)
+        for target, source in zip(self._views(anchor)[layer], self._at(layer, row, anchor.length), strict=True):
+            target.copy_(source, non_blocking=True)
+
+    def _new_arena(self, layer: int, card: _CardStates) -> HostArena:
+        """Host memory for one layer of an anchor: of a small piece each, page-locking takes less than a layer does."""
+        with torch.inference_mode(False), current_device(card.rows.device):
+            arena = HostArena(self._saved[layer].nbytes, name="states to go back to")
+            self.arenas.append(arena)
+            if self._registrar is not None:
+                arena.lock(self._registrar)
+        return arena
+
+    def _views(self, anchor: _Anchor) -> SavedBlock:
+        return {layer: self._saved[layer].views(arena.buffer)[layer] for layer, arena in anchor.arenas.items()}
+
+    def _release(self, anchors: Sequence[_Anchor]) -> None:
+        """Let other anchors have the memory of these."""
+        for layer, arena in (pair for one in anchors for pair in one.arenas.items()):
+            self._of_layers[layer][0].free.append(arena)

@@ -17,13 +17,13 @@ from offload_runtime_kernels.gated_delta import CHUNK_TOKENS, DeltaMemory, Delta
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.cache.delta import DeltaStates
+from offload_runtime.cache.delta import DeltaStates, anchors_within
 from offload_runtime.cache.saved_blocks import SavedBlock
 from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Rows
 from offload_runtime.sizes import format_bytes
-from offload_runtime.stream import DeviceBudget, current_device, upload
+from offload_runtime.stream import DeviceBudget, Registrar, current_device, upload
 
 
 class BlockObserver(Protocol):
@@ -53,6 +53,7 @@ class KVCache:
             these reach, in rings of blocks. None: they keep all, as beside spare positions.
         elsewhere: Layers whose blocks a subclass keeps.
         window_tokens: Most tokens that a decoding pass puts behind the committed ones, where layers keep states.
+        registrar: Page-locks host memory for states to go back to.
     """
 
     prefills_by_layer = False  # a prefill has to take all pieces of a prompt through one layer before the next
@@ -61,6 +62,7 @@ class KVCache:
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int,
         budgets: Sequence[DeviceBudget], owners: Sequence[int] = (), name: str = "KV cache", spare_positions: int = 0,
         pass_rows: int | None = None, elsewhere: Collection[int] = (), window_tokens: int = 0,
+        registrar: Registrar | None = None,
     ) -> None:  # fmt: skip
         assert pass_rows is None or not spare_positions, "they lie behind the last block of a layer, not in a ring"
         self._devices, self._pass_rows = [budget.device for budget in budgets], pass_rows
@@ -92,7 +94,7 @@ class KVCache:
         if config.deltas:
             self._states = DeltaStates(
                 config, dtype, batch=batch, window_tokens=window_tokens, budgets=budgets, owners=self._owners,
-                name=f"{name}: states",
+                name=f"{name}: states", registrar=registrar,
             )  # fmt: skip
         self.mixes = self._states is None  # a prefill works on a memory row, of which there is one to spare
         # Of trees one path alone leads over the end of so many positions; None: any do.
@@ -101,7 +103,17 @@ class KVCache:
     @property
     def pinned_bytes(self) -> int:
         """Page-locked host memory that it holds."""
-        return 0
+        return 0 if self._states is None else self._states.pinned_bytes
+
+    @property
+    def anchor_bytes(self) -> int:
+        """Host memory of states to go back to, so far."""
+        return 0 if self._states is None else self._states.anchor_bytes
+
+    def anchors_within(self, start: int, end: int) -> list[int]:
+        """Return where a prompt that brings a sequence from `start` to `end` tokens leaves states to go back to: a
+        piece of it has to begin at each of these."""
+        return [] if self._states is None else anchors_within(start, end)
 
     def length(self, slot: int) -> int:
         """Committed tokens of a sequence."""
@@ -133,7 +145,7 @@ class KVCache:
         self._written[slot] = max(self._written[slot], self._lengths[slot] + count)
         self._rows = slice(slot, slot + 1)
         if self._states is not None:
-            self._states.begin_prefill(slot)
+            self._states.begin_prefill(slot, count)
 
     def keeps(self, slot: int, length: int) -> int:
         """Return to how many of the first `length` tokens of a sequence it could be cut: any number. There are none
@@ -165,10 +177,10 @@ class KVCache:
         """Copy layers of a block with committed tokens to host memory; waits for it."""
         for layer in to.keys() & self._num_blocks.keys():
             to[layer][0].copy_(self._block(layer, slot, block), non_blocking=True)
+        self._wait()
         if self._states is not None:
             end = min((block + 1) * BLOCK_TOKENS, self._lengths[slot])
             self._states.save(slot, self._states.saves(slot, end), to)
-        self._wait()
 
     def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
         """Commit the first `count` tokens of a saved block behind the committed ones, which are whole blocks; waits
@@ -271,6 +283,9 @@ class KVCache:
 
     def close(self) -> None:
         """Give host memory back."""
+        if self._states is not None:
+            self._wait()
+            self._states.close()
 
 
 def allocate_layers(

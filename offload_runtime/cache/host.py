@@ -38,6 +38,7 @@ from offload_runtime.cache.device import (
 from offload_runtime.cache.host_io import HostBlocks, HostKVCard, HostPrefill, HostWrites, Run, ring_blocks
 from offload_runtime.cache.saved_blocks import SavedBlock
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.stream import Registrar
 from offload_runtime.stream.queue import KV, CopySchedule
 
 
@@ -82,6 +83,7 @@ class HostKVCache(KVCache):
         resident_layers: Layers that keep all their blocks on the device, as those with sliding windows do.
         pass_rows: As of a `KVCache`.
         name: What to call it in the ledger.
+        registrar: As of a `KVCache`.
 
     Attributes:
         borrow_workspace: By card, what lends device memory that nothing else uses during a prefill, uint8 [nbytes]. It
@@ -91,7 +93,7 @@ class HostKVCache(KVCache):
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, window_tokens: int,
         cards: Sequence[HostKVCard], owners: Sequence[int] = (), resident_layers: Sequence[int] = (),
-        pass_rows: int | None = None, name: str = "KV cache",
+        pass_rows: int | None = None, name: str = "KV cache", registrar: Registrar | None = None,
     ) -> None:  # fmt: skip
         budgets = [card.budget for card in cards]
         windows = {layer: one.window for layer, one in config.attentions.items()}
@@ -99,6 +101,7 @@ class HostKVCache(KVCache):
         super().__init__(
             config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners,
             name=f"{name}: resident layers", pass_rows=pass_rows, elsewhere=streamed, window_tokens=window_tokens,
+            registrar=registrar,
         )  # fmt: skip
         self._dtype, self.mixes = dtype, False
         self._piece_bytes = [card.piece_bytes for card in cards]
@@ -294,7 +297,7 @@ class HostKVCache(KVCache):
 
     @property
     def pinned_bytes(self) -> int:
-        return self.blocks.pinned_bytes
+        return self.blocks.pinned_bytes + super().pinned_bytes
 
     def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         self._abandon_prefill()
@@ -405,3 +408,4 @@ class HostKVCache(KVCache):
     def close(self) -> None:
         self.writes.close()
         self.blocks.close()
+        super().close()

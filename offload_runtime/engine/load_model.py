@@ -173,7 +173,10 @@ def _move_locks(weights: HostWeights, memory: StagedMemory, registrar: Registrar
 LoadProgress = Callable[[str, int, int], None]
 
 
-def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: Sequence[StagedMemory]) -> KVCache:
+def make_cache(
+    plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: Sequence[StagedMemory],
+    registrar: Registrar | None = None,
+) -> KVCache:  # fmt: skip
     """Return the KV cache of a model.
 
     Args:
@@ -181,6 +184,7 @@ def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: 
         cards: Those that its layers are on.
         name: Of the cache in their ledgers.
         memories: How a cache on the host is page-locked and staged for each of them.
+        registrar: Page-locks states to go back to.
     """
     budgets = [one.budget for one in cards]
     if plan.cache == "streaming":
@@ -198,7 +202,7 @@ def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: 
         return KVCache(
             plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budgets=budgets,
             owners=plan.owners, name=name, spare_positions=plan.tree_positions, pass_rows=plan.pass_rows,
-            window_tokens=plan.window_tokens,
+            window_tokens=plan.window_tokens, registrar=registrar,
         )  # fmt: skip
     on_host = list[HostKVCard]()
     for one, own, memory in zip(cards, plan.cards, memories, strict=True):
@@ -211,6 +215,7 @@ def make_cache(plan: ModelPlan, cards: Sequence[OpenCard], name: str, memories: 
         plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch,
         window_tokens=plan.window_tokens, cards=on_host, owners=plan.owners,
         resident_layers=plan.placement.resident_kv_layers, pass_rows=plan.pass_rows, name=name,
+        registrar=registrar,
     )  # fmt: skip
 
 
@@ -326,14 +331,16 @@ def load_model(
     undo.callback(weights.close)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of what passed through
-    return connect_model(weights, held, plan, cards, name=name, registrar=registrar, undo=undo)
+    limited = pinned_bytes is not None
+    return connect_model(weights, held, plan, cards, name=name, registrar=registrar, undo=undo, limited=limited)
 
 
 def connect_model(
     weights: HostWeights, held: Mapping[int | None, torch.Tensor], plan: ModelPlan, cards: Sequence[OpenCard], *,
-    name: str, registrar: Registrar | None, undo: ExitStack,
+    name: str, registrar: Registrar | None, undo: ExitStack, limited: bool,
 ) -> LoadedModel:  # fmt: skip
-    """Connect loaded weights, those on the host and those `held` on devices, and build the runner.
+    """Connect loaded weights, those on the host and those `held` on devices, and build the runner. Where page-locked
+    memory is `limited` all of it is for what passes stream.
 
     What `undo` does ends what has threads, the copies before the memory that they copy.
     """
@@ -349,7 +356,7 @@ def connect_model(
         scratches.append(one.budget.allocate(f"{name}: decoded matrix", scratch_bytes) if scratch_bytes else None)
         num_kv_buffers = own.placement.kv_ring_buffers if own.kv_layers_on_host else 0
         kv_buffers.append(_ring(one.budget, f"{name}: KV ring", num_kv_buffers, own.kv_piece_bytes))
-    cache = make_cache(plan, cards, f"{name}: KV cache", memories)
+    cache = make_cache(plan, cards, f"{name}: KV cache", memories, None if limited else registrar)
     undo.callback(cache.close)
     loaded = list[LoadedCard]()
     for one, memory, *rings in zip(cards, memories, buffers, kv_buffers, strict=True):

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.cache import BlockFiles, BlockLayout, BlockStore, block_names
+from offload_runtime.cache import ANCHOR_TOKENS, BlockFiles, BlockLayout, BlockStore, block_names
 from offload_runtime.cache.saved_blocks import first_whole_block
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import BudgetError, SessionError, StorageError
@@ -96,10 +96,13 @@ class SavedCache:
         cache = self.model.runner.cache
         return cache.saves(slot, min(cache.length(slot), len(tokens)))
 
-    def blocks(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> dict[str, BlockLayout]:
+    def blocks(
+        self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int, slot: int | None = None
+    ) -> dict[str, BlockLayout]:  # fmt: skip
         """Return what the blocks of a text are called, whose prompt had so many tokens, and what is in them: the open
-        one and those that its windows reach are whole, and others where they are there so alone."""
-        return self._blocks(store, self._names(tokens, prompt_tokens), len(tokens))
+        one and those that its windows reach are whole, and others where they are there so alone, or where a slot, if
+        it is one of a model with states, has the anchor at a block's end that any text keeps."""
+        return self._blocks(store, self._names(tokens, prompt_tokens), len(tokens), slot)
 
     def find(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> dict[str, BlockLayout]:
         """The leading full blocks of a text that a store has, as many as bring it back: as of `blocks`; this uses
@@ -116,12 +119,17 @@ class SavedCache:
         # A draft's cache keeps all of its layers.
         return first_whole_block(self.model.config, length) if self.draft_state is None else 0
 
-    def _blocks(self, store: BlockStore, names: Sequence[tuple[str, str]], length: int) -> dict[str, BlockLayout]:
+    def _blocks(
+        self, store: BlockStore, names: Sequence[tuple[str, str]], length: int, slot: int | None = None
+    ) -> dict[str, BlockLayout]:  # fmt: skip
         first_whole, (config, dtype) = self._first_whole(length), (self.model.config, self.model.plan.dtype)
         layouts = [BlockLayout.of(config, dtype, whole=one, locks=self.locks) for one in (False, True)]
         found = dict[str, BlockLayout]()
         for block, (name, other) in enumerate(names):
             whole = block >= first_whole or (name in store and other not in store)
+            end, cache = (block + 1) * BLOCK_TOKENS, self.model.runner.cache
+            if slot is not None and config.deltas and not end % ANCHOR_TOKENS:
+                whole = whole or cache.saves(slot, end) == end
             found[name if whole else other] = layouts[whole]
         return found
 
@@ -259,7 +267,7 @@ class PrefixCache:
                 held = cache.keeps(slot, held - rest)
             if held > kept:
                 try:
-                    one.save(store, slot, one.blocks(store, tokens[:held], prompt_tokens))
+                    one.save(store, slot, one.blocks(store, tokens[:held], prompt_tokens, slot))
                 except (StorageError, BudgetError) as error:
                     logging.getLogger(__name__).warning("%s", error)
 

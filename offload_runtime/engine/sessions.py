@@ -82,7 +82,7 @@ def save_session(
             count = cache.num_held(slot, tokens if cache.draft_state is not None else tokens[:held])
             stored = cache.find(files, tokens, saved.prompt_tokens)
             count = max(count, len(stored) * BLOCK_TOKENS)  # where another call has used the cache since
-            blocks = cache.blocks(files, tokens[:count], saved.prompt_tokens)
+            blocks = cache.blocks(files, tokens[:count], saved.prompt_tokens, slot)
             cache.save(files, slot, blocks)
             held_by[name], needed = count, [*needed, *blocks]
         record = {**conversation, "session": {

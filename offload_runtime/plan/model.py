@@ -210,8 +210,8 @@ class ModelPlan:
 
     @property
     def kv_block_bytes(self) -> int:
-        """A block of keys and values of one sequence, of all layers."""
-        return self.kv_bytes_of(self.layers, BLOCK_TOKENS)
+        """A saved block of one sequence, of all layers, with the states behind it."""
+        return cache.BlockLayout.of(self.config, self.dtype).nbytes
 
     def reserved_kv_bytes(self, layers: Iterable[int]) -> int:
         """What some layers reserve of the whole context."""
@@ -275,6 +275,11 @@ class ModelPlan:
     def state_bytes(self) -> int:
         """What gated delta layers keep of all sequences, and of one more, which a prefill works on."""
         return (self.batch + 1) * cache.state_bytes(self.config, self.layers, self.dtype, self.window_tokens)
+
+    @property
+    def anchor_bytes(self) -> int:
+        """Host memory of the states that sequences can be taken back to."""
+        return self.batch * cache.anchor_bytes(self.config, self.layers, self.dtype, self.context_tokens)
 
     @property
     def kv_parts(self) -> Parts:

@@ -104,7 +104,9 @@ def find_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLim
     # less of a token to host memory.
     while request.context is None and plan.target.kv_layers_on_host and plan.short_of_host_bytes:
         target = plan.target
-        fewer = -(-plan.short_of_host_bytes // (target.batch * target.kv_bytes_of(target.full_layers, 1)))
+        token_bytes = target.batch * target.kv_bytes_of(target.full_layers, 1)
+        token_bytes += target.anchor_bytes // target.context_tokens
+        fewer = -(-plan.short_of_host_bytes // token_bytes)
         shorter = (target.context_tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
         if shorter < LEAST_CONTEXT_TOKENS:
             break

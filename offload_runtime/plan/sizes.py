@@ -330,6 +330,7 @@ class RunPlan:
                 "staging ring": sum(one.h2d_ring.nbytes for one in rings),
                 "KV cache": target.host_kv_bytes - staged_kv_bytes,
                 "staged KV cache": staged_kv_bytes,
+                "states to go back to": target.anchor_bytes,
                 "pieces to write KV through": sum(one.d2h_ring.nbytes for one in rings),
                 "rows between cards": self.transfer_bytes,
                 # Of a CPU, whose memory is the host's.
@@ -348,7 +349,8 @@ class RunPlan:
         target, config = self.target, self.target.config
         rows = min(target.chunk_tokens, target.context_tokens)
         sizes = [config.hidden_size * target.dtype.itemsize, *[8 * config.num_angles + 32] * (self.num_cards - 1)]
-        pieces = -(-target.context_tokens // rows) + (target.batch if target.mixes else 0)
+        cut = 2 if config.deltas else 0  # behind what comes before a prompt, and at the last anchor in it
+        pieces = -(-target.context_tokens // rows) + (target.batch if target.mixes else cut)
         return pieces * sum(1 << (rows * size - 1).bit_length() for size in sizes)
 
     @cached_property

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 import torch
@@ -208,9 +208,10 @@ class ModelRunner:
         that is `alone` its batch row 0."""
         trees, pieces, last = [*batch.trees.values()], list[Rows](), list[int]()
         for (slot, tokens), start in zip(batch.prompts.items(), committed[len(trees) :], strict=True):
-            for at in range(0, len(tokens), self.chunk_tokens):
-                chunk, end = TokenTree(tuple(tokens[at : at + self.chunk_tokens])), start + len(tokens)
-                pieces.append(self.rows([chunk], [start + at], [0 if alone else slot], prompt_length=end))
+            end = start + len(tokens)
+            for at, stop in pairwise([*self._beginnings(start, end), end]):
+                chunk = TokenTree(tuple(tokens[at - start : stop - start]))
+                pieces.append(self.rows([chunk], [at], [0 if alone else slot], prompt_length=end))
             last.append(len(pieces) - 1)
         if trees:
             pieces.append(self.rows(trees, committed[: len(trees)], [*batch.trees]))
@@ -219,6 +220,14 @@ class ModelRunner:
         of_trees = _present(residuals.pop(), trees) if trees else []
         decisive = [*of_trees, *(residual[-1:] for residual in residuals)]
         return self.decoder.head(decisive[0] if len(decisive) == 1 else torch.cat(decisive))
+
+    def _beginnings(self, start: int, end: int) -> Sequence[int]:
+        """Return where pieces of a prompt begin that brings a sequence from `start` to `end` tokens: at multiples of
+        the size of pieces where it leaves states to go back to, so that these cut as few as possible of them."""
+        size, anchors = self.chunk_tokens, self.cache.anchors_within(start, end)
+        if not anchors:
+            return range(start, end, size)
+        return sorted({start, *range((start // size + 1) * size, end, size), *anchors})
 
     def _run(
         self, pieces: list[Rows], kept: Sequence[int], on_layer: OnLayer | None, layers: Layers | None, *, prompts: bool
