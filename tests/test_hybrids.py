@@ -6,6 +6,7 @@ import json
 import random
 import struct
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams
 from offload_runtime.cli.app import app
 from offload_runtime.core import TokenTree
-from offload_runtime.errors import CheckpointError, OptionError, UnsupportedArchitectureError
+from offload_runtime.errors import CheckpointError, OptionError, SessionError, UnsupportedArchitectureError
 from offload_runtime.models.registry import model_config_from_json
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
@@ -114,6 +115,20 @@ def test_a_session_goes_on_behind_its_last_state(hybrid: Path, runtime: Runtime,
         reply = _say(other.load_conversation(tmp_path / "chat.json"), "and then?")
     assert reply.tokens == expected.tokens
     assert reply.stats.kept_tokens > 300 and not reply.stats.kept_tokens % 64
+
+
+def test_a_session_of_another_chunk_size_is_refused(runtime: Runtime, tmp_path: Path) -> None:
+    path, chat = tmp_path / "chat.json", runtime.conversation()
+    _say(chat, LONG)
+    chat.save(path)
+    record = json.loads(path.read_text())
+    del record["session"]["checksum"]
+    record["session"]["made_with"]["chunk size"] = "32 tokens"
+    content = json.dumps(record, sort_keys=True).encode()
+    record["session"]["checksum"] = blake2b(content, digest_size=16).hexdigest()
+    path.write_text(json.dumps(record))
+    with pytest.raises(SessionError, match=r"another chunk size \(32 tokens, and here it is 64 tokens\)"):
+        chat.load(path)
 
 
 PARAMS = GenerationParams(6, ignore_eos=True, sampling=SamplingParams(temperature=0.0))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from offload_runtime_kernels.gated_delta import CHUNK_TOKENS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.cache import ANCHOR_TOKENS, BlockFiles, BlockLayout, BlockStore, block_names
@@ -85,6 +86,8 @@ class SavedCache:
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {cpu}",
                 "arithmetic": f"{_ARITHMETIC}, torch {torch.__version__}",
             } | ({} if state is None else {"cache": model.plan.cache})  # fmt: skip
+            if model.config.deltas:
+                made_with["chunk size"] = f"{CHUNK_TOKENS} tokens"
             locks = device.type == "cuda" and plan.request.pinned is None
             caches[name] = cls(model, source, made_with, state, locks)
         return caches

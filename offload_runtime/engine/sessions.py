@@ -185,9 +185,9 @@ class SavedSession:
         _require_whole(path, record)
         was = session["made_with"]
         self._require(was["model"] == made["model"], f"{path} was saved with another model ({session['name']})")
-        for name in ("dtype", "device", "arithmetic"):
-            differs = f"another {name} ({was[name]}, and here it is {made[name]})"
-            self._require(was[name] == made[name], f"{path} was saved with {differs}")
+        for name in (name for name in made if name != "model"):
+            differs = f"another {name} ({was.get(name, 'none')}, and here it is {made[name]})"
+            self._require(was.get(name) == made[name], f"{path} was saved with {differs}")
         self.saved = _saved_text(session)
         tokens = self.saved.tokens
         capacity = caches["target"].model.runner.cache.capacity_tokens
