@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import json
 import lzma
+import unicodedata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights import open_checkpoint
@@ -60,6 +62,16 @@ def test_ids_are_those_of_llama_cpp(name: str, tmp_path: Path) -> None:
     for text in STRINGS[18:60]:  # what it says is what was said, but for the first blank of SentencePiece
         said = tokenizer.decode(tokenizer.encode(text, add_special_tokens=False))
         assert said == text
+
+
+def test_marks_belong_to_words_where_qwen_3_5_cuts_text(tmp_path: Path) -> None:
+    vocabulary = metadata_of("qwen2", pre="qwen35")
+    ours = open_checkpoint(written(tmp_path, vocabulary)).tokenizer()
+    ids = {token: index for index, token in enumerate(vocabulary["tokens"])}
+    theirs = Qwen3_5Tokenizer(vocab=ids, merges=[tuple(merge.split(" ", 1)) for merge in vocabulary["merges"]])
+    for text in STRINGS:  # transformers composes letters before, and knows no control tokens here
+        if unicodedata.is_normalized("NFC", text) and "<|" not in text and "</s>" not in text:
+            assert ours.encode(text) == theirs.encode(text), text
 
 
 def test_merges_of_gemma_4_say_what_scores_say(tmp_path: Path) -> None:
