@@ -6,11 +6,13 @@ import json
 import random
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams
@@ -138,18 +140,28 @@ def _text(count: int, seed: int) -> list[int]:
     return [3 + token % 250 for token in random_tokens(count, seed=seed)]
 
 
-def _serve(runtime: Runtime, prompts: Sequence[list[int]], **options: Any) -> list[tuple[list[int], int]]:
-    """What is said behind prompts, one after the other, and how many tokens of each were not read."""
-    requests = [runtime.request(prompt, PARAMS) for prompt in prompts]
+def _fresh(runtime: Runtime, prompts: Sequence[list[int]], params: GenerationParams = PARAMS) -> list[torch.Tensor]:
+    """The logits of answers to prompts of which nothing was kept."""
+    return [runtime.replay(prompt, params, proposer=None)[1] for prompt in prompts]
+
+
+def _check_kept(
+    runtime: Runtime, prompts: Sequence[list[int]], fresh: Sequence[torch.Tensor], kept: Sequence[int],
+    params: GenerationParams = PARAMS, **options: Any,
+) -> None:  # fmt: skip
+    """Prompts are answered one after the other with the bits of fresh runs, and so many tokens of each not read."""
+    requests = [runtime.request(prompt, params) for prompt in prompts]
     with runtime.serving(**options) as engine:
-        for request in requests:
+        for request, expected in zip(requests, fresh, strict=True):
             engine.add(request)
+            logits = list[torch.Tensor]()
             while request.result is None:
-                engine.step()
-    return [(request.result.tokens, request.num_kept) for request in requests if request.result is not None]
+                logits += (one.logits.cpu() for one in engine.step(with_logits=True) if one.logits is not None)
+            assert torch.equal(torch.cat(logits), expected)
+    assert [request.num_kept for request in requests] == list(kept)
 
 
-def test_a_prompt_goes_on_behind_the_last_state_that_it_shares(hybrid: Path) -> None:
+def _check_states_in_slots_and_stores(runtime: Runtime) -> None:
     text, short = _text(600, 3), _text(200, 4)
     prompts = [
         text,
@@ -158,23 +170,36 @@ def test_a_prompt_goes_on_behind_the_last_state_that_it_shares(hybrid: Path) -> 
         [*text[:300], 9, 9, 9],  # before all states of that
         text, short, text[:550], short[:190], [*short, 5],
     ]  # fmt: skip
+    fresh = _fresh(runtime, prompts)
+    # A text that is shorter than a block is not saved; a store has whole ones.
+    for stored, kept in ((0, [0, 599, 512, 0, 300, 0, 0, 0, 128]), (6, [0, 599, 512, 0, 512, 0, 512, 0, 128])):
+        store_bytes = stored * runtime.plan.target.kv_block_bytes
+        _check_kept(runtime, prompts, fresh, kept, prefix_cache_bytes=store_bytes)
+
+
+def test_a_prompt_goes_on_behind_the_last_state_that_it_shares(hybrid: Path) -> None:
     with Runtime.load(hybrid, draft="none", max_batch=1, **ASKED) as loaded:
-        expected = [loaded.generate(prompt, params=PARAMS).tokens for prompt in prompts]
-        # A text that is shorter than a block is not saved; a store has whole ones.
-        for stored, kept in ((0, [0, 599, 512, 0, 300, 0, 0, 0, 128]), (6, [0, 599, 512, 0, 512, 0, 512, 0, 128])):
-            options = {"prefix_cache_bytes": stored * loaded.plan.target.kv_block_bytes}
-            answers = _serve(loaded, prompts, **options)
-            assert [tokens for tokens, _ in answers] == expected
-            assert [count for _, count in answers] == kept
+        _check_states_in_slots_and_stores(loaded)
+
+
+def test_an_answer_leaves_a_state_at_its_last_whole_block(hybrid: Path) -> None:
+    params, short = replace(PARAMS, max_new_tokens=130), _text(200, 4)
+    with Runtime.load(hybrid, draft="none", max_batch=1, **ASKED) as loaded:
+        answer = loaded.generate(short, params=params).tokens
+        prompts = [short, _text(300, 3), [*short, *answer, 5]]
+        store_bytes = 6 * loaded.plan.target.kv_block_bytes
+        _check_kept(
+            loaded, prompts, _fresh(loaded, prompts, params), [0, 0, 256], params, prefix_cache_bytes=store_bytes
+        )
 
 
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 def test_what_is_damaged_of_a_saved_state_is_read_again(hybrid: Path, tmp_path: Path, kv: str) -> None:
     prompt = _text(600, 3)
     with Runtime.load(hybrid, draft="ngram", max_batch=1, kv=kv, **ASKED) as loaded:
-        expected = loaded.generate(prompt, params=PARAMS).tokens
+        fresh = _fresh(loaded, [prompt])
         for kept in (0, 512, 0, 512):
-            assert _serve(loaded, [prompt], sessions=tmp_path / "kept") == [(expected, kept)]
+            _check_kept(loaded, [prompt], fresh, [kept], sessions=tmp_path / "kept")
             if kept:  # the block that has the states behind it
                 file = max((tmp_path / "kept").glob("*.kv"), key=lambda one: one.stat().st_size)
                 content = bytearray(file.read_bytes())
@@ -188,12 +213,11 @@ def test_states_stay_every_4096_tokens_in_slots_and_saved_blocks(tmp_path: Path)
     family_model(FAMILY, 1, **kinds, **sizes).save_pretrained(tmp_path)
     byte_level_tokenizer().save_pretrained(tmp_path)
     text = _text(4500, 5)
-    prompts = [text, [*text[:4200], 7], text[:300], [*text[:4200], 8]]
+    prompts = [text, [*text[:4200], 7], text, text[:300], [*text[:4200], 7]]
     with Runtime.load(tmp_path, draft="none", max_batch=1, **ASKED | {"context": 4600}) as loaded:
-        fresh = loaded.generate(prompts[1], params=PARAMS).tokens
-        answers = _serve(loaded, prompts, prefix_cache_bytes=100 * loaded.plan.target.kv_block_bytes)
-    assert [kept for _, kept in answers] == [0, 4096, 0, 4096]
-    assert answers[1][0] == fresh
+        (long, short), store_bytes = _fresh(loaded, [text, prompts[1]]), 100 * loaded.plan.target.kv_block_bytes
+        fresh = [long, short, long, *_fresh(loaded, [prompts[3]]), short]
+        _check_kept(loaded, prompts, fresh, [0, 4096, 4352, 0, 4096], prefix_cache_bytes=store_bytes)
 
 
 def test_a_plan_counts_all_states_and_a_run_takes_no_more(hybrid: Path) -> None:
@@ -241,6 +265,8 @@ def test_on_a_gpu_every_way_gives_the_tokens_of_plain_decoding(dtype: str, tmp_p
         again = _say(chat, "and then?")
         chat.undo()
         assert _say(chat, "and then?").tokens == again.tokens
+    with Runtime.load(tmp_path, draft="none", max_batch=1, **asked) as loaded:
+        _check_states_in_slots_and_stores(loaded)
     for ways in ({"draft": "none"}, {"draft": "ngram"}, {"draft": "ngram", "kv": "host", "resident_layers": 0}):
         with Runtime.load(tmp_path, max_batch=6, **ways, **asked) as loaded:
             assert [one.tokens for one in loaded.generate_batch(prompts, **greedy)] == expected, ways

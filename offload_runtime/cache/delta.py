@@ -2,9 +2,10 @@
 
 Rolling back within the open chunk is a length, as of keys and values. Behind that stand *anchors*, states in host
 memory of earlier beginnings of chunks: a sequence can be cut to one of those, and what came after it is read again.
-They are kept every 4096 tokens, where turns end, and at the end of the last block of 256 tokens of each prompt, so that
-saved blocks have states. A prefill works on a memory row of its own, which becomes the sequence's when it ends, so that
-one that breaks off changes nothing; its anchors leave for the host as its pieces reach each layer.
+They are kept every 4096 tokens, where prompts end, and at the end of the last block of 256 tokens of each prompt and of
+the newest answer, so that saved blocks have states. A prefill works on a memory row of its own, which becomes the
+sequence's when it ends, so that one that breaks off changes nothing; its anchors leave for the host as its pieces reach
+each layer.
 """
 
 from __future__ import annotations
@@ -34,12 +35,13 @@ def anchors_within(start: int, end: int) -> list[int]:
     return sorted({*every, *([last] if last >= start else ())} - {0})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Anchor:
     """What layers have behind so many tokens of a sequence, in host memory: by layer the state [H_v, D_k, D_v] fp32 and
-    the inputs of the convolution before there, [taps - 1, C]."""
+    the inputs of the convolution before there, [taps - 1, C]. It may be `in_an_answer`, of which one is enough."""
 
     length: int
+    in_an_answer: bool = False
     arenas: dict[int, HostArena] = field(default_factory=dict)
 
 
@@ -124,7 +126,7 @@ class DeltaStates:
                 self._of_layers[layer] = self._cards[-1], DeltaMemory(*(part[number] for part in parts))
         self._rows, self._spare = list(range(batch)), batch
         self._lengths, self._anchors = [0] * batch, [list[_Anchor]() for _ in range(batch)]
-        self._registrar, self.arenas = registrar, list[HostArena]()
+        self._registrar, self._arenas = registrar, list[HostArena]()
         self._saved = {layer: _saved_layout(config, layer, dtype) for layer in self._of_layers}
         self._is_lost = [False] * batch  # blocks have been restored without the states behind them
         # Of the running prefill: its sequence, where it is to leave anchors, and those that it has left so far.
@@ -134,16 +136,16 @@ class DeltaStates:
     @property
     def anchor_bytes(self) -> int:
         """Host memory that anchors have been given."""
-        return sum(arena.nbytes for arena in self.arenas)
+        return sum(arena.nbytes for arena in self._arenas)
 
     @property
     def pinned_bytes(self) -> int:
         """What of it is page-locked."""
-        return sum(arena.pinned_bytes for arena in self.arenas)
+        return sum(arena.pinned_bytes for arena in self._arenas)
 
     def close(self) -> None:
         """Give host memory back, to or from which nothing is copied any more."""
-        for arena in self.arenas:
+        for arena in self._arenas:
             arena.close()
 
     def of_layer(self, layer: int, rows: Rows) -> tuple[DeltaMemory, DeltaRows, bool]:
@@ -200,8 +202,10 @@ class DeltaStates:
         self._move(slot, before, rows)
         if length // CHUNK_TOKENS > before // CHUNK_TOKENS:
             self._fold(slot, before // CHUNK_TOKENS)
-            if not self._base(slot) % ANCHOR_TOKENS:
-                self.keep_anchor(slot)
+            if not self._base(slot) % BLOCK_TOKENS:
+                others = (one for one in self._anchors[slot] if one.length % ANCHOR_TOKENS)
+                self._drop(slot, [one for one in others if one.in_an_answer])
+                self.keep_anchor(slot, in_an_answer=True)
 
     def _move(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """Bring rows of a window behind so many tokens to where their positions belong."""
@@ -246,14 +250,13 @@ class DeltaStates:
             if (anchor := self._anchor_at(slot, length)) is not None:
                 self._write(slot, length, self._views(anchor), non_blocking=True)
         self._lengths[slot], self._is_lost[slot] = length, False
-        self._release([one for one in self._anchors[slot] if one.length > length])
-        self._anchors[slot] = [one for one in self._anchors[slot] if one.length <= length]
+        self._drop(slot, [one for one in self._anchors[slot] if one.length > length])
 
-    def keep_anchor(self, slot: int) -> None:
+    def keep_anchor(self, slot: int, *, in_an_answer: bool = False) -> None:
         """Make the beginning of a sequence's open chunk an anchor; waits for no device."""
         base = self._base(slot)
         if base and self._anchor_at(slot, base) is None:
-            anchor = self._make_room(slot, base)
+            anchor = self._make_room(slot, base, in_an_answer=in_an_answer)
             for layer in self._of_layers:
                 self._copy(layer, self._rows[slot], anchor)
             self._anchors[slot].append(anchor)
@@ -294,13 +297,12 @@ class DeltaStates:
     def _anchor_at(self, slot: int, length: int) -> _Anchor | None:
         return next((one for one in self._anchors[slot] if one.length == length), None)
 
-    def _make_room(self, slot: int, length: int) -> _Anchor:
+    def _make_room(self, slot: int, length: int, *, in_an_answer: bool = False) -> _Anchor:
         """A new anchor of a sequence, without memory yet, in place of the oldest one that has to go for it."""
         others = [one for one in (*self._anchors[slot], *self._left) if one.length % ANCHOR_TOKENS]
         if length % ANCHOR_TOKENS and len(others) == _MOST_OTHERS:
-            self._release(others[:1])
-            self._anchors[slot].remove(others[0])
-        return _Anchor(length)
+            self._drop(slot, others[:1])
+        return _Anchor(length, in_an_answer)
 
     def _copy(self, layer: int, row: int, anchor: _Anchor) -> None:
         """Copy a layer's state from a memory row to an anchor, on the current stream of its card."""
@@ -313,13 +315,17 @@ class DeltaStates:
         """Host memory for one layer of an anchor: of a small piece each, page-locking takes less than a layer does."""
         with torch.inference_mode(False), current_device(card.rows.device):
             arena = HostArena(self._saved[layer].nbytes, name="states to go back to")
-            self.arenas.append(arena)
+            self._arenas.append(arena)
             if self._registrar is not None:
                 arena.lock(self._registrar)
         return arena
 
     def _views(self, anchor: _Anchor) -> SavedBlock:
         return {layer: self._saved[layer].views(arena.buffer)[layer] for layer, arena in anchor.arenas.items()}
+
+    def _drop(self, slot: int, anchors: Sequence[_Anchor]) -> None:
+        self._anchors[slot] = [one for one in self._anchors[slot] if one not in anchors]
+        self._release(anchors)
 
     def _release(self, anchors: Sequence[_Anchor]) -> None:
         """Let other anchors have the memory of these."""

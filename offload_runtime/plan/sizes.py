@@ -379,8 +379,9 @@ class RunPlan:
 
     @property
     def page_locked(self) -> Parts:
-        """What of host memory must be page-locked."""
-        return Parts({name: self.host[name] for name in _PAGE_LOCKED if self.limits.page_locks})
+        """What of host memory is to be page-locked, states where that has no limit alone."""
+        names = (*_PAGE_LOCKED, *(["states to go back to"] if self.limits.pinned_bytes is None else []))
+        return Parts({name: self.host[name] for name in names if self.limits.page_locks})
 
     @property
     def pinned_bytes(self) -> int:
