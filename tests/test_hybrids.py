@@ -75,6 +75,25 @@ def test_cut_prompts_windows_and_branches_have_the_bits_of_one_prompt() -> None:
         one.close()
 
 
+def test_a_prompt_that_breaks_off_leaves_no_states() -> None:
+    def interrupt(done: int, _: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
+    model, text = family_model(FAMILY, 1), _text(800, 6)
+    broken, whole = (make_runner(model, chunk_tokens=256, capacity_tokens=900) for _ in range(2))
+    prefill(broken.runner, 0, text[:300])
+    with pytest.raises(KeyboardInterrupt):
+        prefill(broken.runner, 0, text[300:600][::-1], interrupt)
+    cache = broken.runner.cache
+    assert [cache.saves(0, length) for length in (300, 600)] == [256, 256]
+    prefill(broken.runner, 0, text[300:])
+    assert cache.truncate(0, 790) == 790 and cache.truncate(0, 700) == 256  # the next one is at 768 tokens
+    assert (prefill(broken.runner, 0, text[256:]) == prefill(whole.runner, 0, text)).all()
+    for one in (broken, whole):
+        one.close()
+
+
 def test_a_path_alone_leads_over_the_end_of_a_chunk() -> None:
     #      0 - 1 - 2 - 3    and a path beside it: 4 - 5, which ends where the first goes on
     tree = TokenTree(tuple(range(8)), (-1, 0, 1, 2, 0, 4, 5, 3), ("x",) * 8)
