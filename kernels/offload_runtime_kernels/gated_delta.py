@@ -25,10 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from offload_runtime_kernels.gated_delta_triton import gated_delta_triton
-
-CHUNK_TOKENS = 64
-_NORM_EPS = 1e-6
+from offload_runtime_kernels.gated_delta_triton import CHUNK_TOKENS, NORM_EPS, gated_delta_triton
 
 
 class DeltaShape(NamedTuple):
@@ -114,13 +111,9 @@ class DeltaWeights(NamedTuple):
     time_steps: torch.Tensor
 
 
-def _double(x: torch.Tensor) -> torch.Tensor:
-    """Functions of doubles are rounded alike wherever an element stands among others; those of floats are not."""
-    return x.double()
-
-
+# Functions of doubles are rounded alike wherever an element stands among others; those of floats are not.
 def _exp(x: torch.Tensor) -> torch.Tensor:
-    return _double(x).exp().float()
+    return x.double().exp().float()
 
 
 def _convolved(x: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
@@ -128,8 +121,8 @@ def _convolved(x: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
     total = torch.zeros_like(x[:, 0], dtype=torch.float32)
     for tap in range(taps.shape[1]):
         total += x[:, tap].float() * taps[:, tap].float()
-    total = total.to(x.dtype)
-    return (_double(total) * torch.sigmoid(_double(total))).to(x.dtype)
+    rounded = total.to(x.dtype).double()
+    return (rounded * torch.sigmoid(rounded)).to(x.dtype)
 
 
 def _normed(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -137,7 +130,7 @@ def _normed(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     square = torch.zeros_like(x[..., 0], dtype=torch.float64)
     for channel in range(x.shape[-1]):
         square += x[..., channel].double() ** 2
-    return (x.double() * (torch.rsqrt(square + _NORM_EPS) * scale)[..., None]).to(x.dtype)
+    return (x.double() * (torch.rsqrt(square + NORM_EPS) * scale)[..., None]).to(x.dtype)
 
 
 def _dots(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -213,17 +206,14 @@ class _Sequence:
             for t, p in enumerate(self.positions)
         ]
         mixed = _convolved(torch.stack(stacked), weights.taps) if count else inputs
-        of_heads = (
-            (shape.key_heads, shape.key_dim),
-            (shape.key_heads, shape.key_dim),
-            (shape.value_heads, shape.value_dim),
-        )
+        of_keys = shape.key_heads, shape.key_dim
+        of_heads = of_keys, of_keys, (shape.value_heads, shape.value_dim)
         parts = mixed.split([heads * dim for heads, dim in of_heads], dim=1)
         q, k, v = (part.view(count, *sizes) for part, sizes in zip(parts, of_heads, strict=True))
         q, k = _normed(q, shape.key_dim**-0.5), _normed(k)
-        beta = torch.sigmoid(_double(beta_logits)).to(inputs.dtype).float()
+        beta = torch.sigmoid(beta_logits.double()).to(inputs.dtype).float()
         rates = -_exp(weights.log_rates.float())
-        steps = F.softplus(_double(alpha.float() + weights.time_steps.float())).float()
+        steps = F.softplus((alpha.float() + weights.time_steps.float()).double()).float()
         gains, decays = rates * steps, torch.zeros(count, shape.value_heads)
         for t, position in enumerate(self.positions):
             before = of_path(t, position - 1, memory.decays, decays)

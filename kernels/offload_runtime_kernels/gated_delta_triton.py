@@ -16,10 +16,12 @@ from offload_runtime_kernels._jit import jit, require_triton, tl, triton
 if TYPE_CHECKING:
     from offload_runtime_kernels.gated_delta import DeltaMemory, DeltaRows, DeltaShape, DeltaWeights
 
-_CHUNK = tl.constexpr(64)
+CHUNK_TOKENS, NORM_EPS = 64, 1e-6
+_CHUNK = tl.constexpr(CHUNK_TOKENS)
 _STEP = tl.constexpr(32)  # of sums, which are unrolled so far
 _FEW = tl.constexpr(16)
-_FEW_ROWS, _MANY_ROWS, _COPIED = 16, 256, 1024
+# Most rows of tiles of 16, and of such products; channels of a value head, and of a kept row, that a program has.
+_FEW_ROWS, _MANY_ROWS, _BLOCK, _COPIED = 16, 256, 32, 1024
 
 
 @jit
@@ -402,6 +404,12 @@ def _chunks_kernel(
             state_ptr = next_ptr
 
 
+@jit
+def _copy_row(source_ptr, target_ptr, row, at, column, WIDTH: tl.constexpr):
+    inside = column < WIDTH
+    tl.store(target_ptr + at * WIDTH + column, tl.load(source_ptr + row * WIDTH + column, mask=inside), mask=inside)
+
+
 @jit(do_not_specialize=("width", "num_tokens", "skipped"))
 def _keep_kernel(
     inputs_ptr, k_ptr, values_ptr, decays_ptr, kept_inputs_ptr, kept_keys_ptr, kept_values_ptr, kept_decays_ptr,
@@ -413,33 +421,17 @@ def _keep_kernel(
     if t < tl.load(counts_ptr + b):
         row = (b * width + t).to(tl.int64)
         at = tl.load(rows_ptr + b).to(tl.int64) * num_tokens + (tl.load(starts_ptr + b) + t) % num_tokens
-        inside = column < CHANNELS
-        tl.store(
-            kept_inputs_ptr + at * CHANNELS + column,
-            tl.load(inputs_ptr + row * CHANNELS + column, mask=inside),
-            mask=inside,
-        )
-        inside = column < KEY_SIZE
-        tl.store(
-            kept_keys_ptr + at * KEY_SIZE + column, tl.load(k_ptr + row * KEY_SIZE + column, mask=inside), mask=inside
-        )
-        inside = column < VALUE_SIZE
-        tl.store(
-            kept_values_ptr + at * VALUE_SIZE + column,
-            tl.load(values_ptr + row * VALUE_SIZE + column, mask=inside),
-            mask=inside,
-        )
-        inside = column < HEADS
-        tl.store(
-            kept_decays_ptr + at * HEADS + column, tl.load(decays_ptr + row * HEADS + column, mask=inside), mask=inside
-        )
+        _copy_row(inputs_ptr, kept_inputs_ptr, row, at, column, CHANNELS)
+        _copy_row(k_ptr, kept_keys_ptr, row, at, column, KEY_SIZE)
+        _copy_row(values_ptr, kept_values_ptr, row, at, column, VALUE_SIZE)
+        _copy_row(decays_ptr, kept_decays_ptr, row, at, column, HEADS)
 
 
 def gated_delta_triton(
     inputs: torch.Tensor, gates: torch.Tensor, weights: DeltaWeights, memory: DeltaMemory, rows: DeltaRows,
-    shape: DeltaShape, *, keeps: bool, block: int = 32,
+    shape: DeltaShape, *, keeps: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Triton version of `gated_delta`; `block`: channels of a value head that a program has."""
+    """Triton version of `gated_delta`."""
     require_triton("gated_delta")
     batch, width = rows.positions.shape
     num_rows, tree = batch * width, rows.ancestors is not None
@@ -451,14 +443,14 @@ def gated_delta_triton(
     v, out = (inputs.new_empty(num_rows, shape.value_heads, shape.value_dim) for _ in range(2))
     values, recalled = (torch.empty_like(v, dtype=torch.float32) for _ in range(2))
     decays, betas = values.new_empty(2, num_rows, shape.value_heads)
-    subtracted, added = values.new_empty(2, num_rows, shape.value_heads, 64)
+    subtracted, added = values.new_empty(2, num_rows, shape.value_heads, CHUNK_TOKENS)
     where = (rows.memory_rows, rows.starts, rows.counts, rows.positions, ancestors)
     heads = {"KEY_HEADS": shape.key_heads, "VALUE_HEADS": shape.value_heads, "KEY_DIM": shape.key_dim}
-    tile_rows = _FEW_ROWS if width <= _FEW_ROWS else 64
+    tile_rows = _FEW_ROWS if width <= _FEW_ROWS else CHUNK_TOKENS
     with torch.cuda.device_of(inputs):
         if width:
             _convolution_kernel[(num_rows, 2 * shape.key_heads + shape.value_heads)](
-                inputs, memory.inputs, weights.taps, q, k, v, *where, width, depth, num_tokens, 1e-6,
+                inputs, memory.inputs, weights.taps, q, k, v, *where, width, depth, num_tokens, NORM_EPS,
                 shape.key_dim**-0.5, VALUE_DIM=shape.value_dim, TAPS=shape.taps, TREE=tree,
                 BLOCK=triton.next_power_of_2(max(shape.key_dim, shape.value_dim)), num_warps=1, **heads,
             )  # fmt: skip
@@ -467,18 +459,22 @@ def gated_delta_triton(
                 num_tokens, HEADS=shape.value_heads, BLOCK=triton.next_power_of_2(shape.value_heads), TREE=tree,
                 num_warps=1,
             )  # fmt: skip
-            few = _FEW_ROWS if width <= _MANY_ROWS else 64
-            tiles = triton.cdiv(width, few) if tree else triton.cdiv(width + 63, 64) * (64 // few)
+            few = _FEW_ROWS if width <= _MANY_ROWS else CHUNK_TOKENS
+            tiles = (
+                triton.cdiv(width, few)
+                if tree
+                else triton.cdiv(width + CHUNK_TOKENS - 1, CHUNK_TOKENS) * (CHUNK_TOKENS // few)
+            )
             _products_kernel[(tiles, batch, shape.key_heads)](
                 q, k, memory.keys, decays, memory.decays, betas, subtracted, added, *where, width, depth, num_tokens,
                 TILED=shape.tiled, ROWS=few, TREE=tree, num_warps=4, **heads,
             )  # fmt: skip
         # What a state becomes on the way, where the rows may be undone.
         folded = memory.states if keeps else torch.empty_like(memory.states[:batch])
-        _chunks_kernel[(batch, shape.value_heads, shape.value_dim // block)](
+        _chunks_kernel[(batch, shape.value_heads, shape.value_dim // _BLOCK)](
             q, k, v, decays, betas, subtracted, added, values, recalled, out, memory.states, folded, memory.keys,
             memory.values, memory.decays, rows.memory_rows, rows.starts, rows.bases, rows.counts, rows.positions,
-            ancestors, width, depth, num_tokens, VALUE_DIM=shape.value_dim, TILED=shape.tiled, BLOCK=block,
+            ancestors, width, depth, num_tokens, VALUE_DIM=shape.value_dim, TILED=shape.tiled, BLOCK=_BLOCK,
             ROWS=tile_rows, WIDTH_BLOCK=triton.next_power_of_2(max(1, width)), TREE=tree, KEEPS=keeps, num_warps=4,
             **heads,
         )  # fmt: skip
