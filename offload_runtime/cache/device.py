@@ -193,13 +193,9 @@ class KVCache:
         if not self._num_blocks.keys() <= saved.keys():
             self._restored_from[slot] = block + 1
         self._wait()
-        states, self._states = self._states, None  # which come with the last block, and not by committing tokens
-        try:
-            self.commit(slot, count)
-        finally:
-            self._states = states
-        if states is not None:
-            states.restore(slot, self._lengths[slot], saved)
+        if self._states is not None:  # they come with the last block: there is nothing left to commit of them then
+            self._states.restore(slot, self._lengths[slot] + count, saved)
+        self.commit(slot, count)
 
     def _wait(self) -> None:
         """Until the copies are done that the current stream of each card has been given."""
