@@ -90,17 +90,18 @@ class TokenTree:
         for node in range(len(self) - 1, 0, -1):
             if self.parents[node] >= 0:
                 sizes[self.parents[node]] += sizes[node]
-        gates, kept = dict[int, int](), set[int]()  # by position the node that leads on
-        for node, (parent, depth) in enumerate(zip(self.parents, self.depths, strict=True)):
-            position = first + depth
-            if parent >= 0 and parent not in kept:
-                continue
-            if parent >= 0 and position % every == 0:
-                rivals = [one for one in kept if first + self.depths[one] == position - 1]
-                gate = gates.setdefault(position, max(rivals, key=lambda one: (sizes[one], -one)))
-                if parent != gate:
-                    continue
-            kept.add(node)
+        levels = dict[int, list[int]]()
+        for node, depth in enumerate(self.depths):
+            levels.setdefault(depth, []).append(node)
+        kept, above = list[int](), [-1]
+        for depth, nodes in sorted(levels.items()):
+            if depth and (first + depth) % every == 0:
+                above = [max(above, key=sizes.__getitem__)]
+            parents = {*above}
+            above = [node for node in nodes if self.parents[node] in parents]
+            if not above:
+                break
+            kept += above
         return sorted(kept)
 
 
