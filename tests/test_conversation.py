@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.core import Batch
 from offload_runtime.engine import Conversation, Runtime
 from offload_runtime.engine.conversation import Reply
+from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.runners import ModelRunner, decide
+from offload_runtime.runners import Decoder, ModelRunner, decide
 from offload_runtime.sampling import SlotSampling
+from offload_runtime.weights import Weight
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
-from tests.test_engine_endings import interrupted, working_with
+from tests.test_engine_endings import ctrl_c
 
 COUNT = 12
 
@@ -33,6 +36,38 @@ def runtime(target: Path, draft: Path, request: pytest.FixtureRequest) -> Iterat
         options |= {"kv": "host", "speculation": speculation, "resident_layers": "auto"}
     with load(target, **options) as runtime:
         yield runtime
+
+
+@contextmanager
+def working_with(runtime: Runtime, **others: Any) -> Iterator[None]:
+    """Generations that begin meanwhile work with other parts."""
+    before = {name: getattr(runtime.engine, name) for name in others}
+    vars(runtime.engine).update(others)
+    try:
+        yield
+    finally:
+        vars(runtime.engine).update(before)
+
+
+class InterruptedDecoder(Decoder):
+    """The maths of a model, with a hook of every layer, called before it."""
+
+    def __init__(self, model: LoadedModel, hook: Callable[..., None]) -> None:
+        own = model.runner.decoder
+        shared = {"embedding": own.embedding, "lm_head": own.lm_head, "final_norm": Weight(own.final_norm)}
+        super().__init__(model.config, shared)
+        self._hook = hook
+
+    def layer(self, *args: Any) -> None:
+        self._hook()
+        super().layer(*args)
+
+
+def interrupted(model: LoadedModel, after: int) -> LoadedModel:
+    """The same model, in which Ctrl-C comes once: within the layer that follows so many."""
+    runner = model.runner
+    decoder = InterruptedDecoder(model, ctrl_c(after))
+    return replace(model, runner=ModelRunner(decoder, runner.streamer, runner.cache, runner.rope, runner.chunk_tokens))
 
 
 class SpiedRunner(ModelRunner):

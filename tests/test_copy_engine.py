@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
 import torch
 
 from offload_runtime.errors import CopyError
 from offload_runtime.stream import make_copy_engine
 from offload_runtime.stream.queue import COPY_PIECE_BYTES, CudaCopyEngine, ThreadCopyEngine
-from tests.helpers.copy_hooks import before_each_copy
 
 
 def _bytes(value: int, nbytes: int = 1000) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8)
-
-
-def test_copies_run_in_order_and_are_waited_for() -> None:
-    engine = ThreadCopyEngine(pace=before_each_copy(lambda: time.sleep(0.005)))
-    dst, free = _bytes(0), engine.new_event()
-    readies = [engine.new_event() for _ in range(4)]
-    for value, ready in enumerate(readies, start=1):
-        engine.enqueue(dst, _bytes(value), free=free, ready=ready)
-    engine.compute_wait(readies[-1])
-    assert torch.equal(dst, _bytes(4))
-    assert engine.bytes_copied == 4 * 1000
-    engine.close()
-
-
-def test_an_event_stands_for_its_latest_copy() -> None:
-    gate = threading.Semaphore(1)
-
-    def pass_gate() -> None:
-        gate.acquire()
-
-    engine = ThreadCopyEngine(pace=before_each_copy(pass_gate))
-    dst, free, ready = _bytes(0), engine.new_event(), engine.new_event()
-    engine.enqueue(dst, _bytes(1), free=free, ready=ready)
-    engine.compute_wait(ready)
-    engine.enqueue(dst, _bytes(2), free=free, ready=ready)
-    threading.Timer(0.05, gate.release).start()
-    engine.compute_wait(ready)
-    assert torch.equal(dst, _bytes(2)), "the event of the first copy was taken for the second's"
-    engine.close()
 
 
 def test_a_failed_copy_raises_on_every_later_use() -> None:

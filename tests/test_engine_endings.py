@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load_model import LoadedModel
-from offload_runtime.errors import OptionError
-from offload_runtime.runners import Decoder, ModelRunner
-from offload_runtime.weights import Weight
 from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
 
 COUNT = 32
@@ -42,17 +35,6 @@ def said(runtime: Runtime) -> list[int]:
     return result.tokens
 
 
-@contextmanager
-def working_with(runtime: Runtime, **others: Any) -> Iterator[None]:
-    """Generations that begin meanwhile work with other parts."""
-    before = {name: getattr(runtime.engine, name) for name in others}
-    vars(runtime.engine).update(others)
-    try:
-        yield
-    finally:
-        vars(runtime.engine).update(before)
-
-
 def ctrl_c(after: int) -> Callable[..., None]:
     """A hook whose user presses Ctrl-C once, when it has been called so many times."""
     calls = iter(range(after + 1))
@@ -62,27 +44,6 @@ def ctrl_c(after: int) -> Callable[..., None]:
             raise KeyboardInterrupt
 
     return hook
-
-
-class InterruptedDecoder(Decoder):
-    """The maths of a model, with a hook of every layer, called before it."""
-
-    def __init__(self, model: LoadedModel, hook: Callable[..., None]) -> None:
-        own = model.runner.decoder
-        shared = {"embedding": own.embedding, "lm_head": own.lm_head, "final_norm": Weight(own.final_norm)}
-        super().__init__(model.config, shared)
-        self._hook = hook
-
-    def layer(self, *args: Any) -> None:
-        self._hook()
-        super().layer(*args)
-
-
-def interrupted(model: LoadedModel, after: int) -> LoadedModel:
-    """The same model, in which Ctrl-C comes once: within the layer that follows so many."""
-    runner = model.runner
-    decoder = InterruptedDecoder(model, ctrl_c(after))
-    return replace(model, runner=ModelRunner(decoder, runner.streamer, runner.cache, runner.rope, runner.chunk_tokens))
 
 
 def first_places(said: list[int]) -> list[int]:
@@ -172,46 +133,4 @@ def test_ctrl_c_during_prefill(runtime: Runtime, said: list[int], layers: int) -
         next(stream)
     stream.close()
     assert (stream.result.tokens, stream.result.text, stream.result.finish_reason) == ([], "", "interrupted")
-    assert_usable(runtime, said)
-
-
-def assert_interrupted(runtime: Runtime, said: list[int], interrupt: Callable[[], None] = lambda: None) -> None:
-    """Ctrl-C, which `interrupt` prepares behind the first piece, costs nothing that was said, and the runtime."""
-    stream = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=3)
-    next(stream)
-    interrupt()
-    with pytest.raises(KeyboardInterrupt):
-        for _ in stream:
-            pass
-    stream.close()
-    result = stream.result
-    assert result.finish_reason == "interrupted"
-    assert 1 <= len(result.tokens) < COUNT and result.tokens == said[: len(result.tokens)]
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("after", [0, 2, 4, 7, 13])
-def test_ctrl_c_in_a_layer_of_the_target(runtime: Runtime, said: list[int], after: int) -> None:
-    target = runtime.engine.target
-    with working_with(runtime, target=interrupted(target, target.config.num_layers + after)):  # behind the prompt
-        assert_interrupted(runtime, said)
-        assert_usable(runtime, said)
-    assert_usable(runtime, said)
-
-
-@pytest.mark.slow
-def test_a_second_generation_ends_the_first_without_harm(runtime: Runtime, said: list[int]) -> None:
-    first = runtime.stream(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=1)
-    next(first)
-    never_begun = runtime.stream(PROMPT, max_new_tokens=COUNT)
-    second = runtime.stream(PROMPT + " and", max_new_tokens=COUNT, ignore_eos=True)
-    expected = next(second)
-    for stale in (first, never_begun):
-        with pytest.raises(OptionError, match="another generation"):
-            list(stale)
-        stale.close()
-        assert stale.result.tokens == said[: len(stale.result.tokens)]
-    rest = expected + "".join(second)
-    assert rest == runtime.generate(PROMPT + " and", max_new_tokens=COUNT, ignore_eos=True).text
-    assert second.result.finish_reason == "length"
     assert_usable(runtime, said)

@@ -30,14 +30,6 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools" / "results"
 
 
-@given(st.floats(0, 1), st.integers(0, 64))
-def test_expected_tokens_are_those_of_the_formula(acceptance: float, gamma: int) -> None:
-    tokens = best_tree_tokens((acceptance,), gamma, gamma)
-    assert 1 <= tokens <= (gamma + 1) * (1 + 1e-9)
-    if acceptance < 0.999:
-        assert tokens == pytest.approx((1 - acceptance ** (gamma + 1)) / (1 - acceptance))
-
-
 def test_an_unknown_dtype_names_what_the_profile_lacks() -> None:
     assert made_up_machine().flops("fp16") == 165e12  # 16-bit types stand for each other
     with pytest.raises(OptionError, match=r"no TFLOP/s for fp32: add tflops\.fp32"):

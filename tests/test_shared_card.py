@@ -7,7 +7,6 @@ import ctypes
 import gc
 import os
 import sys
-import threading
 import types
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,12 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from offload_runtime import plan as planning
-from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.engine.load import load_runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OptionError
-from offload_runtime.plan import RunPlan, find_plan
 from offload_runtime.sizes import GB
 from offload_runtime.stream import DeviceBudget
 from tests.helpers.engine import refuse_weights
@@ -117,46 +113,6 @@ def test_a_refusal_names_the_programs_that_hold_the_card(
     with pytest.raises(BudgetError, match=r"What would do: with [0-9.]+ GB of VRAM") as refused:
         Runtime.load(target, device="cuda", vram="1MB")
     assert "close one" not in str(refused.value)  # there is more that it may take
-
-
-def test_two_loads_at_once_do_not_both_plan_for_the_whole_card(
-    card: Card, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = RuntimeConfig(target=target, device="cuda")
-    first_plans, second_planned = threading.Event(), threading.Event()
-    plans: list[RunPlan] = []
-
-    def slowly(*asked: Any) -> RunPlan:
-        if threading.current_thread() is second:
-            return find_plan(*asked)
-        first_plans.set()
-        second_planned.wait(0.5)  # not while the first one does
-        plans.append(find_plan(*asked))
-        return plans[0]
-
-    def wait_for_second(_: RunPlan) -> None:
-        second_planned.wait(20)
-        raise OptionError("not this one")
-
-    def load_second() -> None:
-        first_plans.wait(20)
-        with pytest.raises(OptionError):
-            load_runtime(config, on_plan=note_and_refuse)
-
-    def note_and_refuse(plan: RunPlan) -> None:
-        plans.append(plan)
-        second_planned.set()
-        raise OptionError("not this one")
-
-    second = threading.Thread(target=load_second)
-    monkeypatch.setattr(planning, "find_plan", slowly)
-    second.start()
-    with pytest.raises(OptionError):
-        load_runtime(config, on_plan=wait_for_second)
-    second.join()
-    limits = [plan.limits.device_bytes or 0 for plan in plans]
-    assert len(plans) == 2 and limits[1] < limits[0] <= 24 * GB
-    assert card.share == 1.0
 
 
 def refuse(_: object) -> None:

@@ -9,8 +9,6 @@ import pytest
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
-from offload_runtime.params import SamplingParams
-from offload_runtime.speculation import DraftProposer, drafting
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 
 TARGET = "long_target"
@@ -36,17 +34,3 @@ def test_a_retrieval_verifier_that_sees_everything_is_right_in_every_generation(
 def test_what_triforce_cannot_do_is_refused_before_loading(target: Path) -> None:
     with pytest.raises(OptionError, match="4096 tokens is more than the context of 700"):
         load(target, draft="none", context=CONTEXT, speculation=SpeculationOptions("triforce")).__enter__()
-
-
-def test_chunks_are_chosen_by_as_many_tokens_whatever_of_a_draft_was_accepted(target: Path) -> None:
-    """A row that is only there to fill up would have as large a part in the choice."""
-    options = SpeculationOptions("chain", "retrieval", budget_tokens=64)
-    with load(target, draft=target, context=CONTEXT, tree_nodes=0, speculation=options) as runtime:
-        proposer = drafting(runtime.engine.proposer)
-        assert isinstance(proposer, DraftProposer)
-        draft, text = proposer.runner, list(PROMPT)
-        draft.join(0, SamplingParams())
-        for accepted in (1, 4, 0):
-            guesses = draft.chains({0: text}, {0: 4})[0]
-            text += [*guesses[:accepted], 3]
-            assert list(draft.texts.catch_up(0, text)) == text[-2:]

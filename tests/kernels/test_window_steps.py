@@ -240,25 +240,6 @@ def test_each_sequence_accepts_its_own(run: Callable[..., None]) -> None:
     assert counts[:, 0].tolist() == [2, 1, 2, 3, 5, 5]
 
 
-def test_what_is_no_row_of_integers_is_refused() -> None:
-    window, rotation = _window([7, 8, 9], BASE + 3), _rotation(_frequencies(4))
-    chain, arguments = _chain(-1, 1), {"last_token": 9, "place": None}
-    counts, runners_up = torch.zeros(1, 2, dtype=torch.int64, device=KERNEL_DEVICE), int32([[0, 0, 0]])
-    with pytest.raises(AssertionError):
-        step_rows_triton(window.long(), window[:, 0].long(), chain, rotation, **arguments)
-    with pytest.raises(AssertionError):
-        step_rows_triton(window.repeat(2, 1), window[:, 0].repeat(2), chain, rotation, **arguments)
-    with pytest.raises(AssertionError):
-        accept_triton(window, int32([[1, 2]]), int32([[3, 4]]), counts, _chained(1), runners_up)
-    samples = torch.tensor([[1, 2]] * 2, device=KERNEL_DEVICE)
-    with pytest.raises(AssertionError):
-        accept_triton(window.repeat(2, 1), samples, samples, counts, _chained(1), runners_up.repeat(2, 1))
-    with pytest.raises(AssertionError):
-        accept_triton(window, samples[:1], samples[:1, :1], counts, _chained(1), runners_up)
-    with pytest.raises(AssertionError):
-        put_tokens_triton(window, window[:, 0], int32([[1]]))
-
-
 def _steps_of_two_levels(window: torch.Tensor, counts: torch.Tensor) -> list[Callable[[], None]]:
     """A draft of two tokens that says p - 900 at position p, and a check that wants something else at one position."""
     batch, runners_up = len(window), torch.zeros_like(window[:, WINDOW_HEADER_WORDS:]).contiguous()
