@@ -252,17 +252,6 @@ def test_options_that_do_something_are_taken(runtime: FakeRuntime, mode: str, op
     assert result.exit_code == 0, result.stderr
 
 
-def test_what_is_left_out_is_the_default(runtime: FakeRuntime) -> None:
-    generate(runtime, "--prompt", "a", "--draft", "some/draft")
-    assert runtime.loads[0].speculation == SpeculationOptions()
-
-
-@pytest.mark.parametrize("argument", ["--device=tpu", "--seed=-1", "--max-new-tokens=0", "--nonsense"])
-def test_usage_errors_exit_with_2(runtime: FakeRuntime, argument: str) -> None:
-    assert generate(runtime, "--prompt", "a", argument).exit_code == 2
-    assert runtime.loads == []
-
-
 def test_typed_errors_are_one_line_whatever_is_in_them(runtime: FakeRuntime) -> None:
     runtime.load_error = BudgetError("needs [bold]9 GB\nbut has 6 GB:\x1b[2J " + "long " * 60)
     result = generate(runtime, "--prompt", "a", "--json")

@@ -157,17 +157,6 @@ def test_verify_reads_no_weights_where_a_prompt_has_no_room(
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_ends_the_answer_quietly(target: Path, tmp_path: Path) -> None:
-    with start_endless_answer(target, tmp_path) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.read(1)
-        process.stdout.close()
-        complaints = process.stderr.read().decode()
-        assert process.wait(timeout=60) == 141
-    assert "Traceback" not in complaints and "BrokenPipe" not in complaints
-
-
-@pytest.mark.slow
 def test_sigint_stops_generate_with_its_text_and_a_whole_trace(target: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with start_endless_answer(target, tmp_path, "--resident-layers", "1", "--trace", str(path)) as process:

@@ -206,13 +206,6 @@ def test_gamma_without_a_draft(target: Path) -> None:
         assert len(runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True).tokens) == 4
 
 
-def test_a_closed_runtime_says_so(target: Path) -> None:
-    with load(target) as runtime:
-        pass
-    with pytest.raises(OptionError, match="closed"):
-        runtime.generate(PROMPT, max_new_tokens=4)
-
-
 def test_chat_without_a_template(copy: Path) -> None:
     (copy / "chat_template.jinja").unlink(missing_ok=True)
     with load(copy) as runtime, pytest.raises(OptionError, match="no chat template"):

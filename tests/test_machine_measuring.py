@@ -11,7 +11,7 @@ import torch
 
 from offload_runtime.errors import DeviceError, OptionError
 from offload_runtime.hardware import DTYPES, MachineProfile, bench, load_profile, save_profile
-from offload_runtime.hardware.bench import CannotMeasureError, measure_decode_gweights_per_s
+from offload_runtime.hardware.bench import measure_decode_gweights_per_s
 from offload_runtime.hardware.measure import GpuReport, MachineReport, advise, measure_machine
 from offload_runtime.hardware.system import HostInfo, NvmlAnswer, PcieLink
 
@@ -173,13 +173,3 @@ def test_measuring_a_gpu_gives_plausible_figures() -> None:
         assert profile.link_gbps < found.gpu.nvml.link.peak_gbps
     save_profile(profile, "measured")
     assert load_profile("measured") == replace(profile, name="measured")
-
-
-def test_what_may_be_pinned_follows_system_and_free_memory() -> None:
-    assert bench.judge_pinnable_bytes(HOST, refused=False) == 40 * GIB
-    assert bench.judge_pinnable_bytes(replace(HOST, wsl=True), refused=False) == 32 * GIB
-    assert bench.judge_pinnable_bytes(HOST, refused=True) == 8 << 20
-    with pytest.raises(CannotMeasureError):
-        bench.judge_pinnable_bytes(replace(HOST, available_bytes=GIB), refused=False)
-    assert bench.sample_bytes(HOST, 2 * GIB) == 2 * GIB
-    assert bench.sample_bytes(replace(HOST, available_bytes=GIB), 2 * GIB) == GIB // 8

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -180,7 +179,7 @@ def test_no_schema_ends_the_server_or_keeps_others_from_their_answers(
     template = copy / "chat_template.jinja"
     template.write_text(template.read_text() + "{# <tool_call> #}")  # so that calls can be forced
     count, seed = int(os.environ.get("FUZZED_SCHEMAS", "150")), int(os.environ.get("FUZZ_SEED", "1"))
-    statuses, left, ordinary_s = Counter[str](), iter(range(count)), list[float]()
+    statuses, left, ordinary = Counter[str](), iter(range(count)), Counter[int]()
     wrong, lock, is_over = list[str](), threading.Lock(), threading.Event()
 
     def fuzz(url: str) -> None:
@@ -201,8 +200,6 @@ def test_no_schema_ends_the_server_or_keeps_others_from_their_answers(
                 fine, said = False, repr(error)
             with lock:
                 statuses[str(answer.status_code) if fine else "wrong"] += 1
-                if sum(statuses.values()) % 1000 == 0:
-                    print(f"{time.perf_counter() - began_s:.0f} s: {dict(statuses)}", flush=True)
             if not fine:
                 wrong.append(f"{number}: {path} {body[:3000]!r}: {said[:500]}")
 
@@ -211,14 +208,12 @@ def test_no_schema_ends_the_server_or_keeps_others_from_their_answers(
         body = json.dumps({"prompt": "the quick brown fox", "max_tokens": 3, "temperature": 0}).encode()
         expected = client.ask("/v1/completions", body).json()["choices"][0]["text"]
         while not is_over.wait(0.1):
-            began_s = time.perf_counter()
             answer = client.ask("/v1/completions", body)
-            ordinary_s.append(time.perf_counter() - began_s)
+            ordinary[answer.status_code] += 1
             if answer.status_code != 200 or answer.json()["choices"][0]["text"] != expected:
                 wrong.append(f"an ordinary request: {answer.status_code} {answer.text[:300]}")
                 return
 
-    began_s = time.perf_counter()
     with server_process(copy) as (process, url):
         threads = [threading.Thread(target=fuzz, args=(url,)) for _ in range(3)]
         other = threading.Thread(target=be_ordinary, args=(url,))
@@ -230,8 +225,5 @@ def test_no_schema_ends_the_server_or_keeps_others_from_their_answers(
         other.join()
         assert not wrong, wrong[0]
         assert process.poll() is None and Client(url).ask("/tokenize", b'{"prompt": "x"}').status_code == 200
-    ordered = sorted(ordinary_s)
-    asked = f"{count} schemas in {time.perf_counter() - began_s:.0f} s: {dict(statuses)}"
-    times = f"median {ordered[len(ordered) // 2]:.3f} s, slowest {ordered[-1]:.2f} s"
-    print(f"\n{asked}; {len(ordered)} ordinary answers meanwhile, {times}")
-    assert sum(statuses.values()) == count and statuses["200"] and statuses["400"] and ordered
+    print(f"\n{dict(statuses)}; ordinary answers meanwhile: {ordinary[200]}")
+    assert sum(statuses.values()) == count and statuses["200"] and statuses["400"] and ordinary[200]

@@ -208,14 +208,6 @@ def test_sweeps(
 
 
 @pytest.mark.slow
-def test_results_of_sweeps_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    files = [ROOT / "tools" / "results" / f"sweep-{name}-h200.json" for name in ("needle", "gamma", "resident")]
-    assert call("sweep", "draw", *files, "--out", tmp_path) == 0
-    assert {path.stem for path in tmp_path.glob("*.svg")} == {path.stem for path in files}
-
-
-@pytest.mark.slow
 def test_a_commit_is_held_against_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before, given = tmp_path / "before.json", ["--ways", "plain", "cards, trees", "FP8"]
     assert call("check_identity", *given, "--tokens", 2, "--out", before) == 0
