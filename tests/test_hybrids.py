@@ -212,6 +212,18 @@ def test_an_answer_leaves_a_state_at_its_last_whole_block(hybrid: Path) -> None:
         )
 
 
+def test_a_window_that_goes_on_behind_the_end_of_a_block_leaves_the_state_there() -> None:
+    model, text = family_model(FAMILY, 1), _text(360, 7)
+    one, other = (make_runner(model, capacity_tokens=400, window_tokens=200) for _ in range(2))
+    prefill(one.runner, 0, text[:180])
+    verify(one.runner, {0: TokenTree.chain(text[180:], "x")})
+    one.runner.cache.commit_path(0, range(180))
+    assert one.runner.cache.truncate(0, 300) == 256
+    assert (prefill(one.runner, 0, text[256:]) == prefill(other.runner, 0, text)).all()
+    for made in (one, other):
+        made.close()
+
+
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 def test_what_is_damaged_of_a_saved_state_is_read_again(hybrid: Path, tmp_path: Path, kv: str) -> None:
     prompt = _text(600, 3)

@@ -189,8 +189,7 @@ class DeltaStates:
     def commit(self, slot: int, length: int, rows: Sequence[int] = ()) -> None:
         """A sequence has so many tokens: those of its prefill, or of a window, where they are a path through a tree the
         newest are these rows of it."""
-        before = self._lengths[slot]
-        self._lengths[slot] = length
+        before, self._lengths[slot] = self._lengths[slot], length
         if self._prefilled == slot:
             self._rows[slot], self._spare = self._spare, self._rows[slot]
             self._anchors[slot] += self._left
@@ -200,12 +199,17 @@ class DeltaStates:
             self.keep_anchor(slot)
             return
         self._move(slot, before, rows)
-        if length // CHUNK_TOKENS > before // CHUNK_TOKENS:
-            self._fold(slot, before // CHUNK_TOKENS)
-            if not self._base(slot) % BLOCK_TOKENS:
+        for until in (length // BLOCK_TOKENS * BLOCK_TOKENS, length):  # a window may go on behind the end of a block
+            if until <= before:
+                continue
+            self._lengths[slot] = until
+            if until // CHUNK_TOKENS > before // CHUNK_TOKENS:
+                self._fold(slot, before // CHUNK_TOKENS)
+            if not until % BLOCK_TOKENS:
                 others = (one for one in self._anchors[slot] if one.length % ANCHOR_TOKENS)
                 self._drop(slot, [one for one in others if one.in_an_answer])
                 self.keep_anchor(slot, in_an_answer=True)
+            before = until
 
     def _move(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """Bring rows of a window behind so many tokens to where their positions belong."""

@@ -228,13 +228,14 @@ class KVCache:
         """That pass has been issued: commit its tokens."""
         self.commit(slot, count)
 
-    def commit(self, slot: int, count: int) -> None:
-        """Make the first `count` tentative tokens of a sequence part of it."""
+    def commit(self, slot: int, count: int, path: Sequence[int] = ()) -> None:
+        """Make the first `count` tentative tokens of a sequence part of it, whose states are in the rows of a `path` if
+        that is not empty."""
         before = self._lengths[slot]
         assert count >= 0 and before + count <= self.max_tokens_with_draft
         self._lengths[slot] += count
         if self._states is not None:
-            self._states.commit(slot, self._lengths[slot])
+            self._states.commit(slot, self._lengths[slot], path)
         full = filled_blocks(before, self._lengths[slot])
         for layer, data in self._of_layers.items() if full else ():
             self._notify(layer, slot, KVBlocks(data), slot, full)
@@ -247,9 +248,7 @@ class KVCache:
         """
         if len(rows) > 1:  # else the root, which is where it belongs
             compact_path([data[:, slot] for data in self._stacks], self._lengths[slot], rows)
-            if self._states is not None:
-                self._states.commit(slot, self._lengths[slot] + len(rows), rows)
-        self.commit(slot, len(rows))
+        self.commit(slot, len(rows), rows)
 
     def adopt(self, slot: int, cache_positions: Sequence[int], first: int) -> None:
         """Copy the keys and values in some spare slots, in this order, to the places of the positions from `first` on:

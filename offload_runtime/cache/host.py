@@ -348,9 +348,9 @@ class HostKVCache(KVCache):
                 self._tables[layer].put(slot, run.blocks.start, memory)
         self._entered[slot] = max(self._entered[slot], stop)
 
-    def commit(self, slot: int, count: int) -> None:
+    def commit(self, slot: int, count: int, path: Sequence[int] = ()) -> None:
         before = self._lengths[slot]
-        super().commit(slot, count)
+        super().commit(slot, count, path)
         full = filled_blocks(before, self._lengths[slot])
         for block in full:
             copies = [list[tuple[int, torch.Tensor, torch.Tensor]]() for _ in self._cards]

@@ -94,6 +94,7 @@ def make_runner(
     chunk_tokens: int = CHUNK_TOKENS,
     capacity_tokens: int = 160,
     batch: int = 3,
+    window_tokens: int = 40,
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     host_kv: HostKV | None = None,
@@ -108,6 +109,7 @@ def make_runner(
         chunk_tokens: Pieces that a prompt is worked on in.
         capacity_tokens: Of the cache, per sequence.
         batch: Sequences of the cache.
+        window_tokens: Most tokens of a window, where layers keep states.
         device: Where to compute.
         dtype: Of weights, activations and cache.
         host_kv: Keeps the KV cache in host memory.
@@ -126,7 +128,9 @@ def make_runner(
     budget, kv_buffers = DeviceBudget(device, None), []
     cache: KVCache
     if host_kv is None:
-        cache = KVCache(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=[budget], window_tokens=40)
+        cache = KVCache(
+            config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=[budget], window_tokens=window_tokens
+        )
     else:
         piece_bytes = block_bytes(config, dtype, 0)
         workspace_bytes = num_blocks(capacity_tokens) * piece_bytes
