@@ -31,7 +31,7 @@ from offload_runtime_kernels.gated_delta_triton import CHUNK_TOKENS, NORM_EPS, g
 class DeltaShape(NamedTuple):
     """Heads of keys (and queries) and of values, a multiple of them; the channels of each, and the tokens that the
     convolution reads. Value heads that share a key head are neighbours, or are `tiled`: the first ones of all key heads
-    come first."""
+    come first. Betas are sigmoids times `beta_scale`: 2 lets a state change its sign."""
 
     key_heads: int
     value_heads: int
@@ -39,6 +39,7 @@ class DeltaShape(NamedTuple):
     value_dim: int
     taps: int
     tiled: bool = False
+    beta_scale: float = 1.0
 
     @property
     def channels(self) -> int:
@@ -211,7 +212,7 @@ class _Sequence:
         parts = mixed.split([heads * dim for heads, dim in of_heads], dim=1)
         q, k, v = (part.view(count, *sizes) for part, sizes in zip(parts, of_heads, strict=True))
         q, k = _normed(q, shape.key_dim**-0.5), _normed(k)
-        beta = torch.sigmoid(beta_logits.double()).to(inputs.dtype).float()
+        beta = torch.sigmoid(beta_logits.double()).to(inputs.dtype).float() * shape.beta_scale
         rates = -_exp(weights.log_rates.float())
         steps = F.softplus((alpha.float() + weights.time_steps.float()).double()).float()
         gains, decays = rates * steps, torch.zeros(count, shape.value_heads)

@@ -91,7 +91,7 @@ def _convolution_kernel(
 @jit(do_not_specialize=("width", "depth", "num_tokens"))
 def _decays_kernel(
     gates_ptr, log_rates_ptr, time_steps_ptr, kept_ptr, decays_ptr, betas_ptr, rows_ptr, starts_ptr, counts_ptr,
-    positions_ptr, ancestors_ptr, width, depth, num_tokens, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    positions_ptr, ancestors_ptr, width, depth, num_tokens, beta_scale, HEADS: tl.constexpr, BLOCK: tl.constexpr,
     TREE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -114,7 +114,7 @@ def _decays_kernel(
         tl.store(decays_ptr + row * HEADS + lane, total, mask=inside)
         beta = tl.load(gates_ptr + row * 2 * HEADS + lane, mask=inside, other=0.0)
         sigmoid = (1.0 / (1.0 + tl.exp(-beta.to(tl.float32)))).to(beta.dtype)
-        tl.store(betas_ptr + row * HEADS + lane, sigmoid.to(tl.float32), mask=inside)
+        tl.store(betas_ptr + row * HEADS + lane, sigmoid.to(tl.float32) * beta_scale, mask=inside)
 
 
 @jit
@@ -456,8 +456,8 @@ def gated_delta_triton(
             )  # fmt: skip
             _decays_kernel[(num_rows,)](
                 gates, weights.log_rates, weights.time_steps, memory.decays, decays, betas, *where, width, depth,
-                num_tokens, HEADS=shape.value_heads, BLOCK=triton.next_power_of_2(shape.value_heads), TREE=tree,
-                num_warps=1,
+                num_tokens, shape.beta_scale, HEADS=shape.value_heads, TREE=tree, num_warps=1,
+                BLOCK=triton.next_power_of_2(shape.value_heads),
             )  # fmt: skip
             few = _FEW_ROWS if width <= _MANY_ROWS else CHUNK_TOKENS
             tiles = (
