@@ -39,7 +39,8 @@ ALL = int(os.environ.get("FAMILY_SEEDS", SLOW))
 PROMPT = 70
 # Of the largest logit: what sums in another order may come to, more where attention is sharp (Gemma 4 does not scale
 # it) or adds up in states, and by less than what tokens are as good as equal.
-LOGITS_ERROR, GREEDY_MARGIN = {"gemma4_text": 1e-4, "qwen3_5_text": 1e-4}, {"gemma4_text": 2e-4, "qwen3_5_text": 2e-4}
+LOGITS_ERROR = dict.fromkeys(("gemma4_text", "qwen3_5_text", "qwen3_next", "olmo_hybrid"), 1e-4)
+GREEDY_MARGIN = dict.fromkeys(LOGITS_ERROR, 2e-4)
 
 families = pytest.mark.parametrize("family", CONFIGURATIONS)
 seeds = pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from offload_runtime_kernels.gated_delta import CHUNK_TOKENS, DeltaShape, DeltaWeights, gated_delta
@@ -21,20 +22,44 @@ from offload_runtime.models.layers import (
 )
 
 
+class DeltaModules(NamedTuple):
+    """What checkpoints call the modules of a layer.
+
+    Attributes:
+        inputs: Makes what the convolution reads: queries, keys and values, or each of them.
+        gate: Makes the gates of results. None: `inputs` does that too, of one key head after the other: its query, its
+            key, the values that share it and their gates; and so does `decays`.
+        decays: Makes the logits of beta and the time steps, or either.
+        head_norm, out: Norms results, and projects them back.
+    """
+
+    inputs: tuple[str, ...] = ("in_proj_qkv",)
+    gate: str | None = "in_proj_z"
+    decays: tuple[str, ...] = ("in_proj_b", "in_proj_a")
+    head_norm: str = "norm"
+    out: str = "out_proj"
+
+
+USUAL_MODULES = DeltaModules()
+
+
 @dataclass(frozen=True)
 class GatedDelta:
     """The gated delta rule behind a short convolution, whose results are normed head by head and gated.
 
     Attributes:
         hidden_size: Channels of the residual stream, H.
-        norm: How all rows of the model are normed, around its blocks too; results of heads with the same epsilon, but
-            without an offset.
+        norm: How all rows of the model are normed, around its blocks too.
         shape: Heads and their channels.
+        head_eps: The epsilon of the norm of heads, which has no offset.
+        modules: Where a checkpoint has what.
     """
 
     hidden_size: int
     norm: RowNorm
     shape: DeltaShape
+    head_eps: float
+    modules: DeltaModules = USUAL_MODULES
 
     @property
     def out_size(self) -> int:
@@ -66,24 +91,45 @@ class GatedDelta:
         return Work(product_operations(self.tensors(), rows), rows * (6 * state + 2 * of_chunk), 2 * state)
 
     def tensors(self) -> Iterator[Tensor]:
-        """`delta_qkv` [C, H], `delta_z` [H_v D_v, H], `delta_gates` [2 H_v, H], the convolution's taps [C, 1, taps],
-        `A_log` and `dt_bias` [H_v], `delta_norm` [D_v], `o` [H, H_v D_v]."""
-        shape, of_module = self.shape, "linear_attn"
-        yield from projections("delta_qkv", {f"{of_module}.in_proj_qkv": shape.channels}, self.hidden_size)
-        yield from projections("delta_z", {f"{of_module}.in_proj_z": self.out_size}, self.hidden_size)
-        gates = {f"{of_module}.in_proj_{name}": shape.value_heads for name in ("b", "a")}
-        yield from projections("delta_gates", gates, self.hidden_size)
+        """`delta_inputs` [C, H], or with gates of key heads [C + H_v D_v, H], or else `delta_gate` [H_v D_v, H];
+        `delta_decays` [2 H_v, H], the convolution's taps [C, 1, taps], `A_log` and `dt_bias` [H_v], `delta_norm` [D_v],
+        `o` [H, H_v D_v]."""
+        shape, modules, of_module = self.shape, self.modules, "linear_attn"
+        of_keys = shape.key_heads * shape.key_dim
+        gate_size = 0 if modules.gate else self.out_size
+        parts = (of_keys, of_keys, self.out_size) if len(modules.inputs) > 1 else (shape.channels + gate_size,)
+        matrices = {"delta_inputs": dict(zip(modules.inputs, parts, strict=True))}
+        matrices |= {"delta_gate": {modules.gate: self.out_size}} if modules.gate else {}
+        of_decays = 2 * shape.value_heads // len(modules.decays)
+        matrices["delta_decays"] = dict.fromkeys(modules.decays, of_decays)
+        for packed, rows in matrices.items():
+            named = {f"{of_module}.{name}": count for name, count in rows.items()}
+            yield from projections(packed, named, self.hidden_size)
         yield Tensor("taps", f"{of_module}.conv1d.weight", (shape.channels, 1, shape.taps))
         yield from (Tensor(name, f"{of_module}.{name}", (shape.value_heads,)) for name in ("A_log", "dt_bias"))
-        yield Tensor("delta_norm", f"{of_module}.norm.weight", (shape.value_dim,))
-        yield from projections("o", {f"{of_module}.out_proj": self.hidden_size}, self.out_size)
+        yield Tensor("delta_norm", f"{of_module}.{modules.head_norm}.weight", (shape.value_dim,))
+        yield from projections("o", {f"{of_module}.{modules.out}": self.hidden_size}, self.out_size)
 
     def forward(self, layer: int, x: torch.Tensor, weights: Weights, rows: Rows, cache: LayerCache) -> torch.Tensor:
         """[N, H] -> [N, H_v D_v], before the output projection."""
         memory, delta_rows, keeps = cache.delta(layer, rows)
         taps, *rest = (weights[name].dense for name in ("taps", "A_log", "dt_bias"))
         learnt = DeltaWeights(taps.flatten(1), *rest)
-        inputs, gates = weights["delta_qkv"].linear(x), weights["delta_gates"].linear(x)
-        out = gated_delta(inputs, gates, learnt, memory, delta_rows, self.shape, keeps=keeps)
-        heads, gate = out.view(-1, self.shape.value_dim), weights["delta_z"].linear(x).view(-1, self.shape.value_dim)
-        return rms_norm(heads, weights["delta_norm"].dense, self.norm.eps, gate=gate).view(rows.num_rows, -1)
+        inputs, decays = weights["delta_inputs"].linear(x), weights["delta_decays"].linear(x)
+        if self.modules.gate:
+            gate = weights["delta_gate"].linear(x)
+        else:
+            inputs, gate, decays = self._of_key_heads(inputs, decays)
+        out = gated_delta(inputs, decays, learnt, memory, delta_rows, self.shape, keeps=keeps)
+        heads, gate = (one.reshape(-1, self.shape.value_dim) for one in (out, gate))
+        return rms_norm(heads, weights["delta_norm"].dense, self.head_eps, gate=gate).view(rows.num_rows, -1)
+
+    def _of_key_heads(
+        self, inputs: torch.Tensor, decays: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the convolution reads, gates, and betas and time steps of all heads, from those of each key head."""
+        shape, num_rows = self.shape, len(inputs)
+        sizes = (shape.key_dim, shape.key_dim, *[self.out_size // shape.key_heads] * 2)
+        *qkv, gate = (part.flatten(1) for part in inputs.view(num_rows, shape.key_heads, -1).split(sizes, dim=2))
+        decays = decays.view(num_rows, shape.key_heads, 2, -1).transpose(1, 2)
+        return torch.cat(qkv, dim=1), gate, decays.reshape(num_rows, -1)

@@ -9,15 +9,15 @@ from offload_runtime_kernels.gated_delta import DeltaShape
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import Fields, shown
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.gated_delta import GatedDelta
+from offload_runtime.models.gated_delta import USUAL_MODULES, DeltaModules, GatedDelta
 from offload_runtime.models.layers import DecoderLayer
 from offload_runtime.models.reading import attention_of, decoder, mlp_of, num_layers, rope
 from offload_runtime.models.registry import Family, less_one
 
-_KINDS = ("linear_attention", "full_attention")
+KINDS = ("linear_attention", "full_attention")
 
 
-def delta_of(fields: Fields) -> DeltaShape:
+def delta_of(fields: Fields, *, beta_scale: float = 1.0) -> DeltaShape:
     """The heads of gated delta layers.
 
     Raises:
@@ -27,39 +27,62 @@ def delta_of(fields: Fields) -> DeltaShape:
     key_heads, value_heads, key_dim, value_dim, taps = (
         fields.integer(f"linear_{name}", at_most=1 << 12) for name in names
     )
-    tiled = fields.flag("linear_value_heads_tiled")  # as GGUF files have them
-    shape = DeltaShape(key_heads, value_heads, key_dim, value_dim, taps, tiled)
-    for name, size in (("key", shape.key_dim), ("value", shape.value_dim)):
-        if size < 32 or size & (size - 1):
-            fields.refuse(f"linear_{name}_head_dim", size, "a power of two from 32 on")
-    if shape.value_heads % shape.key_heads:
+    for name, size in (("key", key_dim), ("value", value_dim)):
+        if size % 32:
+            fields.refuse(f"linear_{name}_head_dim", size, "a multiple of 32")
+    if value_heads % key_heads:
         raise CheckpointError(
-            f"{fields.where}: {shape.value_heads} heads of values cannot share {shape.key_heads} of keys evenly"
+            f"{fields.where}: {value_heads} heads of values cannot share {key_heads} of keys evenly: fix "
+            "linear_num_value_heads or linear_num_key_heads, or download or convert it again"
         )
-    return shape
+    tiled = fields.flag("linear_value_heads_tiled")  # as GGUF files have them
+    return DeltaShape(key_heads, value_heads, key_dim, value_dim, taps, tiled, beta_scale)
 
 
-def layer_kinds(fields: Fields) -> list[str]:
-    """`layer_types`, or every layer of an interval attends, the last one of it."""
-    count, every = num_layers(fields), fields.integer("full_attention_interval", 4)
-    kinds = fields.items("layer_types", str)[:count] or [_KINDS[not (n + 1) % every] for n in range(count)]
-    if len(kinds) < count or "full_attention" not in kinds or {*kinds} - {*_KINDS}:
+def linear_layers(fields: Fields, interval: int = 4) -> list[int]:
+    """The layers that do not attend: by `layer_types`, or all but the last of each interval, by default of this one.
+
+    Raises:
+        CheckpointError: The two say different things, or `layer_types` not one of each layer.
+        UnsupportedArchitectureError: There are other kinds, or no layer attends.
+    """
+    count, kinds = num_layers(fields), fields.items("layer_types", str)
+    interval = fields.integer("full_attention_interval", interval)
+    by_interval = [KINDS[not (layer + 1) % interval] for layer in range(count)]
+    if kinds and len(kinds) != count:
+        raise CheckpointError(
+            f"{fields.where}: layer_types has {len(kinds)} entries for {count} layers: fix layer_types or "
+            "num_hidden_layers, or download it again"
+        )
+    if unknown := sorted({*kinds} - {*KINDS}):
         raise UnsupportedArchitectureError(
-            f"{fields.where}: layer_types {shown(kinds)} of {count} layers: only {' and '.join(_KINDS)} are supported, "
-            "and one layer at least has to attend"
+            f"{fields.where}: layer_types has {shown(unknown)}, and only {' and '.join(KINDS)} are supported: choose "
+            "another model"
         )
-    return kinds
+    if kinds and "full_attention_interval" in fields and kinds != by_interval:
+        layer = next(layer for layer, (one, other) in enumerate(zip(kinds, by_interval, strict=True)) if one != other)
+        raise CheckpointError(
+            f"{fields.where}: layer {layer} is {kinds[layer]} by layer_types and {by_interval[layer]} by "
+            f"full_attention_interval {interval}: take out the one that is wrong, or download it again"
+        )
+    found = [layer for layer, kind in enumerate(kinds or by_interval) if kind == KINDS[0]]
+    if len(found) == count:
+        raise UnsupportedArchitectureError(
+            f"{fields.where}: none of {count} layers attends, and one has to: choose another model"
+        )
+    return found
 
 
-def _model(fields: Fields) -> ModelConfig:
+def hybrid_of(fields: Fields, modules: DeltaModules = USUAL_MODULES) -> ModelConfig:
+    """What Qwen3-Next without experts is, too."""
     plain, bias = attention_of(fields, norm_offset=1.0), fields.flag("attention_bias")
     rotary = rope(fields, plain.head_dim, partial=True)
     attention = replace(
         plain, qkv_bias=bias, o_bias=bias, qk_norm="head", gated=True, rotation=rotary.rotation()
     )  # fmt: skip
     layer = DecoderLayer(attention, mlp_of(fields))
-    delta = replace(layer, attention=GatedDelta(plain.hidden_size, plain.norm, delta_of(fields)))
-    others = {number: delta for number, kind in enumerate(layer_kinds(fields)) if kind == "linear_attention"}
+    delta = GatedDelta(plain.hidden_size, plain.norm, delta_of(fields), plain.norm.eps, modules)
+    others = dict.fromkeys(linear_layers(fields), replace(layer, attention=delta))
     return decoder(fields, layer, ropes=(rotary,), others=others)
 
 
@@ -68,10 +91,11 @@ def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
     heads, size = fields.integer("ssm.time_step_rank"), fields.integer("ssm.inner_size")
     if size % heads:
         raise CheckpointError(f"{fields.where}: ssm.inner_size {size} are no whole channels of {heads} heads of values")
+    count = fields.integer("block_count") - fields.integer("nextn_predict_layers", 0, at_least=0)
     recurrent = fields.values.get("qwen35.attention.recurrent_layers")
+    kinds = {"layer_types": [KINDS[not one] for one in recurrent[:count]]} if isinstance(recurrent, list) else {}
     return {
-        "num_hidden_layers": fields.integer("block_count") - fields.integer("nextn_predict_layers", 0, at_least=0),
-        "full_attention_interval": fields.integer("full_attention_interval", 4),
+        "num_hidden_layers": count,
         "attention_bias": any(name.endswith(".attn_q.bias") for name in names),
         "linear_num_key_heads": fields.integer("ssm.group_count"),
         "linear_num_value_heads": heads,
@@ -79,12 +103,12 @@ def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
         "linear_value_head_dim": size // heads,
         "linear_conv_kernel_dim": fields.integer("ssm.conv_kernel"),
         "linear_value_heads_tiled": True,
-        **({"layer_types": [_KINDS[not one] for one in recurrent]} if isinstance(recurrent, list) else {}),
+        **(kinds or {"full_attention_interval": fields.integer("full_attention_interval", 4)}),
     }
 
 
 FAMILY = Family(
-    _model,
+    hybrid_of,
     {
         "head_dim": 256, "num_key_value_heads": 4, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,

@@ -46,6 +46,8 @@ FAMILIES = {  # by transformers' model_type, which is the name of the file
     "glm4": FamilyNames("GLM-4", "Glm4ForCausalLM", ("glm4",)),
     "phi3": FamilyNames("Phi-3, Phi-4", "Phi3ForCausalLM", ("phi3",)),
     "qwen3_5_text": FamilyNames("Qwen3.5, Qwen3.6", "Qwen3_5ForCausalLM", ("qwen35",)),
+    "qwen3_next": FamilyNames("Qwen3-Next without experts", "Qwen3NextForCausalLM", ()),
+    "olmo_hybrid": FamilyNames("OLMo hybrid", "OlmoHybridForCausalLM", ()),
     "ministral3": FamilyNames("Ministral 3", "Ministral3ForCausalLM", ("mistral3",)),
 }
 _SLIDING = {"llama": "mistral", "olmo2": "olmo3"}  # whose files say the same but for the windows
@@ -79,6 +81,8 @@ class Family:
         model: From what a configuration says, defaults included, to the model.
         defaults: transformers' values for what a file leaves out, where they differ from those of all.
         text_sizes: What configurations of text parts leave out, which were saved as differences from these.
+        joined: By the ends of transformers' names, those of the tensors that checkpoints have in place of one, whose
+            rows follow one another.
         of_gguf: From the metadata of a GGUF file about the model, and the names of its tensors, to what a `config.json`
             would say besides what `config_from_gguf` reads of all files: sizes, epsilon, window and which layers slide,
             biases, rotation.
@@ -91,6 +95,7 @@ class Family:
     model: Callable[[Fields], ModelConfig]
     defaults: Mapping[str, Any] = field(default_factory=dict)
     text_sizes: Mapping[str, int] = field(default_factory=dict)
+    joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     of_gguf: Callable[[Fields, Collection[str]], Mapping[str, Any]] = _nothing
     rope_of_gguf: Callable[[Fields, dict[str, Any]], dict[str, Any]] | None = None
     gguf_interleaved: bool = False

@@ -13,7 +13,7 @@ import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import MOST, Fields, HeaderError, shortened, shown
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.registry import language_settings, model_config_from_json
+from offload_runtime.models.registry import family_named, language_settings, model_config_from_json
 from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.header import (
@@ -79,6 +79,35 @@ def renamed(where: object, stored: Mapping[str, StoredTensor]) -> dict[str, Stor
         elif name.startswith(prefix) and _OF_MODEL.match(rest):
             name = "model." + rest
         found[name] = replace(tensor, name=name)
+    return found
+
+
+@dataclass(frozen=True)
+class _JoinedTensor(StoredTensor):
+    """A tensor of which rows are stored apart, of one dtype."""
+
+    parts: tuple[StoredTensor, ...]
+
+    def fill(self, out: torch.Tensor, staging: Staging | None = None) -> None:
+        """Fill `out` as `fill_from_file` does."""
+        for part, rows in zip(self.parts, out.split([part.shape[0] for part in self.parts]), strict=True):
+            fill_from_file(part, rows, staging)
+
+
+def joined(stored: Mapping[str, StoredTensor], ends: Mapping[str, tuple[str, ...]]) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint, in which one stands for those that it has in its place, as of
+    `Family.joined`; where some of these are missing, or are of other kinds, it is missing."""
+    found = dict(stored)
+    for end, places in ends.items():
+        for stem in [name.removesuffix(places[0]) for name in stored if name.endswith(f".{places[0]}")]:
+            parts = [stored[stem + place] for place in places if stem + place in stored]
+            first, kinds = parts[0], {(part.dtype, part.shape[1:]) for part in parts}
+            if len(parts) == len(places) and len(kinds) == 1 and first.shape:
+                shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+                for part in parts:
+                    del found[part.name]
+                name, nbytes = stem + end, sum(part.nbytes for part in parts)
+                found[name] = _JoinedTensor(first.path, name, first.dtype, shape, 0, nbytes, (*parts,))
     return found
 
 
@@ -267,7 +296,8 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
     if whole:
         _require_files(directory, paths)
     in_files = {name: tensor for path in paths if path.exists() for name, tensor in read_header(path).items()}
-    stored, config = with_head(renamed(where, in_files), config)
+    ends = family_named(settings["model_type"]).joined
+    stored, config = with_head(renamed(where, joined(in_files, ends)), config)
     if quantisation is None:
         refuse_unsaid(where, stored)
     else:  # one stands for all that is stored of a quantised matrix
@@ -286,7 +316,7 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
     if whole and quantisation is not None and not kinds:
         raise CheckpointError(f"{directory} says that it is quantised, and none of its matrices is: fix config.json")
     fills: dict[str, Fill] = {
-        name: tensor.fill if isinstance(tensor, QuantisedTensor) else partial(fill_from_file, tensor)
+        name: tensor.fill if isinstance(tensor, QuantisedTensor | _JoinedTensor) else partial(fill_from_file, tensor)
         for name, tensor in tensors.items()
     }
     path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))

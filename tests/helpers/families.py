@@ -178,15 +178,36 @@ def _gemma4_text(draw: random.Random) -> Any:
     )  # fmt: skip
 
 
-def _qwen3_5_text(draw: random.Random) -> Any:
+def _hybrid(
+    draw: random.Random, adapted: Callable[[random.Random, dict[str, Any]], dict[str, Any]] = _any_width
+) -> dict[str, Any]:
+    """Sizes of hybrids, and which of their layers attend."""
     key_heads, num_layers = draw.choice((1, 2)), draw.choice((3, 4, 6))
     kinds = [draw.choice(("linear_attention", "full_attention")) for _ in range(num_layers - 2)]
-    return transformers.Qwen3_5TextConfig(**_any_width(draw, _alike(draw)) | {
+    return adapted(draw, _alike(draw)) | {
         "num_hidden_layers": num_layers, "layer_types": ["linear_attention", *kinds, "full_attention"],
         "linear_num_key_heads": key_heads, "linear_num_value_heads": key_heads * draw.choice((1, 2, 3)),
         "linear_key_head_dim": draw.choice((32, 64)), "linear_value_head_dim": draw.choice((32, 64)),
         "linear_conv_kernel_dim": draw.choice((3, 4)), "attention_bias": draw.random() < 0.3,
         "rope_parameters": {"rope_type": "default", "rope_theta": _theta(draw), "partial_rotary_factor": 0.5},
+    }  # fmt: skip
+
+
+def _qwen3_5_text(draw: random.Random) -> Any:
+    return transformers.Qwen3_5TextConfig(**_hybrid(draw))
+
+
+def _qwen3_next(draw: random.Random) -> Any:
+    sizes = _hybrid(draw)
+    dense = {"num_experts": 0} if draw.random() < 0.5 else {"mlp_only_layers": [*range(sizes["num_hidden_layers"])]}
+    return transformers.Qwen3NextConfig(**sizes, **dense)
+
+
+def _olmo_hybrid(draw: random.Random) -> Any:
+    theta = draw.choice((None, 10000.0))
+    return transformers.OlmoHybridConfig(**_hybrid(draw, lambda _, sizes: _plain_heads(sizes)) | {
+        "linear_allow_neg_eigval": draw.random() < 0.7, "linear_key_head_dim": draw.choice((32, 96)),
+        "rope_parameters": {"rope_type": "default", "rope_theta": theta},
     })  # fmt: skip
 
 
@@ -194,10 +215,10 @@ CONFIGURATIONS: dict[str, Callable[[random.Random], Any]] = {
     "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "smollm3": _smollm3, "olmo2": _olmo2,
     "olmo3": _olmo3, "granite": _granite, "gemma2": _gemma2, "gemma3_text": _gemma3_text, "gemma4_text": _gemma4_text,
     "glm4": _glm4, "cohere2": _cohere2, "phi3": _phi3, "ministral3": _ministral3,
-    "qwen3_5_text": _qwen3_5_text,
+    "qwen3_5_text": _qwen3_5_text, "qwen3_next": _qwen3_next, "olmo_hybrid": _olmo_hybrid,
 }  # fmt: skip
-# llama.cpp's architectures of them, most of which have the same name.
-ARCHITECTURES = dict(zip(CONFIGURATIONS, CONFIGURATIONS, strict=True)) | {
+# llama.cpp's architectures, most of which have the same name; those of two hybrids it has not, or not without experts.
+ARCHITECTURES = {family: family for family in CONFIGURATIONS if family not in ("qwen3_next", "olmo_hybrid")} | {
     "mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "ministral3": "mistral3",
     "qwen3_5_text": "qwen35",
 }  # fmt: skip
