@@ -83,7 +83,7 @@ def test_unreadable_config(single, text):
 def test_unsupported_model_is_refused_before_its_weights_are_looked_at(single):
     edit_config(single, model_type="mamba", architectures=["MambaForCausalLM"])
     (single / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedArchitectureError, match=r"MambaForCausalLM is a hybrid .*Qwen3"):
+    with pytest.raises(UnsupportedArchitectureError, match=r"MambaForCausalLM has Mamba layers, and .*Qwen3"):
         open_checkpoint(single)
 
 

@@ -182,7 +182,8 @@ def model_config_from_json(raw: Mapping[str, Any], reference: str) -> ModelConfi
 
 class _Reason(NamedTuple):
     """Why models do not run: those that have one of `keys`, in `config.json` or in GGUF behind the architecture's name,
-    or layers of one of `layers`, or are called as one of `names` or by that and more behind a `_` or `-`."""
+    or layers of one of `layers`, or are called as one of `names` or by that and more behind a `_` or `-`. A reason with
+    `layers` is none for models all of whose layers attend."""
 
     why: str
     keys: tuple[str, ...] = ()
@@ -190,6 +191,8 @@ class _Reason(NamedTuple):
     layers: tuple[str, ...] = ()
 
 
+_RECURRENT = "has {}, and of recurrent layers only those of the gated delta rule (Qwen3.5) run"
+_ATTENDING = {"attention", "full", "sliding", "chunked"}
 # The most telling first.
 _REASONS = (
     _Reason("is an encoder-decoder model, and only decoders run", ("is_encoder_decoder",), (
@@ -198,13 +201,22 @@ _REASONS = (
         "clip", "siglip", "vit", "dinov2", "flux", "sd1", "sd3", "sdxl", "wan", "ltxv", "hidream", "lumina2", "cosmos",
         "hyvid", "bert", "roberta", "xlm-roberta", "modernbert", "modern-bert", "nomic-bert", "jina-bert", "t5encoder",
         "mpnet", "distilbert", "wav2vec2", "gemma-embedding")),
+    _Reason(_RECURRENT.format("Mamba layers"), (
+        "mamba_d_state", "mamba_num_heads", "ssm_state_size", "state_size", "hybrid_override_pattern"), (
+        "mamba", "mamba2", "falcon-h1", "granitehybrid", "jamba", "nemotron_h", "plamo2", "zamba2"), ("mamba",)),
+    _Reason(_RECURRENT.format("RWKV's or xLSTM's layers"), ("wkv.head_size",), (
+        "rwkv", "rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7", "xlstm")),
+    _Reason(_RECURRENT.format("short convolutions or linear recurrences"), ("conv_L_cache", "shortconv.l_cache"), (
+        "lfm2", "lfm2moe", "recurrent_gemma"), ("conv", "recurrent")),
+    _Reason(_RECURRENT.format("linear attention of another kind (Kimi's, lightning)"), (
+        "linear_num_heads", "linear_attn_config"), (
+        "kimi_linear", "kimi-linear", "minimax_text_01", "minimax_m1", "bailing_hybrid", "bailing_moe_linear"), (
+        "linear",)),
     _Reason("is a mixture of experts, and only dense models run", (
         "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_count"), (
         "mixtral", "gpt-oss", "gpt_oss", "dbrx", "grok", "llama4", "arctic")),
-    _Reason("is a hybrid with linear attention or a state space, of which only that of dense Qwen3.5 runs", (
-        "linear_num_value_heads", "mamba_d_state", "mamba_num_heads", "ssm_state_size", "state_size", "conv_L_cache",
-        "hybrid_override_pattern", "ssm.state_size", "shortconv.l_cache", "wkv.head_size"), (
-        "mamba", "mamba2", "rwkv", "jamba", "recurrent_gemma", "zamba2"), ("linear", "mamba", "conv", "recurrent")),
+    _Reason("has gated delta layers, which run, and others, which do not", (
+        "linear_num_value_heads", "ssm.state_size")),
     _Reason("has latent attention, which does not run", ("kv_lora_rank", "attention.kv_lora_rank")),
     _Reason("has embeddings for each layer, which do not run", (
         "hidden_size_per_layer_input", "embedding_length_per_layer_input"), ("gemma3n",)),
@@ -229,7 +241,11 @@ def _why(values: Mapping[str, Any], names: Iterable[str]) -> str:
     """The first reason that a configuration and the names of a model's parts and classes give."""
     kinds = values.get("layer_types")
     layers = {str(kind).split("_")[0] for kind in kinds} if isinstance(kinds, list) else set()
+    if "linear_num_value_heads" in values:  # of the gated delta rule
+        layers.discard("linear")
     for reason in _REASONS:
+        if reason.layers and layers and layers <= _ATTENDING:
+            continue
         called = any(name == one or name.startswith((f"{one}_", f"{one}-")) for name in names for one in reason.names)
         if called or layers.intersection(reason.layers) or any(_says(values.get(key)) for key in reason.keys):
             return reason.why
