@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams
+from offload_runtime.cache import BlockLayout
 from offload_runtime.cli.app import app
 from offload_runtime.core import TokenTree
 from offload_runtime.errors import CheckpointError, OptionError, SessionError, UnsupportedArchitectureError
@@ -212,6 +213,15 @@ def test_an_answer_leaves_a_state_at_its_last_whole_block(hybrid: Path) -> None:
         )
 
 
+def test_a_store_that_a_text_does_not_fit_has_it_up_to_a_state(hybrid: Path) -> None:
+    text, other = _text(800, 3), _text(600, 4)
+    prompts, kept = [text[:600], text, other, [*text, 5]], [0, 600, 0, 512]
+    with Runtime.load(hybrid, draft="none", max_batch=1, **ASKED) as loaded:
+        plan = loaded.plan.target
+        two_blocks = sum(BlockLayout.of(plan.config, plan.dtype, whole=whole).nbytes for whole in (False, True))
+        _check_kept(loaded, prompts, _fresh(loaded, prompts), kept, prefix_cache_bytes=two_blocks)
+
+
 def test_a_window_that_goes_on_behind_the_end_of_a_block_leaves_the_state_there() -> None:
     model, text = family_model(FAMILY, 1), _text(360, 7)
     one, other = (make_runner(model, capacity_tokens=400, window_tokens=200) for _ in range(2))
@@ -277,6 +287,7 @@ def test_states_of_a_long_context_take_host_memory_that_may_be_refused(tmp_path:
     refused = CliRunner().invoke(app, [*command, "--ram", "50GB"])
     assert refused.exit_code and "states to go back to 6.2 GB" in refused.output
     assert "with --ram 50.4GB it fits" in refused.output
+    assert "with --context 122112 it fits" in refused.output  # of states to go back to two fewer are kept
 
 
 @pytest.mark.gpu

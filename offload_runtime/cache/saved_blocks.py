@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from copy import copy as copy_of
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import chain, cycle, islice
+from itertools import accumulate, chain, cycle, islice, takewhile
 from pathlib import Path
 
 import torch
@@ -120,6 +120,7 @@ class BlockStore:
     """
 
     lasts = False  # beyond the process
+    more_bytes = 0  # of each block, than its layers
 
     def __init__(self, most_bytes: float = math.inf) -> None:
         self._most_bytes = most_bytes
@@ -141,6 +142,11 @@ class BlockStore:
         for name in reversed(names[:count]):
             self._sizes[name] = self._sizes.pop(name)
         return count
+
+    def num_fitting(self, blocks: Mapping[str, BlockLayout]) -> int:
+        """How many leading ones of some blocks there would be room for beside nothing else."""
+        sizes = accumulate(layout.nbytes + self.more_bytes for layout in blocks.values())
+        return sum(1 for _ in takewhile(lambda nbytes: nbytes <= self._most_bytes, sizes))
 
     def save(self, blocks: Mapping[str, BlockLayout], copy: Callable[[int, SavedBlock], None]) -> None:
         """Take the blocks that are not here, from the first one on as many as the limit allows.
@@ -205,7 +211,7 @@ class BlockFiles(BlockStore, AbstractContextManager["BlockFiles"]):
         StorageError: It cannot be written, or is in use.
     """
 
-    lasts = True
+    lasts, more_bytes = True, _FOOTER.size
 
     def __init__(self, directory: Path, *, remedy: str, most_bytes: float = math.inf) -> None:
         super().__init__(most_bytes)
@@ -246,7 +252,7 @@ class BlockFiles(BlockStore, AbstractContextManager["BlockFiles"]):
         with _staging([blocks[name] for _, name in missing]) as buffers, _threads() as pool:
             jobs = deque[Future[None]]()
             for (index, name), buffer in zip(missing, cycle(buffers), strict=False):
-                nbytes = blocks[name].nbytes + _FOOTER.size
+                nbytes = blocks[name].nbytes + self.more_bytes
                 if not self._make_room(nbytes, blocks):
                     break
                 if len(jobs) == len(buffers):

@@ -131,7 +131,7 @@ class Engine:
 
     def begin(self, owner: object | None = None, *, stores: Sequence[BlockStore] = ()) -> None:
         """Cancel all requests, for others to come. What the slots hold is kept for an `owner` that left it there, and
-        forgotten otherwise; what they lose is for `stores`. Raises as `saved_caches` where there are any."""
+        forgotten otherwise; what they lose is for `stores`. Raises as a `PrefixCache`."""
         self.cancel_all()
         if owner is None or owner is not self.owner:
             caches = [*self.saved_caches().values()] if stores else []
@@ -348,7 +348,7 @@ class Engine:
         return sum(nbytes for _, nbytes in peaks)
 
     def saved_caches(self) -> dict[str, SavedCache]:
-        """Return the caches whose blocks are saved. Raises `CheckpointError` if a model's files cannot be read."""
+        """Return the caches whose blocks are saved."""
         return SavedCache.of(self.plan, self.target, self.draft, self.proposer.draft_state)
 
 

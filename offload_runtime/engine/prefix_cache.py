@@ -15,7 +15,7 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -52,14 +52,12 @@ class SavedCache:
     Attributes:
         model: Whose it is.
         source: Its checkpoint.
-        made_with: All that its keys and values depend on, besides tokens and frequencies.
         draft_state: What it holds, of a draft's; None of the target's.
         locks: Whether memory may be page-locked for blocks on their way.
     """
 
     model: LoadedModel
     source: CheckpointSource
-    made_with: Mapping[str, str]
     draft_state: DraftKVState | None = None
     locks: bool = False
 
@@ -67,30 +65,34 @@ class SavedCache:
     def of(
         cls, plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, draft_state: DraftKVState | None
     ) -> dict[str, SavedCache]:
-        """The caches whose blocks are saved: `target`, and `draft` where there is one.
-
-        Raises:
-            CheckpointError: A model's files cannot be read any more.
-        """
+        """The caches whose blocks are saved: `target`, and `draft` where there is one."""
         caches = dict[str, SavedCache]()
         for name, model, source, state in (
             ("target", target, plan.request.target, None), ("draft", draft, plan.request.draft, draft_state),
         ):  # fmt: skip
-            if model is None or (name == "draft" and state is None):
-                continue
-            assert isinstance(source, CheckpointSource), "a runtime that is loaded has opened its checkpoints"
-            device, cpu = model.rope.device, torch.backends.cpu.get_cpu_capability()
-            made_with = {
-                "model": source.fingerprint,
-                "dtype": str(model.plan.dtype).removeprefix("torch."),
-                "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {cpu}",
-                "arithmetic": f"{_ARITHMETIC}, torch {torch.__version__}",
-            } | ({} if state is None else {"cache": model.plan.cache})  # fmt: skip
-            if model.config.deltas:
-                made_with["chunk size"] = f"{CHUNK_TOKENS} tokens"
-            locks = device.type == "cuda" and plan.request.pinned is None
-            caches[name] = cls(model, source, made_with, state, locks)
+            if model is not None and (name == "target" or state is not None):
+                assert isinstance(source, CheckpointSource), "a runtime that is loaded has opened its checkpoints"
+                locks = model.rope.device.type == "cuda" and plan.request.pinned is None
+                caches[name] = cls(model, source, state, locks)
         return caches
+
+    @cached_property
+    def made_with(self) -> Mapping[str, str]:
+        """All that its keys and values depend on, besides tokens and frequencies. Raises `CheckpointError` where the
+        model's files cannot be read any more."""
+        device, cpu = self.model.rope.device, torch.backends.cpu.get_cpu_capability()
+        made_with = {
+            "model": self.source.fingerprint,
+            "dtype": str(self.model.plan.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {cpu}",
+            "arithmetic": f"{_ARITHMETIC}, torch {torch.__version__}",
+        } | ({} if self.draft_state is None else {"cache": self.model.plan.cache})  # fmt: skip
+        return made_with | ({"chunk size": f"{CHUNK_TOKENS} tokens"} if self.model.config.deltas else {})
+
+    def kind(self, store: BlockStore) -> str:
+        """Return what tells its keys and values from those of others in a store; raises as `made_with`. Nothing is read
+        for one that is this runtime's alone."""
+        return json.dumps(self.made_with) if store.lasts else "target" if self.draft_state is None else "draft"
 
     def num_held(self, slot: int, tokens: Sequence[int]) -> int:
         """Return how many leading tokens of a text a slot holds, which has this text or, in a draft's cache, any."""
@@ -105,12 +107,12 @@ class SavedCache:
         """Return what the blocks of a text are called, whose prompt had so many tokens, and what is in them: the open
         one and those that its windows reach are whole, and others where they are there so alone, or where a slot, if
         it is one of a model with states, has the anchor at a block's end that any text keeps."""
-        return self._blocks(store, self._names(tokens, prompt_tokens), len(tokens), slot)
+        return self._blocks(store, self._names(store, tokens, prompt_tokens), len(tokens), slot)
 
     def find(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> dict[str, BlockLayout]:
         """The leading full blocks of a text that a store has, as many as bring it back: as of `blocks`; this uses
         them."""
-        names = self._names(tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS], prompt_tokens)
+        names = self._names(store, tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS], prompt_tokens)
         names = list(takewhile(lambda pair: pair[0] in store or pair[1] in store, names))
         while names and any(whole not in store for whole, _ in names[self._first_whole(len(names) * BLOCK_TOKENS) :]):
             names.pop()
@@ -136,11 +138,11 @@ class SavedCache:
             found[name if whole else other] = layouts[whole]
         return found
 
-    def _names(self, tokens: Sequence[int], prompt_tokens: int) -> list[tuple[str, str]]:
+    def _names(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> list[tuple[str, str]]:
         """Return what each block of a text is called where it is whole, and where it is not."""
         # How a draft was rotated changes no token.
         frequencies = self.model.rope.frequency_set(prompt_tokens) if self.draft_state is None else 0
-        kind = f"{json.dumps(self.made_with)} {frequencies}"
+        kind = f"{self.kind(store)} {frequencies}"
         return list(zip(block_names(kind, tokens), block_names(f"{kind} without windows", tokens), strict=True))
 
     def save(self, store: BlockStore, slot: int, blocks: Mapping[str, BlockLayout]) -> None:
@@ -189,6 +191,9 @@ class PrefixCache:
         num_slots: Of the cache. They are taken for empty, whatever they hold.
         stores: Of blocks that they have lost.
         caches: Whose blocks these are, by `SavedCache.of`.
+
+    Raises:
+        CheckpointError: As of `SavedCache.made_with`, where a store outlives the process.
     """
 
     def __init__(
@@ -198,6 +203,8 @@ class PrefixCache:
         self._target = target
         # The target's come last, to stay where there is not room for all.
         self._saved = [(store, one) for store in stores for one in caches[::-1]]
+        for store, one in self._saved:
+            one.kind(store)  # what cannot be read is refused now
         self._slots = dict.fromkeys(range(num_slots), _Held())  # the least recently used one comes first
 
     def join(self, sequence: Sequence[int], free: Collection[int]) -> tuple[int, int]:
@@ -265,12 +272,17 @@ class PrefixCache:
         tokens, prompt_tokens = self._slots[slot]
         for store, one in self._saved:
             cache = one.model.runner.cache
-            held = cache.keeps(slot, one.num_held(slot, tokens))
-            while rest := held % BLOCK_TOKENS:
-                held = cache.keeps(slot, held - rest)
+            length, blocks = len(tokens), dict[str, BlockLayout]()
+            while (held := cache.keeps(slot, one.num_held(slot, tokens[:length]))) > kept:
+                if not (rest := held % BLOCK_TOKENS):
+                    blocks = one.blocks(store, tokens[:held], prompt_tokens, slot)
+                    rest = held - store.num_fitting(blocks) * BLOCK_TOKENS
+                length = held - rest
+                if not rest:
+                    break
             if held > kept:
                 try:
-                    one.save(store, slot, one.blocks(store, tokens[:held], prompt_tokens, slot))
+                    one.save(store, slot, blocks)
                 except (StorageError, BudgetError) as error:
                     logging.getLogger(__name__).warning("%s", error)
 
