@@ -209,6 +209,12 @@ class ModelPlan:
         return tokens * sum(map(self.config.kv_elements.__getitem__, layers)) * self.dtype.itemsize
 
     @property
+    def token_bytes(self) -> float:
+        """What a token more of context takes of all sequences, wherever it is: keys and values, and states to go back
+        to."""
+        return self.batch * self.kv_bytes_of(self.full_layers, 1) + self.anchor_bytes / self.context_tokens
+
+    @property
     def kv_block_bytes(self) -> int:
         """A saved block of one sequence, of all layers, with the states behind it."""
         return cache.BlockLayout.of(self.config, self.dtype).nbytes

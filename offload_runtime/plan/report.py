@@ -248,20 +248,22 @@ def refusal(
 def _shorter(
     error: ShortageError, request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits
 ) -> Iterator[Change]:
-    """The run with a context that is shorter by what is short, a few times over if need be."""
+    """The run with a context that is shorter by what is short, a few times over if need be: what a token takes of that
+    memory depends on where the plan keeps it."""
     target = make_plan(replace(request, max_batch=request.max_batch or 1), limits, tree_nodes=0).target
-    tokens = target.context_tokens
-    for _ in range(_SHORTENINGS):
-        fewer = -(-error.missing_bytes // (target.batch * target.kv_bytes_of(target.layers, 1)))
-        tokens = (tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
-        if tokens < LEAST_CONTEXT_TOKENS:
+    tokens, token_bytes = target.context_tokens, target.token_bytes
+    for _ in range(_SHORTENINGS if token_bytes else 0):
+        shorter = int(tokens - error.missing_bytes / token_bytes) // BLOCK_TOKENS * BLOCK_TOKENS
+        if shorter < LEAST_CONTEXT_TOKENS:
             return
         try:
-            plan = plan_run(replace(request, context=tokens), machine, limits)
+            plan = plan_run(replace(request, context=shorter), machine, limits)
         except ShortageError as short:
-            error = short
+            if short.missing_bytes < error.missing_bytes:
+                token_bytes = (error.missing_bytes - short.missing_bytes) / (tokens - shorter)
+            error, tokens = short, shorter
         else:
-            yield Change(f"--context {tokens}", plan, best_tok_per_s(plan, machine))
+            yield Change(f"--context {shorter}", plan, best_tok_per_s(plan, machine))
             return
 
 

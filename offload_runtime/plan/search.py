@@ -103,11 +103,8 @@ def find_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLim
     # More than once: with another context other layers may find room on the device, and their keys and values leave
     # less of a token to host memory.
     while request.context is None and plan.target.kv_layers_on_host and plan.short_of_host_bytes:
-        target = plan.target
-        token_bytes = target.batch * target.kv_bytes_of(target.full_layers, 1)
-        token_bytes += target.anchor_bytes // target.context_tokens
-        fewer = -(-plan.short_of_host_bytes // token_bytes)
-        shorter = (target.context_tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
+        fewer = plan.short_of_host_bytes / plan.target.token_bytes
+        shorter = int(plan.target.context_tokens - fewer) // BLOCK_TOKENS * BLOCK_TOKENS
         if shorter < LEAST_CONTEXT_TOKENS:
             break
         plan = _fastest_plan(replace(request, context=shorter), machine, limits)
