@@ -99,7 +99,7 @@ def load(
         target, draft=draft if options.draft == "model" else "none",
         dtype=options.dtype, context=context + ROOM_TOKENS, kv=options.kv, speculation=speculation,
         max_gamma=max_gamma, max_batch=max_batch, resident_layers=resident_layers, trace=trace,
-        **emulated(options.emulate, device=options.device, vram=options.vram),
+        **emulated(options.emulate, device=options.device, vram=options.vram, dtype=options.dtype),
     )  # fmt: skip
     print(f"loaded in {time.perf_counter() - started_s:.1f} s: {runtime.placement}", file=sys.stderr, flush=True)
     return runtime

@@ -259,7 +259,8 @@ def load(options: argparse.Namespace, own: OurOptions, source: CheckpointSource,
         context=options.context, kv=own.kv, weights=own.weights, encode=own.encode, speculation=own.as_speculation(),
         max_batch=width, gamma=own.gamma, tree_nodes=own.tree_nodes,
         **emulated(
-            own.emulate, device=own.devices or options.device, vram=None if options.vram == "all" else options.vram
+            own.emulate, device=own.devices or options.device, vram=None if options.vram == "all" else options.vram,
+            dtype=options.dtype,
         ),
     )  # fmt: skip
 

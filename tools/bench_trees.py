@@ -105,7 +105,9 @@ def measure_streamed(options: argparse.Namespace, small: CheckpointSource, noise
     with Runtime.load(
         target, draft=noisy_copy(small, noise, device=device), dtype=options.dtype,
         resident_layers=options.resident_layers, context=options.context, trace=options.trace,
-        **emulated(options.emulate, device=options.device, vram=options.vram, profile=options.profile),
+        **emulated(
+            options.emulate, device=options.device, vram=options.vram, profile=options.profile, dtype=options.dtype
+        ),
     ) as runtime:  # fmt: skip
         print(f"noise {noise}: {runtime.placement}", file=sys.stderr, flush=True)
         texts = {"prose": harness.read_text(options.text, "--text"), "code": harness.read_text(options.code, "--code")}

@@ -43,10 +43,10 @@ _HOST_SLACK_NS = 5_000_000
 
 def emulated(
     machine: str | Path | MachineProfile | None, *, device: str = "auto", vram: Any = None,
-    profile: str | Path | MachineProfile | None = None,
+    profile: str | Path | MachineProfile | None = None, dtype: str = "auto",
 ) -> dict[str, Any]:  # fmt: skip
     """Return options of `Runtime.load` with which this machine emulates another one, on one GPU if no more are named;
-    those that are given, where it is none.
+    those that are given, where it is none. A profile of the GPU is looked up for `dtype`, bf16 for `auto`.
 
     Raises:
         OptionError: The profile says too little of a GPU, or more or fewer devices are named than it has cards.
@@ -84,7 +84,7 @@ def emulated(
             _require_link(other.name, rates_gbps, one, count)
     figures = None if profile is None else load_profile(profile)
     if figures is None and devices[0].type == "cuda":
-        figures = profile_of_gpu(torch.cuda.get_device_name(devices[0]), "bf16")
+        figures = profile_of_gpu(torch.cuda.get_device_name(devices[0]), "bf16" if dtype == "auto" else dtype)
     if figures is not None:
         figures = replace(figures, link_gbps=other.link_gbps, links_at_once_gbps=())
     vram_bytes = limits_bytes if len(limits_bytes) > 1 else limits_bytes[0]

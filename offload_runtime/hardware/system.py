@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from offload_runtime.stream import host_memory
+from offload_runtime.stream import host_memory, open_nvml
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # GB/s of one lane by PCIe generation, after line coding and before packet headers.
@@ -100,17 +100,12 @@ def read_nvml(uuid: str) -> NvmlAnswer:
     """
     driver, link = None, None
     try:
-        import pynvml as nvml
-
-        nvml.nvmlInit()
-        try:
-            driver = str(nvml.nvmlSystemGetDriverVersion())
-            handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
-            now = nvml.nvmlDeviceGetCurrPcieLinkGeneration, nvml.nvmlDeviceGetCurrPcieLinkWidth
-            most = nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth
-            link = PcieLink(*(int(ask(handle)) for ask in (*now, *most)))
-        finally:
-            nvml.nvmlShutdown()
+        nvml = open_nvml()
+        driver = str(nvml.nvmlSystemGetDriverVersion())
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.removeprefix('GPU-')}")
+        now = nvml.nvmlDeviceGetCurrPcieLinkGeneration, nvml.nvmlDeviceGetCurrPcieLinkWidth
+        most = nvml.nvmlDeviceGetMaxPcieLinkGeneration, nvml.nvmlDeviceGetMaxPcieLinkWidth
+        link = PcieLink(*(int(ask(handle)) for ask in (*now, *most)))
     except Exception as error:  # no driver and no library, or a query that virtual machines and WSL2 do not support
         return NvmlAnswer(driver, None, f"NVML is not available, or refuses a query: {error}")
     if link.generation not in _LANE_GBPS or not 1 <= link.width <= 32:  # some virtual machines have no real link

@@ -41,6 +41,7 @@ from offload_runtime.stream.device import (
     device_memory_in_use,
     device_memory_used_by_others,
     memory_name,
+    open_nvml,
     overwrite,
     pack,
     pack_words,

@@ -187,7 +187,7 @@ def memory_name(device_type: str) -> str:
     return "device memory" if device_type == "cuda" else "memory"
 
 
-def _nvml() -> Any:
+def open_nvml() -> Any:
     """NVIDIA's management library, initialised. Whatever it raises means that nothing can be told."""
     import pynvml
 
@@ -204,7 +204,7 @@ def device_memory_in_use() -> dict[str, int]:
     if torch.cuda.is_initialized():
         return {}
     try:
-        nvml = _nvml()
+        nvml = open_nvml()
         handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
         # Version 2 leaves out the driver's own reserve, as `cudaMemGetInfo` does.
         used = [int(nvml.nvmlDeviceGetMemoryInfo(handle, nvml.nvmlMemory_v2).used) for handle in handles]
@@ -216,7 +216,7 @@ def device_memory_in_use() -> dict[str, int]:
 def _other_programs(device: torch.device) -> list[str]:
     """Other processes that hold most of a GPU's memory, from the driver; none when that cannot be told."""
     try:
-        nvml = _nvml()
+        nvml = open_nvml()
         card = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
         listed = (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses)
         held = {one.pid: one.usedGpuMemory or 0 for found in listed for one in found(card) if one.pid != os.getpid()}

@@ -173,7 +173,9 @@ def load(options: PeerOptions, own: OurOptions, *, widest: int = 1, on_progress:
         context=reserved_tokens(options, own) + (widest if widest > _ROOM_TOKENS else 0), kv=own.kv,
         speculation=own.as_speculation(), max_gamma=max(own.gamma or 0, _DEFAULT_MAX_GAMMA, widest - 1),
         tree_nodes=own.tree_nodes, weights=own.weights, encode=own.encode,
-        **emulated(own.emulate, device=own.devices or str(options.device), vram=options.vram_bytes),
+        **emulated(
+            own.emulate, device=own.devices or str(options.device), vram=options.vram_bytes, dtype=options.dtype_name
+        ),
         on_progress=on_progress,
     )  # fmt: skip
 
