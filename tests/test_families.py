@@ -19,7 +19,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.errors import OptionError
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.models.rope import RopeTable
-from offload_runtime.weights import open_checkpoint
+from offload_runtime.weights import checkpoint_tensors, open_checkpoint
 from tests.helpers.assembly import make_runner, prefill
 from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_copy  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import (
@@ -31,7 +31,7 @@ from tests.helpers.families import (
     family_model,
     write_family,
 )
-from tests.helpers.models import all_logits, model_config_from_transformers
+from tests.helpers.models import all_logits, load_plain, model_config_from_transformers, rows_of
 
 # Configurations of each family by default, by the slow tests, and asked for: FAMILY_SEEDS=30 before a family lands.
 OFTEN, SLOW = 1, 4
@@ -73,6 +73,15 @@ def test_matches_transformers(family: str, seed: int, tmp_path: Path) -> None:
     model = family_model(family, seed)
     model.save_pretrained(tmp_path)
     _check(tmp_path, family, model, seed)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid"])  # of which one keeps its decays in fp32
+def test_weights_in_bf16_are_what_transformers_makes_of_them(family: str, tmp_path: Path) -> None:
+    family_model(family, 3).save_pretrained(tmp_path)
+    state = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    weights = load_plain(source := open_checkpoint(tmp_path), torch.bfloat16)
+    for name, to in checkpoint_tensors(source.config()).items():
+        torch.testing.assert_close(rows_of(to, weights.views(to.layer)), state[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)

@@ -53,6 +53,7 @@ class GatedDelta:
         shape: Heads and their channels.
         head_eps: The epsilon of the norm of heads, which has no offset.
         modules: Where a checkpoint has what.
+        exact_rates: Whether `A_log` is kept in fp32, whatever the model computes in.
     """
 
     hidden_size: int
@@ -60,6 +61,7 @@ class GatedDelta:
     shape: DeltaShape
     head_eps: float
     modules: DeltaModules = USUAL_MODULES
+    exact_rates: bool = False
 
     @property
     def out_size(self) -> int:
@@ -106,7 +108,8 @@ class GatedDelta:
             named = {f"{of_module}.{name}": count for name, count in rows.items()}
             yield from projections(packed, named, self.hidden_size)
         yield Tensor("taps", f"{of_module}.conv1d.weight", (shape.channels, 1, shape.taps))
-        yield from (Tensor(name, f"{of_module}.{name}", (shape.value_heads,)) for name in ("A_log", "dt_bias"))
+        yield Tensor("A_log", f"{of_module}.A_log", (shape.value_heads,), torch.float32 if self.exact_rates else None)
+        yield Tensor("dt_bias", f"{of_module}.dt_bias", (shape.value_heads,))
         yield Tensor("delta_norm", f"{of_module}.{modules.head_norm}.weight", (shape.value_dim,))
         yield from projections("o", {f"{of_module}.{modules.out}": self.hidden_size}, self.out_size)
 

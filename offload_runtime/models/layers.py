@@ -23,11 +23,13 @@ from offload_runtime_kernels.window_steps import StepRows
 
 class Tensor(NamedTuple):
     """A tensor of a checkpoint, by its name below the layer's, whose rows follow those of earlier tensors of the same
-    `packed` name: what has one name is one matrix in memory."""
+    `packed` name: what has one name is one matrix in memory. Other than matrices may be kept in a `dtype` of their own,
+    whatever the model computes in."""
 
     packed: str
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

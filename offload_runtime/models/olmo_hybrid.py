@@ -31,8 +31,9 @@ def _model(fields: Fields) -> ModelConfig:
     rotary = rope(fields, attention_of(fields).head_dim, None if rotates else {"rope_theta": 10000.0})
     fields, norm = _with_heads(fields), layer.attention.norm
     shape = delta_of(fields, beta_scale=2.0 if fields.flag("linear_allow_neg_eigval") else 1.0)
-    delta = DecoderLayer(GatedDelta(layer.attention.hidden_size, norm, shape, _HEAD_EPS, _MODULES), layer.mlp)
-    others = dict.fromkeys(linear_layers(fields, min(4, count)), delta)
+    # transformers keeps A_log in fp32 here, and of Qwen's models in the run's dtype.
+    delta = GatedDelta(layer.attention.hidden_size, norm, shape, _HEAD_EPS, _MODULES, exact_rates=True)
+    others = dict.fromkeys(linear_layers(fields, min(4, count)), DecoderLayer(delta, layer.mlp))
     return decoder(fields, layer, rotations=None if rotates else [None] * count, ropes=(rotary,), others=others)
 
 

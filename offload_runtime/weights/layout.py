@@ -173,7 +173,7 @@ class ModelLayout:
         def encode(parts: dict[str, Destination]) -> Encoding:
             first = next(iter(parts.values()))
             if len(first.shape) != 2:
-                return Encoding(dtype)
+                return Encoding(first.dtype or dtype)
             columns = first.shape[1]
             found = Encoding.of(dtype, [(to.shape[0], smallest(name, columns)) for name, to in parts.items()])
             if found.parts or not coded or dtype != torch.bfloat16 or CodedRow.of(columns) is None:
@@ -258,7 +258,8 @@ class ModelLayout:
 class Destination:
     """Where one checkpoint tensor goes: rows `[row_start, row_end)` of a packed tensor.
 
-    `layer` is None for what all layers share (embedding, final norm, lm_head). `shape` is the checkpoint tensor's.
+    `layer` is None for what all layers share (embedding, final norm, lm_head). `shape` is the checkpoint tensor's;
+    `dtype` the one that it is kept in, where it is not the model's.
     """
 
     layer: int | None
@@ -266,17 +267,18 @@ class Destination:
     row_start: int
     row_end: int
     shape: tuple[int, ...]
+    dtype: torch.dtype | None
 
 
 def _placed(parts: Iterable[Tensor], layer: int | None = None) -> dict[str, Destination]:
     """Return where each part goes, by transformers' name: below those of the same packed name before it."""
     filled: Counter[str] = Counter()
     placed: dict[str, Destination] = {}
-    for packed, name, shape in parts:
+    for packed, name, shape, dtype in parts:
         start = filled[packed]
         filled[packed] += shape[0]
         full_name = name if layer is None else f"model.layers.{layer}.{name}"
-        placed[full_name] = Destination(layer, packed, start, filled[packed], shape)
+        placed[full_name] = Destination(layer, packed, start, filled[packed], shape, dtype)
     return placed
 
 
