@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams
@@ -21,6 +22,7 @@ from offload_runtime.cli.app import app
 from offload_runtime.core import TokenTree
 from offload_runtime.errors import CheckpointError, OptionError, SessionError, UnsupportedArchitectureError
 from offload_runtime.models.registry import model_config_from_json
+from offload_runtime.weights import open_checkpoint
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import VOCABULARY, family_model, write_family
@@ -291,11 +293,15 @@ def test_states_of_a_long_context_take_host_memory_that_may_be_refused(tmp_path:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_on_a_gpu_every_way_gives_the_tokens_of_plain_decoding(dtype: str, tmp_path: Path) -> None:
-    sizes = {"hidden_size": 128, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "max_position_embeddings": 1024}
-    family_model(FAMILY, 1, **sizes).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("family", "dtype", "channels"), [(FAMILY, "fp32", 64), (FAMILY, "bf16", 64), ("olmo_hybrid", "bf16", 96)]
+)
+def test_on_a_gpu_every_way_gives_the_tokens_of_plain_decoding(
+    family: str, dtype: str, channels: int, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"linear_key_head_dim": channels, "linear_value_head_dim": 2 * channels, "max_position_embeddings": 1024}
+    family_model(family, 1, **sizes).save_pretrained(tmp_path)
     byte_level_tokenizer().save_pretrained(tmp_path)
     prompts = [LONG[at : at + 10 + 60 * at] for at in range(6)]
     asked: dict[str, Any] = {**ASKED, "device": "cuda", "dtype": dtype}
@@ -320,10 +326,28 @@ def test_what_such_models_cannot_do_is_refused_before_loading(hybrid: Path) -> N
     with pytest.raises(OptionError, match="states that its guesses cannot be taken back from"):
         Runtime.load(hybrid, draft=hybrid, **ASKED)
     sizes = family_model(FAMILY, 1).config.to_dict() | {"model_type": FAMILY}
-    with pytest.raises(CheckpointError, match="cannot share 2 of keys evenly"):
-        model_config_from_json({**sizes, "linear_num_key_heads": 2, "linear_num_value_heads": 3}, "config.json")
-    with pytest.raises(UnsupportedArchitectureError, match="only linear_attention and full_attention"):
-        model_config_from_json({**sizes, "layer_types": ["mamba"] * sizes["num_hidden_layers"]}, "config.json")
+    kinds, of_next = sizes["layer_types"], {"model_type": "qwen3_next", "architectures": None}
+    assert len(kinds) == 4
+    for changes, message in (
+        ({"linear_num_key_heads": 2, "linear_num_value_heads": 3}, "3 heads of values cannot share 2 of keys evenly"),
+        ({"linear_key_head_dim": 48}, "linear_key_head_dim 48, where a multiple of 32 is needed"),
+        ({"layer_types": kinds[1:]}, "layer_types has 3 entries for 4 layers"),
+        ({"layer_types": ["mamba"] * 4}, "only linear_attention and full_attention"),
+        ({"layer_types": kinds[:1] * 4}, "none of 4 layers attends"),
+        ({"full_attention_interval": 3}, r"layer 1 is full_attention by layer_types and linear_attention by .* 3"),
+        ({**of_next, "num_experts": 8, "mlp_only_layers": [0]}, "qwen3_next' is a mixture of experts, and only dense"),
+    ):
+        with pytest.raises((CheckpointError, UnsupportedArchitectureError), match=message):
+            model_config_from_json({**sizes, **changes}, "config.json")
+
+
+def test_a_convolution_in_parts_that_do_not_fit_is_refused(tmp_path: Path) -> None:
+    family_model("olmo_hybrid", 1).save_pretrained(tmp_path)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.linear_attn.k_conv1d.weight"
+    tensors[name] = tensors[name][:, :, 1:].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"k_conv1d.weight \[\d+, 1, \d\] in F32"):
+        open_checkpoint(tmp_path)
 
 
 def _contradicting(data: bytes, key: str, value: int) -> bytes:

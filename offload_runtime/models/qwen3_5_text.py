@@ -32,8 +32,8 @@ def delta_of(fields: Fields, *, beta_scale: float = 1.0) -> DeltaShape:
             fields.refuse(f"linear_{name}_head_dim", size, "a multiple of 32")
     if value_heads % key_heads:
         raise CheckpointError(
-            f"{fields.where}: {value_heads} heads of values cannot share {key_heads} of keys evenly: fix "
-            "linear_num_value_heads or linear_num_key_heads, or download or convert it again"
+            f"{fields.where}: {value_heads} heads of values cannot share {key_heads} of keys evenly: fix it, or "
+            "download or convert it again"
         )
     tiled = fields.flag("linear_value_heads_tiled")  # as GGUF files have them
     return DeltaShape(key_heads, value_heads, key_dim, value_dim, taps, tiled, beta_scale)
@@ -51,8 +51,8 @@ def linear_layers(fields: Fields, interval: int = 4) -> list[int]:
     by_interval = [KINDS[not (layer + 1) % interval] for layer in range(count)]
     if kinds and len(kinds) != count:
         raise CheckpointError(
-            f"{fields.where}: layer_types has {len(kinds)} entries for {count} layers: fix layer_types or "
-            "num_hidden_layers, or download it again"
+            f"{fields.where}: layer_types has {len(kinds)} entries for {count} layers: fix it, or download or convert "
+            "it again"
         )
     if unknown := sorted({*kinds} - {*KINDS}):
         raise UnsupportedArchitectureError(
@@ -90,7 +90,9 @@ def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
     """llama.cpp's converter tiles the heads of values, and counts layers that guess further tokens."""
     heads, size = fields.integer("ssm.time_step_rank"), fields.integer("ssm.inner_size")
     if size % heads:
-        raise CheckpointError(f"{fields.where}: ssm.inner_size {size} are no whole channels of {heads} heads of values")
+        raise CheckpointError(
+            f"{fields.where}: ssm.inner_size {size} are no whole channels of {heads} heads of values: convert it again"
+        )
     count = fields.integer("block_count") - fields.integer("nextn_predict_layers", 0, at_least=0)
     recurrent = fields.values.get("qwen35.attention.recurrent_layers")
     kinds = {"layer_types": [KINDS[not one] for one in recurrent[:count]]} if isinstance(recurrent, list) else {}

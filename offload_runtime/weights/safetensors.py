@@ -96,18 +96,26 @@ class _JoinedTensor(StoredTensor):
 
 def joined(stored: Mapping[str, StoredTensor], ends: Mapping[str, tuple[str, ...]]) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint, in which one stands for those that it has in its place, as of
-    `Family.joined`; where some of these are missing, or are of other kinds, it is missing."""
+    `Family.joined`.
+
+    Raises:
+        CheckpointError: Some of these are missing, or of other kinds.
+    """
     found = dict(stored)
     for end, places in ends.items():
         for stem in [name.removesuffix(places[0]) for name in stored if name.endswith(f".{places[0]}")]:
             parts = [stored[stem + place] for place in places if stem + place in stored]
             first, kinds = parts[0], {(part.dtype, part.shape[1:]) for part in parts}
-            if len(parts) == len(places) and len(kinds) == 1 and first.shape:
-                shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
-                for part in parts:
-                    del found[part.name]
-                name, nbytes = stem + end, sum(part.nbytes for part in parts)
-                found[name] = _JoinedTensor(first.path, name, first.dtype, shape, 0, nbytes, (*parts,))
+            if len(parts) < len(places) or len(kinds) > 1 or not first.shape:
+                there = ", ".join(f"{part.name} {list(part.shape)} in {part.dtype}" for part in parts)
+                raise CheckpointError(
+                    f"{first.path} has {there}, and {', '.join(places)} have to make one tensor: download it again"
+                )
+            shape = (sum(part.shape[0] for part in parts), *first.shape[1:])
+            for part in parts:
+                del found[part.name]
+            name, nbytes = stem + end, sum(part.nbytes for part in parts)
+            found[name] = _JoinedTensor(first.path, name, first.dtype, shape, 0, nbytes, (*parts,))
     return found
 
 
