@@ -19,7 +19,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
-from offload_runtime.weights.formats import format_of
+from offload_runtime.weights.encoding import format_of
 from offload_runtime.weights.neighbours import stored_kinds
 from tests.helpers.widening import WidenedCheckpoint, tensors_of
 from tests.test_tokenizers import metadata_of, written

@@ -24,8 +24,7 @@ from offload_runtime.errors import BudgetError, CheckpointError
 from offload_runtime.plan import plan_run
 from offload_runtime.sizes import GB
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
-from offload_runtime.weights.encoding import Encoding
-from offload_runtime.weights.formats import GgufBlocks
+from offload_runtime.weights.encoding import Encoding, GgufBlocks
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import load_plain, random_tokens, rows_of

@@ -19,9 +19,9 @@ from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import FAMILIES, family_named, model_config_from_json
+from offload_runtime.stream import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
-from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.formats import FORMATS, KINDS, format_of
+from offload_runtime.weights.encoding import FORMATS, KINDS, Fill, format_of
 from offload_runtime.weights.gguf_header import (
     ROPE_TENSORS,
     GgufHeader,
@@ -30,7 +30,6 @@ from offload_runtime.weights.gguf_header import (
     supported_family,
 )
 from offload_runtime.weights.header import StoredTensor, damaged
-from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, gguf_vocabulary, special_ids
 
 # What makers want tokens to be sampled by, in the words of `generation_config.json`.

@@ -22,8 +22,7 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DecoderLayer, Tensor
 from offload_runtime.sizes import format_bytes
-from offload_runtime.weights.encoding import DTYPE_KINDS, Encoding, Format, Weight, aligned
-from offload_runtime.weights.formats import CodedBf16, format_of
+from offload_runtime.weights.encoding import DTYPE_KINDS, CodedBf16, Encoding, Format, Weight, aligned, format_of
 
 # Decoded at a time at least, of a larger head: all of SmolLM2's, so that its steps take fewer kernels.
 _HEAD_SLICE_BYTES = 64 << 20

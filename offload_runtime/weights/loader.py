@@ -22,12 +22,11 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat
 from offload_runtime.fields import shortened
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.sizes import GB
-from offload_runtime.stream import HostArena, Registrar
+from offload_runtime.stream import PIECE_BYTES, HostArena, Registrar, Staging
 from offload_runtime.weights import quantised
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.encoding import NotCodable, Weight
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
-from offload_runtime.weights.staging import PIECE_BYTES, Staging
 
 # Page faults of fresh arenas and the copy out of the page cache keep a core busy with 1 to 3 GB/s. Where torch makes
 # something of what is read in host memory, it has threads of its own in each of these.

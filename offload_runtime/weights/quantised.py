@@ -1,5 +1,5 @@
 """Quantised checkpoints of transformers: which matrices `quantization_config` means, what is stored of each, and how
-that is brought to the one layout of `weights.formats`, without loss.
+that is brought to the one layout of `weights.encoding`, without loss.
 
     w = (q - z) * s, rounded to the dtype of the scales, then to that of the run
 
@@ -39,11 +39,10 @@ from offload_runtime_kernels.scaled_rows import (
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import Fields, shown
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.weights.encoding import aligned
-from offload_runtime.weights.formats import scale_tensors, scaled_bytes
+from offload_runtime.stream import PIECE_BYTES, Staging, own_or
+from offload_runtime.weights.encoding import aligned, scale_tensors, scaled_bytes
 from offload_runtime.weights.header import StoredTensor, damaged
 from offload_runtime.weights.layout import checkpoint_tensors
-from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 
 # How elements are called in files, of which tensors may consist or parts of quantised ones.
 DTYPES = {

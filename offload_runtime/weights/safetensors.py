@@ -24,6 +24,7 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import MOST, Fields, HeaderError, shortened, shown
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import family_named, language_settings, model_config_from_json
+from offload_runtime.stream import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.header import (
@@ -40,7 +41,6 @@ from offload_runtime.weights.quantised import (
     quantisation_of,
     refuse_unsaid,
 )
-from offload_runtime.weights.staging import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.tokenizer import directory_vocabulary, load_tokenizer
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"

@@ -15,11 +15,10 @@ from offload_runtime.core import Batch, TokenTree
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.runners import Decoder, ModelRunner, decide
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.stream import CopyEngine, DeviceBudget, Registrar, make_copy_engine
+from offload_runtime.stream import CopyEngine, DeviceBudget, Registrar, Staging, make_copy_engine
 from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import HostWeights, load_weights
-from offload_runtime.weights.staging import Staging
 from tests.helpers.models import model_config_from_transformers
 
 CPU = torch.device("cpu")

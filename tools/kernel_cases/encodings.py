@@ -22,7 +22,7 @@ from offload_runtime_kernels.linear import linear_triton
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, decode_scaled_triton
 
-from offload_runtime.weights.formats import scaled_bytes, scaled_rows
+from offload_runtime.weights.encoding import scaled_bytes, scaled_rows
 
 Decode = Callable[[torch.Tensor, torch.Tensor], object]
 # Of down, and of gate and up together.

@@ -24,8 +24,8 @@ from widening.shapes import WideShape, check_architecture, check_fits, place_hea
 
 from offload_runtime.errors import OptionError
 from offload_runtime.models.registry import model_config_from_json
+from offload_runtime.stream import Staging
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.staging import Staging
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

@@ -22,7 +22,7 @@ from widening.made import transformers_config_of
 from offload_runtime.errors import OptionError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.formats import format_of
+from offload_runtime.weights.encoding import format_of
 from offload_runtime.weights.gguf_header import read_gguf_header
 from offload_runtime.weights.loader import Progress
 

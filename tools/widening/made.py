@@ -14,9 +14,9 @@ from widening.shapes import WideShape
 
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import model_config_from_json
+from offload_runtime.stream import Staging
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.encoding import Fill
-from offload_runtime.weights.staging import Staging
 
 _STD = 0.02
 _CHUNK_ELEMENTS = 1 << 22  # random numbers drawn at a time: 16 MiB of fp32

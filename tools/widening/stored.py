@@ -17,10 +17,10 @@ from widening.made import UntrainedLlama, named_generator
 from widening.shapes import WideShape
 
 from offload_runtime.errors import OptionError
+from offload_runtime.stream import Staging
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.formats import format_of
+from offload_runtime.weights.encoding import format_of
 from offload_runtime.weights.neighbours import MIXES, stored_kinds
-from offload_runtime.weights.staging import Staging
 
 BF16 = "bf16"
 STORED = (*(mix.lower() for mix in MIXES), BF16)
