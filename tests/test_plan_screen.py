@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import OlmoHybridConfig
 from typer.testing import CliRunner, Result
 
 from offload_runtime import Runtime
@@ -102,6 +103,12 @@ def test_formats_that_are_named_fit_and_are_smaller_than_ones_own() -> None:
     for mix, way in zip(("Q8_0", "Q4_K_M"), refused.changes, strict=False):
         assert plan_run(request("llama-3.1-70b", mix), CARD) == way.plan
     assert [mix for mix, *_ in smaller_formats(request("llama-3.1-70b", "Q6_K").target)] == ["Q4_K_M"]
+
+
+def test_formats_of_llama_cpp_are_not_named_of_families_that_it_does_not_have(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(OlmoHybridConfig().to_json_string())
+    answer = plan(str(tmp_path), "--vram", "12GB").output
+    assert "--encode auto" in answer and "as Q" not in answer
 
 
 REFUSED = {

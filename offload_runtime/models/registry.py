@@ -115,6 +115,12 @@ def gguf_family(arch: str, *, slides: bool) -> str | None:
     return _SLIDING.get(found or "", found) if slides else found
 
 
+def has_gguf(architecture: str) -> bool:
+    """Whether llama.cpp has models of one of transformers' classes."""
+    family, known = next(item for item in FAMILIES.items() if item[1].architecture == architecture)
+    return bool(known.gguf) or family in _SLIDING.values()
+
+
 def language_settings(settings: dict[str, Any], where: str) -> dict[str, Any]:
     """What `config.json` says of the language model: all of it, or of a model that reads images or sounds too the part
     about text, where that is of a family that runs."""

@@ -13,6 +13,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError, OffloadError
 from offload_runtime.hardware import MachineProfile
+from offload_runtime.models.registry import has_gguf
 from offload_runtime.plan import cost
 from offload_runtime.plan.search import LEAST_CONTEXT_TOKENS, plan_run
 from offload_runtime.plan.sizes import USUAL_CARD, MemoryLimits, RunPlan, ShortageError, limits_of, make_plan
@@ -124,9 +125,11 @@ def _fitting(
 
 
 def smaller_formats(model: DescribedModel) -> list[tuple[str, int, DescribedModel]]:
-    """The usual formats that are clearly smaller than a model's own, the largest first: name, bytes, the model so."""
+    """The usual formats that are clearly smaller than a model's own, the largest first: name, bytes, the model so.
+    There are none of families that llama.cpp does not have."""
     dtype, config = model.native_dtype, model.config()
-    stored = ((mix, DescribedModel(config, dtype, kinds=stored_kinds(config, mix))) for mix in MIXES[:-1])
+    mixes = MIXES[:-1] if has_gguf(config.architecture) else ()
+    stored = ((mix, DescribedModel(config, dtype, kinds=stored_kinds(config, mix))) for mix in mixes)
     sized = [(mix, so.layout(dtype).total_bytes, so) for mix, so in stored]
     return [one for one in sized if one[1] < _SMALLER * model.layout(dtype).total_bytes]
 
