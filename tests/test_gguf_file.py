@@ -13,7 +13,7 @@ import torch
 import widen_model
 from widening.gguf_file import packed_kinds, write_gguf
 from widening.shapes import WideShape
-from widening.stored import stored_llama
+from widening.stored import stored_model
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
@@ -66,7 +66,7 @@ def test_packed_files_hold_what_gguf_makes_of_a_widened_model(words: Path, tmp_p
 def test_random_blocks_are_written_as_they_are(words: Path, tmp_path: Path) -> None:
     source, shape = open_checkpoint(words), WideShape(256, 512, 2, 4, 2, 64)
     vocab_size = source.config().vocab_size + 7
-    made = stored_llama(
+    made = stored_model(
         shape, "q4_k_m", vocab_size=vocab_size, context_tokens=128, reference="r", words=source, stretch_bytes=1 << 16
     )
     kinds = stored_kinds(made.config(), "Q4_K_M")

@@ -19,7 +19,8 @@ from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an auto
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = "long_target"
 TOOLS = (
-    "bench_kernels", "bench_long_context", "bench_serving", "bench_streaming", "bench_trees", "check_identity",
+    "bench_kernels", "bench_long_context", "bench_serving", "bench_streaming", "bench_trees", "check_hybrids",
+    "check_identity",
     "compare", "sweep", "timeline", "widen_model",
 )  # fmt: skip
 ON_CPU = ("--device", "cpu", "--dtype", "fp32")
@@ -103,6 +104,13 @@ def test_bad_input_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and said in line
     assert not list(tmp_path.iterdir())
+
+
+def test_hybrids_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--vocab-size", 256, "--turns", 4, "--answers", 3, "--prompts", 1, "--tokens", 60)
+    assert call("check_hybrids", "--shape", "tiny-hybrid", "--layers", 4, *ON_CPU, *sizes) == 0
+    parts = json.loads(capsys.readouterr().out.splitlines()[-1])["parts"]
+    assert [part["compared"] for part in parts] == [4, 3, 1, 180]
 
 
 def test_kernels_need_a_gpu_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:

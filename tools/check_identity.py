@@ -28,9 +28,9 @@ import torch
 from harness import check_out, emit, provenance
 from safetensors.torch import save_file
 from widening.checkpoint import noisy_copy
-from widening.made import MadeCheckpoint, UntrainedLlama, Wordless, named_generator
+from widening.made import MadeCheckpoint, UntrainedModel, Wordless, named_generator
 from widening.shapes import WideShape
-from widening.stored import stored_llama
+from widening.stored import stored_model
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
@@ -88,12 +88,12 @@ def _fill(name: str, out: torch.Tensor, _: object = None) -> None:
 def made_models(folder: Path) -> dict[str, CheckpointSource]:
     """A model for each kind of weights, and a draft."""
     sizes: dict[str, Any] = {"vocab_size": _VOCAB_SIZE, "context_tokens": _CONTEXT_TOKENS}
-    plain = UntrainedLlama(_SHAPE, _fill, reference="bf16", **sizes)
+    plain = UntrainedModel(_SHAPE, _fill, reference="bf16", **sizes)
     return {
         "bf16": plain,
         _DRAFT: noisy_copy(plain, 0.02),
-        "q4_k_m": stored_llama(_SHAPE, "q4_k_m", reference="q4_k_m", **sizes),
-        "heavy": stored_llama(_SHAPE, "bf16", reference="heavy", **sizes),
+        "q4_k_m": stored_model(_SHAPE, "q4_k_m", reference="q4_k_m", **sizes),
+        "heavy": stored_model(_SHAPE, "bf16", reference="heavy", **sizes),
         "fp8": _in_fp8(plain, folder),
     }
 

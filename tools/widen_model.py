@@ -31,9 +31,9 @@ from harness import DTYPES
 from widening.checkpoint import WidenedCheckpoint
 from widening.convert import convert_to_safetensors
 from widening.gguf_file import packed_kinds, write_gguf
-from widening.made import random_llama
+from widening.made import random_model
 from widening.shapes import SHAPES, shape_named
-from widening.stored import BF16, STORED, mix_named, stored_llama
+from widening.stored import STORED, mix_named, stored_model
 from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.errors import OptionError
@@ -127,11 +127,11 @@ def made_model(arguments: argparse.Namespace) -> CheckpointSource:
         raise OptionError(f"--vocab-size {vocab_size} is less than the source's {source.config().vocab_size}: raise it")
     reference = f"random weights under the vocabulary of {source.reference}"
     if arguments.stored is not None:
-        return stored_llama(
+        return stored_model(
             shape, arguments.stored, arguments.seed, vocab_size=vocab_size, context_tokens=context,
             reference=reference, words=source,
         )  # fmt: skip
-    return random_llama(
+    return random_model(
         shape, arguments.seed, vocab_size=vocab_size, words=source, device=device, context_tokens=context,
         reference=reference,
     )  # fmt: skip
@@ -179,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the noise and of the surplus")
     parser.add_argument("--vocab-size", type=int, help="of --random: more rows than the source's vocabulary")
     parser.add_argument(
-        "--stored", choices=[name for name in STORED if name != BF16], help="one GGUF file of this mix of formats"
+        "--stored", choices=[name for name in STORED if mix_named(name)], help="one GGUF file of this mix of formats"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the written safetensors (bf16)")
     parser.add_argument("--device", default="auto", help="where surplus random numbers are drawn: auto, cuda or cpu")

@@ -20,9 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from harness import DTYPES, Parser, add_report_options
 from widening.checkpoint import WidenedCheckpoint
-from widening.made import random_llama
+from widening.made import random_model
 from widening.shapes import WideShape, shape_named
-from widening.stored import STORED, stored_llama
+from widening.stored import STORED, stored_model
 
 from offload_runtime.config import Dtype
 from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError, OptionError
@@ -42,7 +42,7 @@ LONG_PROMPT_TOKENS, DEFAULT_PREFILL_CHUNK = 8192, 4096
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama with a vocabulary and a context of its own; `--layers` may cut the decoder."""
+    """A model with a vocabulary and a context of its own; `--layers` may cut the decoder."""
 
     decoder: WideShape
     vocab_size: int
@@ -56,6 +56,9 @@ SHAPES = {
     "llama2-13b": Shape(shape_named("llama2-13b"), 32000, 4096),
     "llama3-8b": Shape(shape_named("llama3-8b"), 128256, 8192),
     "llama3-70b": Shape(shape_named("llama2-70b"), 128256, 8192),
+    "tiny-hybrid": Shape(shape_named("tiny-hybrid"), 256, 1024),
+    "qwen3.5-0.8b": Shape(shape_named("qwen3.5-0.8b"), 248320, 262144),
+    "qwen3.6-27b": Shape(shape_named("qwen3.6-27b"), 248320, 262144),
 }
 
 
@@ -79,8 +82,8 @@ def random_source(
         "reference": f"random {name} in {stored}" if stored else f"random {name}",
     }  # fmt: skip
     if stored is not None:
-        return stored_llama(decoder, stored, seed, **how)
-    return random_llama(decoder, seed, **how, device=device).as_source()
+        return stored_model(decoder, stored, seed, **how)
+    return random_model(decoder, seed, **how, device=device).as_source()
 
 
 def _decoder(name: str, layers: int | None) -> WideShape:
@@ -223,7 +226,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--noise", type=float, help="of the shape with --source: relative, on its matrices (0)")
     parser.add_argument(
         "--stored", choices=STORED,
-        help="of the shape: random blocks of a mix of GGUF's formats, or full matrices of heavy-tailed bf16",
+        help="of the shape: random blocks of a mix of GGUF's formats, squares of FP8, or matrices of heavy-tailed bf16",
     )  # fmt: skip
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--seed", type=int, default=0)

@@ -1,8 +1,9 @@
-"""Checkpoints that are computed while they are read: what they have in common, and Llamas of random numbers."""
+"""Checkpoints that are computed while they are read: what they have in common, and models of random numbers."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
@@ -83,7 +84,19 @@ class MadeCheckpoint(CheckpointSource):
         return CheckpointSource(**(same | changes))
 
 
-class UntrainedLlama(MadeCheckpoint):
+def fill_vector(name: str, out: torch.Tensor, generator: torch.Generator) -> None:
+    """Norms of ones; rates and time steps of gated delta layers by which heads forget over 1 to 1000 tokens, as in new
+    models."""
+    if name.endswith(("A_log", "dt_bias")):
+        low, high = (1.0, 16.0) if name.endswith("A_log") else (1e-3, 0.1)
+        drawn = torch.rand(out.shape, generator=generator, device=generator.device) * math.log(high / low)
+        drawn += math.log(low)
+        out.copy_(drawn if name.endswith("A_log") else drawn.exp().expm1().log())
+    else:
+        out.fill_(1)
+
+
+class UntrainedModel(MadeCheckpoint):
     """A `CheckpointSource` of which just the cost of passes is measured.
 
     Args:
@@ -100,11 +113,8 @@ class UntrainedLlama(MadeCheckpoint):
         context_tokens: int, reference: str, words: CheckpointSource | None = None,
     ) -> None:  # fmt: skip
         described = None if words is None else transformers_config_of(words)
-        hf_config = transformers.LlamaConfig(
-            architectures=["LlamaForCausalLM"], vocab_size=vocab_size, hidden_size=shape.hidden_size,
-            intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
-            num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads, head_dim=shape.head_dim,
-            max_position_embeddings=context_tokens, tie_word_embeddings=False,
+        hf_config = transformers.AutoConfig.for_model(
+            **shape.settings(), vocab_size=vocab_size, max_position_embeddings=context_tokens,
             bos_token_id=getattr(described, "bos_token_id", None),
             eos_token_id=getattr(described, "eos_token_id", None),
             pad_token_id=getattr(described, "pad_token_id", None),
@@ -114,23 +124,26 @@ class UntrainedLlama(MadeCheckpoint):
         super().__init__(reference, hf_config, config, words, fills)
 
 
-def random_llama(
+def random_model(
     shape: WideShape, seed: int = 0, *, vocab_size: int, context_tokens: int, reference: str,
     words: CheckpointSource | None = None, device: torch.device | None = None,
-) -> UntrainedLlama:  # fmt: skip
+) -> UntrainedModel:  # fmt: skip
     """Random weights: a target, or a draft whose steps cost what a known small model's cost.
 
     Args:
         shape: What is made.
         seed: Each tensor is seeded by its name, in whatever order it is read.
-        vocab_size, context_tokens, reference, words: As of `UntrainedLlama`.
+        vocab_size, context_tokens, reference, words: As of `UntrainedModel`.
         device: Where the numbers are drawn: a CPU core needs minutes for 7B of them. A GPU draws others.
     """
 
     def fill(name: str, out: torch.Tensor, _: Staging | None = None) -> None:
-        mean = 1.0 if out.dim() == 1 else 0.0  # Llama's only vectors are norms
-        fill_gaussian(out, named_generator(device or torch.device("cpu"), seed, "random", name), mean=mean)
+        generator = named_generator(device or torch.device("cpu"), seed, "random", name)
+        if out.dim() == 1:
+            fill_vector(name, out, generator)
+        else:
+            fill_gaussian(out, generator, mean=0.0)
 
-    return UntrainedLlama(
+    return UntrainedModel(
         shape, fill, vocab_size=vocab_size, context_tokens=context_tokens, reference=reference, words=words
     )

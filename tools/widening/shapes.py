@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,9 +25,19 @@ class WideShape:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            require_positive(name, value)
+            if value is not False:
+                require_positive(name, value)
         if self.num_heads % self.num_kv_heads:
             raise OptionError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly")
+
+    def settings(self) -> dict[str, Any]:
+        """Its family and sizes, as transformers calls them."""
+        return {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size, "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads, "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim, "tie_word_embeddings": False,
+        }  # fmt: skip
 
     @classmethod
     def of(cls, config: ModelConfig) -> WideShape:
@@ -37,11 +48,39 @@ class WideShape:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class HybridShape(WideShape):
+    """That of a Qwen3.5, of whose layers every fourth attends: the others are gated delta layers.
+
+    Attributes:
+        key_heads, value_heads: Of gated delta layers.
+        delta_dim: Channels of those heads.
+        tied: Whether the embedding is the head, too.
+    """
+
+    key_heads: int
+    value_heads: int
+    delta_dim: int = 128
+    tied: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """Its family and sizes, as transformers calls them."""
+        return super().settings() | {
+            "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text",
+            "linear_num_key_heads": self.key_heads, "linear_num_value_heads": self.value_heads,
+            "linear_key_head_dim": self.delta_dim, "linear_value_head_dim": self.delta_dim,
+            "linear_conv_kernel_dim": 4, "tie_word_embeddings": self.tied,
+        }  # fmt: skip
+
+
 SHAPES = {
     "llama2-7b": WideShape(4096, 11008, 32, 32, 32, 128), "llama2-13b": WideShape(5120, 13824, 40, 40, 40, 128),
     "llama3-8b": WideShape(4096, 14336, 32, 32, 8, 128), "qwen2.5-32b": WideShape(5120, 27648, 64, 40, 8, 128),
     "llama2-70b": WideShape(8192, 28672, 80, 64, 8, 128), "llama-68m": WideShape(768, 3072, 2, 12, 12, 64),
-    "tiny": WideShape(64, 160, 8, 4, 2, 16),  # for trying a benchmark out; too small to hold a real language
+    "qwen3.5-0.8b": HybridShape(1024, 3584, 24, 8, 2, 256, 16, 16, tied=True),
+    "qwen3.6-27b": HybridShape(5120, 17408, 64, 24, 4, 256, 16, 48),
+    # For trying a benchmark out; too small to hold a real language.
+    "tiny": WideShape(64, 160, 8, 4, 2, 16), "tiny-hybrid": HybridShape(64, 160, 4, 4, 2, 32, 1, 2, 32),
 }  # fmt: skip
 
 
@@ -143,8 +182,10 @@ def check_fits(config: ModelConfig, shape: WideShape) -> None:
     """Refuse a shape that the small model cannot be embedded in.
 
     Raises:
-        OptionError: Something of the large shape is smaller, or the head dimensions do not divide.
+        OptionError: Something of the large shape is smaller, the head dimensions do not divide, or it is a hybrid's.
     """
+    if isinstance(shape, HybridShape):
+        raise OptionError("a small Llama has no place in a hybrid: choose another shape, or random weights")
     for name, least in vars(WideShape.of(config)).items():
         large = getattr(shape, name)
         if least > large:

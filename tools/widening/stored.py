@@ -1,5 +1,6 @@
-"""Llamas of random numbers as files store them: blocks of GGUF's formats, or heavy-tailed bf16 that a code has to work
-on. They cost what a real file's cost, on the link, on the card and to decode, and are made as fast as memory is copied.
+"""Models of random numbers as files store them: blocks of GGUF's formats, squares of FP8 numbers, or heavy-tailed bf16
+that a code has to work on. They cost what a real file's cost, on the link, on the card and to decode, and are made as
+fast as memory is copied.
 
 Of each kind one stretch of blocks is drawn, and every matrix is that stretch over and over from a place of its own on.
 """
@@ -7,27 +8,34 @@ Of each kind one stretch of blocks is drawn, and every matrix is that stretch ov
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Lock
 
 import torch
 from offload_runtime_kernels.gguf_blocks import FORMATS
-from widening.made import UntrainedLlama, named_generator
+from offload_runtime_kernels.scaled_rows import ScaledFormat, decode_scaled, pack_numbers
+from widening.made import UntrainedModel, fill_vector, named_generator
 from widening.shapes import WideShape
 
 from offload_runtime.errors import OptionError
 from offload_runtime.stream import Staging
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
-from offload_runtime.weights.encoding import format_of
+from offload_runtime.weights.encoding import format_of, scaled_bytes, scaled_rows
 from offload_runtime.weights.neighbours import MIXES, stored_kinds
+from offload_runtime.weights.quantised import quantisation_of
 
-BF16 = "bf16"
-STORED = (*(mix.lower() for mix in MIXES), BF16)
+BF16, FP8 = "bf16", "fp8"
+STORED = (*(mix.lower() for mix in MIXES), FP8, BF16)
 _PLAIN_KIND = "BF16"
+# As Qwen's have it: squares of 128 x 128 numbers share a scale, what makes decays is in bf16.
+_FP8_SETTINGS = {
+    "quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ["in_proj_a", "in_proj_b"]
+}  # fmt: skip
 _STD = 0.02
 _STRETCH_BYTES = 64 << 20  # more than the caches of a GPU hold
 _SAMPLE_BLOCKS = 256
+_FP8_STD = 100.0  # E4M3 ends at 448
 _DEGREES_OF_FREEDOM = 3
 
 
@@ -39,7 +47,7 @@ def mix_named(stored: str) -> str | None:
     """
     if stored not in STORED:
         raise OptionError(f"--stored {stored!r} is not known: use one of {', '.join(STORED)}")
-    return None if stored == BF16 else next(mix for mix in MIXES if mix.lower() == stored)
+    return None if stored in (FP8, BF16) else next(mix for mix in MIXES if mix.lower() == stored)
 
 
 def random_blocks(kind: str, count: int, generator: torch.Generator) -> torch.Tensor:
@@ -81,6 +89,12 @@ def heavy_tailed(count: int, generator: torch.Generator) -> torch.Tensor:
     return (t * scale).bfloat16().view(torch.uint8).view(count, 2)
 
 
+def fp8_numbers(count: int, generator: torch.Generator) -> torch.Tensor:
+    """E4M3 numbers that scales of 1 / `_FP8_STD` bring to std 0.02, as uint8 [count, 1]."""
+    normal = torch.randn(count, generator=generator).mul_(_FP8_STD)
+    return normal.to(torch.float8_e4m3fn).view(torch.uint8).view(count, 1)
+
+
 class _Stretches:
     """What matrices are copied from, by kind, each drawn when it is first needed. Threads may share it.
 
@@ -99,10 +113,10 @@ class _Stretches:
         with self._lock:
             if kind not in self._drawn:
                 generator = named_generator(torch.device("cpu"), self._seed, "stored", kind)
-                weights = 1 if kind == _PLAIN_KIND else FORMATS[kind].weights
-                count = max(1, self._most_bytes // format_of(kind).file_bytes(weights))
-                draw = heavy_tailed if kind == _PLAIN_KIND else partial(random_blocks, kind)
-                self._drawn[kind] = draw(count, generator)
+                weights = FORMATS[kind].weights if kind in FORMATS else 1
+                count = max(1, self._most_bytes // (format_of(kind).file_bytes(weights) if kind != FP8 else 1))
+                drawers = {_PLAIN_KIND: heavy_tailed, FP8: fp8_numbers}
+                self._drawn[kind] = drawers.get(kind, partial(random_blocks, kind))(count, generator)
             return self._drawn[kind]
 
     def copy(self, kind: str, name: str, out: torch.Tensor) -> None:
@@ -117,7 +131,7 @@ class _Stretches:
             done, at = done + count, 0
 
 
-def stored_llama(
+def stored_model(
     shape: WideShape, stored: str, seed: int = 0, *, vocab_size: int, context_tokens: int, reference: str,
     words: CheckpointSource | None = None, stretch_bytes: int = _STRETCH_BYTES,
 ) -> CheckpointSource:  # fmt: skip
@@ -127,22 +141,27 @@ def stored_llama(
         shape: What is made.
         stored: One of `STORED`.
         seed: The same bytes, whether they are kept as they are or decoded.
-        vocab_size, context_tokens, reference, words: As of `UntrainedLlama`.
+        vocab_size, context_tokens, reference, words: As of `UntrainedModel`.
         stretch_bytes: How much is drawn of each kind.
 
     Raises:
         OptionError: Nothing is stored so, or rows of the shape are not whole blocks.
     """
-    mix, stretches, kinds = mix_named(stored), _Stretches(seed, stretch_bytes), dict[str, str]()
+    mix, stretches = mix_named(stored), _Stretches(seed, stretch_bytes)
+    kinds = dict[str, str | ScaledFormat]()
 
     def fill(name: str, out: torch.Tensor, _: Staging | None = None) -> None:
-        if name not in kinds and out.dim() == 1:  # Llama's only vectors are norms
-            out.fill_(1)
+        if out.dim() == 1 and name not in kinds:
+            fill_vector(name, out, named_generator(torch.device("cpu"), seed, name))
             return
-        kind, columns = kinds.get(name, _PLAIN_KIND), shapes[name][1]
+        kind, shape = kinds.get(name, _PLAIN_KIND), shapes[name]
+        if isinstance(kind, ScaledFormat):
+            _fill_scaled(kind, shape, partial(stretches.copy, FP8, name), out)
+            return
         if kind == _PLAIN_KIND and out.dtype == torch.bfloat16:
             stretches.copy(kind, name, out.view(torch.uint8))
             return
+        out, columns = out.flatten(1), math.prod(shape[1:])
         matrix = torch.empty(len(out), format_of(kind).file_bytes(columns), dtype=torch.uint8)
         stretches.copy(kind, name, matrix)
         if out.dtype == torch.uint8:
@@ -150,13 +169,34 @@ def stored_llama(
         else:
             format_of(kind).decode_file_rows(matrix.to(out.device), out)
 
-    made = UntrainedLlama(
+    made = UntrainedModel(
         shape, fill, vocab_size=vocab_size, context_tokens=context_tokens, reference=reference, words=words
     )
     shapes = {name: to.shape for name, to in checkpoint_tensors(made.config()).items()}
     if mix is not None:
         kinds |= _checked(stored_kinds(made.config(), mix), made)
+    elif stored == FP8:
+        quantisation = quantisation_of({"quantization_config": _FP8_SETTINGS}, reference)
+        assert quantisation is not None
+        kinds |= quantisation.forms(made.config(), torch.float32)
     return made.as_source(kinds=kinds)
+
+
+def _fill_scaled(
+    form: ScaledFormat, shape: Sequence[int], copy: Callable[[torch.Tensor], None], out: torch.Tensor
+) -> None:
+    """Fill what is stored of a matrix [M, K], or decoded to a float dtype, with numbers that `copy` brings."""
+    rows, columns = shape
+    numbers = torch.empty(rows, columns, dtype=torch.uint8)
+    copy(numbers)
+    stored = torch.zeros(scaled_bytes(form, rows, columns), dtype=torch.uint8)
+    parts = scaled_rows(stored, form, rows, columns)
+    pack_numbers(numbers, form, parts.numbers)
+    parts.scales.fill_(_STD / _FP8_STD)
+    if out.dtype == torch.uint8:
+        out.copy_(stored)
+    else:
+        decode_scaled(scaled_rows(stored.to(out.device), form, rows, columns), form, 0, out)
 
 
 def _checked(kinds: Mapping[str, str], made: CheckpointSource) -> Mapping[str, str]:
