@@ -226,7 +226,11 @@ def test_hub_id_downloads_what_is_needed_and_no_more(single, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     source = open_checkpoint("org/name-1.5B")
     assert source.config().hidden_size == 32 and source.reference == "org/name-1.5B"
-    assert picked == repository[:6]
+    assert picked == ["config.json", *repository[:6]]
+    edit_config(single, model_type="mamba", architectures=["MambaForCausalLM"])
+    with pytest.raises(UnsupportedArchitectureError, match="Mamba layers"):
+        open_checkpoint("org/name-1.5B")
+    assert picked[7:] == ["config.json"]
 
 
 @pytest.mark.parametrize(

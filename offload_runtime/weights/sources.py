@@ -278,6 +278,8 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
             )
         if on_hub[2]:
             return _only_model(name, download_gguf(on_hub[1], on_hub[2]))
+        if wanted is CHECKPOINT_FILES:  # gigabytes: a model that does not run is told by its configuration
+            _opened(download_model(on_hub[1], CONFIGURATION_FILES), name, whole=False)
         return download_model(on_hub[1], wanted)  # and not what else is in the cache
     files = [file for file in path.iterdir() if file.suffix.lower() == ".gguf"]
     found = [file for file in files if not _COMPANION.search(file.name)] or files
