@@ -14,7 +14,7 @@ from offload_runtime.models.layers import DecoderLayer
 from offload_runtime.models.reading import attention_of, decoder, mlp_of, num_layers, rope
 from offload_runtime.models.registry import Family, less_one
 
-KINDS = ("linear_attention", "full_attention")
+_KINDS = ("linear_attention", "full_attention")
 
 
 def delta_of(fields: Fields, *, beta_scale: float = 1.0) -> DeltaShape:
@@ -48,15 +48,15 @@ def linear_layers(fields: Fields, interval: int = 4) -> list[int]:
     """
     count, kinds = num_layers(fields), fields.items("layer_types", str)
     interval = fields.integer("full_attention_interval", interval)
-    by_interval = [KINDS[not (layer + 1) % interval] for layer in range(count)]
+    by_interval = [_KINDS[not (layer + 1) % interval] for layer in range(count)]
     if kinds and len(kinds) != count:
         raise CheckpointError(
             f"{fields.where}: layer_types has {len(kinds)} entries for {count} layers: fix it, or download or convert "
             "it again"
         )
-    if unknown := sorted({*kinds} - {*KINDS}):
+    if unknown := sorted({*kinds} - {*_KINDS}):
         raise UnsupportedArchitectureError(
-            f"{fields.where}: layer_types has {shown(unknown)}, and only {' and '.join(KINDS)} are supported: choose "
+            f"{fields.where}: layer_types has {shown(unknown)}, and only {' and '.join(_KINDS)} are supported: choose "
             "another model"
         )
     if kinds and "full_attention_interval" in fields and kinds != by_interval:
@@ -65,7 +65,7 @@ def linear_layers(fields: Fields, interval: int = 4) -> list[int]:
             f"{fields.where}: layer {layer} is {kinds[layer]} by layer_types and {by_interval[layer]} by "
             f"full_attention_interval {interval}: take out the one that is wrong, or download it again"
         )
-    found = [layer for layer, kind in enumerate(kinds or by_interval) if kind == KINDS[0]]
+    found = [layer for layer, kind in enumerate(kinds or by_interval) if kind == _KINDS[0]]
     if len(found) == count:
         raise UnsupportedArchitectureError(
             f"{fields.where}: none of {count} layers attends, and one has to: choose another model"
@@ -95,7 +95,7 @@ def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
         )
     count = fields.integer("block_count") - fields.integer("nextn_predict_layers", 0, at_least=0)
     recurrent = fields.values.get("qwen35.attention.recurrent_layers")
-    kinds = {"layer_types": [KINDS[not one] for one in recurrent[:count]]} if isinstance(recurrent, list) else {}
+    kinds = {"layer_types": [_KINDS[not one] for one in recurrent[:count]]} if isinstance(recurrent, list) else {}
     return {
         "num_hidden_layers": count,
         "attention_bias": any(name.endswith(".attn_q.bias") for name in names),
