@@ -223,8 +223,8 @@ def test_what_is_no_model_of_ours_says_why(arch: str, fields: Fields, words: str
     ("reference", "repository", "what"),
     [
         ("hf.co/org/name:Q4_K_M", "org/name", "*[-._/][qQ]4_[kK]_[mM].[gG][gG][uU][fF]"),
-        ("huggingface.co/org/name", "org/name", "*.safetensors"),
-        ("https://huggingface.co/org/name/tree/main", "org/name", "*.safetensors"),
+        ("huggingface.co/org/name", "org/name", "config.json"),
+        ("https://huggingface.co/org/name/tree/main", "org/name", "config.json"),
         ("https://huggingface.co/org/name/blob/main/a/m.gguf", "org/name", "a/m.gguf"),
         ("https://huggingface.co/org/name/resolve/main/m.gguf?download=true", "org/name", "m.gguf"),
     ],
