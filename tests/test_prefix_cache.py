@@ -260,7 +260,7 @@ def test_a_draft_reads_again_what_its_cache_does_not_keep(target: Path, draft: P
 
 
 def test_a_store_that_is_of_no_use_is_refused(target: Path) -> None:
-    for kv, nbytes, message in (("gpu", -1, "negative"), ("gpu", 10, "hold none of"), ("host", 1 << 30, "host memory")):
+    for kv, nbytes, message in (("gpu", -1, "negative"), ("gpu", 10, "holds none"), ("host", 1 << 30, "host memory")):
         with loaded(target, draft="none", kv=kv) as runtime:
             with pytest.raises(OptionError, match=message):
                 Scheduler(runtime, prefix_cache_bytes=nbytes)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from typer.core import TyperGroup
@@ -27,6 +27,9 @@ from offload_runtime.cli.reports import profile, verify
 from offload_runtime.errors import OffloadError, OptionError, StorageError
 from offload_runtime.options import require
 from offload_runtime.server import require_extra
+
+if TYPE_CHECKING:
+    from offload_runtime.plan import RunPlan
 
 # What a shell reports for a program that SIGPIPE ended, as most of those in front of `| head` are.
 BROKEN_PIPE_EXIT_CODE = 141
@@ -86,7 +89,7 @@ def serve(options: ServeOptions) -> None:
     config, served = options.config, options.server  # judged before anything is loaded
     refuse_early(config)
     require_extra()
-    from offload_runtime.engine.prefix_cache import prefix_files
+    from offload_runtime.engine.prefix_cache import prefix_files, require_stores
     from offload_runtime.server.app import Server
 
     if served.sessions is not None:
@@ -113,10 +116,14 @@ def serve(options: ServeOptions) -> None:
     # The model's name is the last part of where it is, never the whole path.
     where = os.path.abspath(config.target) if os.path.exists(config.target) else config.target
     names = options.served_model_name or [Path(where).name.removesuffix(".gguf")]
+
+    def check_plan(plan: RunPlan) -> None:
+        require_stores(plan, served.prefix_cache_bytes or 0, served.sessions_bytes)
+
     stopping = terminal.signal_handler(on_signal, signal.SIGINT, signal.SIGTERM)
     with stopping, Server(served, terminal.status_line) as server:
         terminal.status_line(f"listening at {server.url}: /health says when the model is there")
-        with load_runtime(options, config) as runtime, server.serving(runtime, *names):
+        with load_runtime(options, config, check_plan=check_plan) as runtime, server.serving(runtime, *names):
             at_once = runtime.plan.target.batch
             terminal.status_line(f"ready: {at_once} request{'s' * (at_once > 1)} at once, a page at {server.url}/")
             is_ready.set()

@@ -33,6 +33,7 @@ from offload_runtime.sizes import format_bytes
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
     from offload_runtime.engine.request import Prompt, PromptRoom
+    from offload_runtime.plan import RunPlan
 
     CheckPrompts = Callable[[PromptRoom], object]
     OnPrefill = Callable[[int, int], None]
@@ -113,17 +114,25 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
 
 
 @contextmanager
-def load_runtime(options: LoadOptions, config: RuntimeConfig, check: CheckPrompts | None = None) -> Iterator[Runtime]:
+def load_runtime(
+    options: LoadOptions, config: RuntimeConfig, check: CheckPrompts | None = None,
+    check_plan: Callable[[RunPlan], None] = lambda plan: None,
+) -> Iterator[Runtime]:  # fmt: skip
     """Load the target (and the draft) with a progress bar in bytes on stderr, and say there how long it took and what
-    lives where; what `check` refuses is refused before weights are read. With `--json` what libraries print meanwhile
-    goes to stderr, too."""
+    lives where; what `check` and `check_plan` refuse is refused before weights are read. With `--json` what libraries
+    print meanwhile goes to stderr, too."""
     from offload_runtime.engine import Runtime
 
     if options.threads is not None:
         import torch
 
         torch.set_num_threads(options.threads)
-    on_plan = print_explanation if options.explain else None
+
+    def on_plan(plan: RunPlan) -> None:
+        check_plan(plan)
+        if options.explain:
+            print_explanation(plan)
+
     with terminal.only_json(options.as_json):
         with terminal.ProgressBars(enabled=not options.no_progress, in_bytes=True) as bars:
             runtime = Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)

@@ -28,9 +28,10 @@ from offload_runtime.cache import ANCHOR_TOKENS, BlockFiles, BlockLayout, BlockS
 from offload_runtime.cache.saved_blocks import first_whole_block
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import BudgetError, SessionError, StorageError
+from offload_runtime.options import require
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import DraftKVState
-from offload_runtime.sizes import GB
+from offload_runtime.sizes import GB, format_bytes
 from offload_runtime.weights import CheckpointSource
 
 # To be raised with every change by which the target's keys and values get other bits: what was saved before is refused.
@@ -43,6 +44,18 @@ def prefix_files(directory: Path, most_bytes: int | None = None) -> BlockFiles:
     """The blocks of a server, which no other one may use meanwhile. Raises `StorageError`."""
     remedy = "choose another directory for --sessions"
     return BlockFiles(directory, remedy=remedy, most_bytes=most_bytes or _SERVER_BYTES)
+
+
+def require_stores(plan: RunPlan, prefix_cache_bytes: int, sessions_bytes: int | None) -> None:
+    """Refuse stores that would be of no use to a run, or not hold any block of it. Raises `OptionError`."""
+    require(prefix_cache_bytes >= 0, f"prefix_cache_bytes must not be negative, not {prefix_cache_bytes}")
+    on_host = prefix_cache_bytes and plan.target.on_host
+    require(not on_host, "a prefix cache does nothing where the KV cache is in host memory: drop --prefix-cache")
+    block_bytes = plan.target.kv_block_bytes
+    for name, nbytes in (("--prefix-cache", prefix_cache_bytes or None), ("--sessions-size", sessions_bytes)):
+        if nbytes is not None:
+            why = f"{name} of {format_bytes(nbytes)} holds none of the blocks of 256 tokens"
+            require(nbytes >= block_bytes, f"{why}, of {format_bytes(block_bytes)} each: raise it, or drop it")
 
 
 @dataclass(frozen=True)

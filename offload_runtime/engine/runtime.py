@@ -18,7 +18,7 @@ from offload_runtime.engine.conversation import Conversation, TokenStream
 from offload_runtime.engine.engine import Engine, RequestOutput, device_errors
 from offload_runtime.engine.load import describe_placement, load_runtime
 from offload_runtime.engine.load_model import LoadProgress
-from offload_runtime.engine.prefix_cache import prefix_files
+from offload_runtime.engine.prefix_cache import prefix_files, require_stores
 from offload_runtime.engine.proposing import settle
 from offload_runtime.engine.request import GenerationResult, Prompt, PromptRoom, Request
 from offload_runtime.engine.sessions import (
@@ -435,10 +435,9 @@ class Runtime(AbstractContextManager["Runtime"]):
         raise an `OptionError`. See `Scheduler`."""
         with self._locked(), ExitStack() as stack:
             self._require_open()
-            stores = self._stores(prefix_cache_bytes)
+            require_stores(self.plan, prefix_cache_bytes, sessions_bytes)
+            stores = [BlockStore(prefix_cache_bytes)] if prefix_cache_bytes else []
             if sessions is not None:
-                if sessions_bytes is not None:
-                    self._require_block(sessions_bytes, "sessions are", "raise --sessions-size")
                 stores.append(stack.enter_context(prefix_files(sessions, sessions_bytes)))
             self._is_served = True
             try:
@@ -450,26 +449,6 @@ class Runtime(AbstractContextManager["Runtime"]):
             finally:
                 self._is_served = False
                 self.engine.cancel_all()
-
-    def _stores(self, nbytes: int) -> list[BlockStore]:
-        """Return what holds blocks that slots lose in host memory; none for 0 bytes.
-
-        Raises:
-            OptionError: It would be of no use, or not hold any.
-        """
-        require(nbytes >= 0, f"prefix_cache_bytes must not be negative, not {nbytes}")
-        if not nbytes:
-            return []
-        on_host = self.plan.target.on_host
-        require(not on_host, "prefix_cache_bytes does nothing with the KV cache in host memory: drop it")
-        self._require_block(nbytes, "prefix_cache_bytes is for", "raise it, or 0 for none")
-        return [BlockStore(nbytes)]
-
-    def _require_block(self, nbytes: int, what: str, remedy: str) -> None:
-        """Raise `OptionError` unless a block of all layers fits into `nbytes`."""
-        block_bytes = self.plan.target.kv_block_bytes
-        sizes = f"{format_bytes(nbytes)} hold none of {format_bytes(block_bytes)}"
-        require(nbytes >= block_bytes, f"{what} blocks of 256 tokens, and {sizes}: {remedy}")
 
     def close(self) -> None:
         """Stop the copies, give all memory back, and write the trace if there is one. The runtime cannot be used
