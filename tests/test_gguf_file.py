@@ -105,30 +105,6 @@ def test_nothing_half_written_stays(words: Path, tmp_path: Path, monkeypatch: py
         write_gguf(made, tmp_path / "a.gguf", kinds, words=words)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (
-            ["--stored", "q4_k_m", "--out", "x.gguf"],
-            "Q4_K_M cannot be packed here: take one of Q8_0, Q4_0",
-        ),
-        (["--stored", "q8_0", "--out", "x"], "--stored writes one file: name it like x.gguf"),
-        (["--stored", "q8_0", "--out", "x.gguf", "--dtype", "fp32"], "--dtype fp32 is of safetensors"),
-        (["--vocab-size", "9", "--out", "x"], "--vocab-size is of --random weights"),
-        (["--shape", "llama2-7b", "--random", "--vocab-size", "9", "--out", "x"], "--vocab-size 9 is less than"),
-    ],
-)
-def test_the_command_refuses(
-    options: list[str], said: str, words: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["widen_model.py", "--source", str(words), "--device", "cpu", *options])
-    assert widen_model.main() == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert said in line and not any(tmp_path.iterdir())
-
-
 def test_the_command_writes_one_file(words: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     out = tmp_path / "tiny.gguf"
     command = ["--source", str(words), "--shape", "tiny", "--random", "--stored", "q4_k_m", "--device", "cpu"]

@@ -39,8 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hardware": {PROFILES, "stream", KERNELS},  # for whose products the library has the bits
     "grammar": {"grammar_process", "stream"},
     "grammar_process": set(),
-    "penalties": {"stream"},
-    "sampling": {"grammar", "stream", "penalties", KERNELS},
+    "sampling": {"grammar", "stream", KERNELS},
     "models": {"stream", KERNELS},  # what everything else orders and adds up
     "weights": {"stream", "models", KERNELS},
     "cache": {"stream", "models", KERNELS},
