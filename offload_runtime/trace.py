@@ -32,7 +32,7 @@ MOST_SPANS = 1_000_000
 # Of so many attempts to catch host and device at one moment the tightest counts.
 _ALIGNMENTS = 5
 _REMEDY = "name another place with --trace"
-_OF_CARD = " of card "
+OF_CARD = " of card "
 
 
 class CudaClock:
@@ -283,13 +283,7 @@ def _on_host(spans: Iterable[Span], to_host: Callable[[float], float]) -> list[S
 
 def row_of_card(row: str, number: int) -> str:
     """What a row is called that is of one of several cards: its plain name is of the first."""
-    return f"{row}{_OF_CARD}{number}" if number else row
-
-
-def card_of_row(row: str) -> tuple[str, int]:
-    """The way back: a row's plain name and the number of its card."""
-    plain, _, number = row.partition(_OF_CARD)
-    return plain, int(number or 0)
+    return f"{row}{OF_CARD}{number}" if number else row
 
 
 # What is copied: `weights` of (layer,), or `kv` of (layer, sequence, first block).

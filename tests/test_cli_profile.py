@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime.errors import DeviceError
 from offload_runtime.hardware import MachineProfile, load_profile, measure, profile_toml
+from offload_runtime.hardware.bench import HostInfo, NvmlAnswer, PcieLink
 from offload_runtime.hardware.measure import GpuReport, MachineReport
-from offload_runtime.hardware.system import HostInfo, NvmlAnswer, PcieLink
 from tests.test_cli_fakes import app_of
 
 PROFILE = MachineProfile(

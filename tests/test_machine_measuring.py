@@ -11,9 +11,8 @@ import torch
 
 from offload_runtime.errors import DeviceError, OptionError
 from offload_runtime.hardware import DTYPES, MachineProfile, bench, load_profile, save_profile
-from offload_runtime.hardware.bench import measure_decode_gweights_per_s
+from offload_runtime.hardware.bench import HostInfo, NvmlAnswer, PcieLink, measure_decode_gweights_per_s
 from offload_runtime.hardware.measure import GpuReport, MachineReport, advise, measure_machine
-from offload_runtime.hardware.system import HostInfo, NvmlAnswer, PcieLink
 
 GIB = 1 << 30
 

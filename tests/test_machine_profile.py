@@ -16,7 +16,7 @@ from offload_runtime.hardware import (
     save_profile,
     shipped_directory,
 )
-from offload_runtime.hardware.system import PcieLink
+from offload_runtime.hardware.bench import PcieLink
 
 GIB = 1 << 30
 DECODED = {"Q4_0", "Q8_0", "Q4_K", "Q6_K", "INT4", "INT8", "FP8", "12-bit BF16"}

@@ -19,10 +19,10 @@ from offload_runtime.trace import (
     COMPUTE,
     DRAFT,
     LINK,
+    OF_CARD,
     PASSES,
     STALLS,
     TRACE_VERSION,
-    card_of_row,
     covered_seconds,
     union_seconds,
 )
@@ -142,8 +142,8 @@ def read_trace(path: Path) -> TraceFile:
 
 
 def _event(span: Mapping[str, Any]) -> Event:
-    row, card = card_of_row(str(span["cat"]))
-    return Event(row, span["name"], span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6, span["args"], card)
+    row, _, card = str(span["cat"]).partition(OF_CARD)
+    return Event(row, span["name"], span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6, span["args"], int(card or 0))
 
 
 def num_cards(events: Iterable[Event]) -> int:

@@ -350,14 +350,6 @@ def block_bytes(config: ModelConfig, dtype: torch.dtype, layer: int) -> int:
     return config.attentions[layer].kv_elements(BLOCK_TOKENS) * dtype.itemsize
 
 
-def kv_cache_bytes(
-    config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, spare_positions: int = 0
-) -> int:
-    """Bytes of a `KVCache`."""
-    blocks = num_blocks(capacity_tokens) + num_blocks(spare_positions)
-    return batch * blocks * sum(block_bytes(config, dtype, layer) for layer in config.attentions)
-
-
 def compact_path(caches: Sequence[torch.Tensor], committed: int, rows: Sequence[int]) -> None:
     """Move the rows of a window that form a path, in place, on the current stream. Leading rows that are where they
     belong, all of a chain, are left alone and cost nothing.
@@ -459,7 +451,7 @@ class StreamingDraftCache(KVCache):
 def streaming_capacity_tokens(sink_tokens: int, recent_tokens: int, window_tokens: int) -> int:
     """Tokens of a sequence that a `StreamingDraftCache` holds: what it keeps at most, and a window, in whole blocks.
 
-    It takes the `kv_cache_bytes` of these; moving takes as much as one layer's share of it on top, for a moment.
+    Moving takes as much as one layer's share of it on top, for a moment.
     """
     return num_blocks(sink_tokens + recent_tokens + BLOCK_TOKENS - 1 + window_tokens) * BLOCK_TOKENS
 

@@ -19,7 +19,7 @@ from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
-from offload_runtime.cache.device import KVCache, allocate_layers, block_shapes, kv_cache_bytes, num_blocks
+from offload_runtime.cache.device import KVCache, allocate_layers, block_bytes, block_shapes, num_blocks
 from offload_runtime.config import chunks_of_budget
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Rows
@@ -352,4 +352,5 @@ def retrieved_bytes(config: ModelConfig, dtype: torch.dtype, *, budget_tokens: i
     """Device bytes of `RetrievedChunks`: the blocks and the table of places."""
     num_heads = sum(one.num_kv_heads for one in config.attentions.values())
     places = batch * num_heads * chunks_of_budget(budget_tokens, chunk_size)
-    return kv_cache_bytes(config, dtype, capacity_tokens=budget_tokens, batch=batch) + 4 * places
+    each_bytes = sum(block_bytes(config, dtype, layer) for layer in config.attentions)
+    return batch * num_blocks(budget_tokens) * each_bytes + 4 * places

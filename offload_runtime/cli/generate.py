@@ -350,7 +350,7 @@ def machine_line(device_type: str) -> str:
     """Return the device and the versions that the figures below it belong to."""
     import torch
 
-    from offload_runtime.hardware.system import read_host_info
+    from offload_runtime.hardware.bench import read_host_info
 
     on_cpu = f"{read_host_info().cpu_name}, {os.cpu_count()} threads"
     name = torch.cuda.get_device_name() if device_type == "cuda" else on_cpu

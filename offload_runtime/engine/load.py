@@ -28,7 +28,7 @@ from offload_runtime.engine.proposing import largest_windows, make_proposer
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.hardware.system import read_host_info
+from offload_runtime.hardware.bench import read_host_info
 from offload_runtime.options import require
 from offload_runtime.plan import CardLimit, MemoryLimits, Placement, RunPlan
 from offload_runtime.plan.sizes import DTYPE_NAMES, PROCESS_BYTES

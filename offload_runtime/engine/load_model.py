@@ -20,7 +20,7 @@ from offload_runtime.cache.device import StreamingDraftCache
 from offload_runtime.cache.retrieval import RetrievedDraftCache
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.errors import BudgetError
-from offload_runtime.hardware.system import usable_cores
+from offload_runtime.hardware.bench import usable_cores
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Weights
 from offload_runtime.models.rope import RopeTable

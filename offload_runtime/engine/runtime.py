@@ -492,7 +492,7 @@ def device_facts(devices: Sequence[torch.device]) -> dict[str, Any]:
     ]
     driver = None
     if devices[0].type == "cuda":
-        from offload_runtime.hardware.system import read_nvml
+        from offload_runtime.hardware.bench import read_nvml
 
         driver = read_nvml(str(torch.cuda.get_device_properties(devices[0]).uuid)).driver
     return {**cards[0], "driver": driver, "cards": cards}

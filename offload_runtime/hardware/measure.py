@@ -15,8 +15,16 @@ import torch
 from offload_runtime.config import card_names
 from offload_runtime.errors import BudgetError, DeviceError
 from offload_runtime.hardware import MachineProfile, bench
-from offload_runtime.hardware.bench import CannotMeasureError, LinkBench
-from offload_runtime.hardware.system import HUGE_PAGES, HostInfo, NvmlAnswer, printable, read_host_info, read_nvml
+from offload_runtime.hardware.bench import (
+    HUGE_PAGES,
+    CannotMeasureError,
+    HostInfo,
+    LinkBench,
+    NvmlAnswer,
+    printable,
+    read_host_info,
+    read_nvml,
+)
 from offload_runtime.options import require
 from offload_runtime.sizes import GIB, format_bytes
 from offload_runtime.stream import Card, current_device, reaches, resolve_device, resolve_devices, staging_threads

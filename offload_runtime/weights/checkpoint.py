@@ -122,13 +122,6 @@ class CheckpointSource(DescribedModel):
         return (*ids, own)
 
     @cached_property
-    def hf_config(self) -> Any:
-        """Return the transformers configuration object."""
-        from transformers import AutoConfig
-
-        return AutoConfig.for_model(**self.settings)
-
-    @cached_property
     def fingerprint(self) -> str:
         """Tells this model from every other one, wherever its files lie: a hash of the configuration and, of each
         tensor, of its name, how it is stored, and three pieces of its content. Reads no more than that: all of a large

@@ -3,7 +3,6 @@ memory that a peer may take."""
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import psutil
 import torch
 from common import PeerOptions
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -114,7 +113,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def transformers_config(source: CheckpointSource, dtype: torch.dtype) -> Any:
     """The model's configuration, with torch's fused attention."""
-    config = copy.deepcopy(source.hf_config)
+    config = AutoConfig.for_model(**source.settings)
     config.dtype = dtype
     config._attn_implementation = "sdpa"
     return config

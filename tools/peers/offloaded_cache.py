@@ -23,7 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from offload_runtime.errors import BudgetError
-from offload_runtime.hardware.system import read_host_info
+from offload_runtime.hardware.bench import read_host_info
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.sizes import format_bytes
 
