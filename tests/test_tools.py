@@ -19,9 +19,8 @@ from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an auto
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = "long_target"
 TOOLS = (
-    "bench_kernels", "bench_long_context", "bench_serving", "bench_streaming", "bench_trees", "check_hybrids",
-    "check_identity",
-    "compare", "sweep", "timeline", "widen_model",
+    "bench_hybrids", "bench_kernels", "bench_long_context", "bench_serving", "bench_streaming", "bench_trees",
+    "check_hybrids", "check_identity", "compare", "sweep", "timeline", "widen_model",
 )  # fmt: skip
 ON_CPU = ("--device", "cpu", "--dtype", "fp32")
 TINY = ("--shape", "tiny", *ON_CPU, "--repeats", "1", "--prompt-tokens", "12", "--new-tokens", "6")
