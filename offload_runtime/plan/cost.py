@@ -41,6 +41,10 @@ _DECODE_SHARE = 0.9
 # Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.
 _WINDOW_ATTENTION_SHARE = 0.115
 _PREFILL_ATTENTION_SHARE = 0.5
+# The gated delta rule, chunk after chunk by fp32 multiply-adds, of which consumer cards do as many: operations a second
+# in windows (64 and 256 rows of a 27B on an H200: 0.12 and 0.34 ms a layer) and in prompts (8192 tokens: 8.1 ms). A
+# single row takes as long as one kernel waits for another.
+_WINDOW_DELTA_FLOPS, _PREFILL_DELTA_FLOPS, _DELTA_S = 5e12, 6.4e12, 28e-6
 # Queries of a KV head are worked on in tiles of so many rows.
 _ATTENTION_TILE_ROWS = 16
 # A streamed 7B pass: 21.5 ms of host work for 32 layers of 9 launches, 33.8 ms with 21.
@@ -219,7 +223,7 @@ def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, row
         work = _work(layer, rows, length_tokens + rows)
         operations = batch * work.attention_operations * _filled_up(layer, rows)
         kv_s = batch * work.kv_elements * target.dtype.itemsize / _hbm(machine)
-        stages.append((count, kv_s, operations / (_WINDOW_ATTENTION_SHARE * machine.flops(DTYPE_NAMES[target.dtype]))))
+        stages.append((count, kv_s, _attention_s(layer, operations, machine.flops(DTYPE_NAMES[target.dtype]))))
     layers = len(target.layers)
     products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * -(-height // _SLICE_ROWS)
     launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces + decodings
@@ -292,6 +296,13 @@ def _work(layer: DecoderLayer, rows: int, context: int) -> Work:
     return layer.work(rows, context)
 
 
+def _attention_s(layer: DecoderLayer, operations: float, flops: float, *, in_prompt: bool = False) -> float:
+    """Seconds of what a layer does with other rows than its own, where products of matrices reach so many `flops`."""
+    if isinstance(layer.attention, Attention):
+        return operations / ((_PREFILL_ATTENTION_SHARE if in_prompt else _WINDOW_ATTENTION_SHARE) * flops)
+    return _DELTA_S + operations / (_PREFILL_DELTA_FLOPS if in_prompt else _WINDOW_DELTA_FLOPS)
+
+
 def _filled_up(layer: DecoderLayer, rows: int) -> float:
     """How many times the queries of a window are what they are once filled up to whole tiles."""
     attention = layer.attention
@@ -342,7 +353,8 @@ def _step_s(
     stages, decodings = _matrix_stages(plan, model, machine, rows)
     compute_s = sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages)
     launches = len(model.layers) * (_LAYER_LAUNCHES + _PRODUCTS + choice_launches) + _STEP_LAUNCHES + decodings
-    return compute_s + kv_bytes / _hbm(machine) + launches * _launch_s(machine)
+    deltas_s = _DELTA_S * sum(layer in model.config.deltas for layer in model.layers)
+    return compute_s + kv_bytes / _hbm(machine) + deltas_s + launches * _launch_s(machine)
 
 
 def drafting_s(plan: RunPlan, machine: MachineProfile, *, gamma: int, tree_nodes: int = 0) -> float:
@@ -518,12 +530,12 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
     for card in cards:
         own, placement = card.target, card.placement
         moved_bytes = sum(own.layout.layers[layer].moved_bytes(slices, passes=pieces) for layer in own.layers)
-        work = [(_work(layer, prompt_tokens, prompt_tokens), count) for layer, count in _kinds(own).items()]
-        operations = sum(
-            count * (one.product_operations + one.attention_operations / _PREFILL_ATTENTION_SHARE)
-            for one, count in work
-        )
-        each_s = batch * moved_bytes / _hbm(machine), batch * operations / machine.flops(DTYPE_NAMES[own.dtype])
+        flops, own_s = machine.flops(DTYPE_NAMES[own.dtype]), 0.0
+        for layer, count in _kinds(own).items():
+            work = _work(layer, prompt_tokens, prompt_tokens)
+            around_s = _attention_s(layer, work.attention_operations, flops, in_prompt=True)
+            own_s += count * (work.product_operations / flops + around_s)
+        each_s = batch * moved_bytes / _hbm(machine), batch * own_s
         hbm_s, arithmetic_s, compute_s = hbm_s + each_s[0], arithmetic_s + each_s[1], compute_s + max(each_s)
         full_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         written_bytes = batch * own.kv_bytes_of(own.kv_layers_on_host, full_tokens)
