@@ -284,6 +284,8 @@ def test_states_of_a_long_context_take_host_memory_that_may_be_refused(tmp_path:
     command = ["plan", "--target", str(tmp_path), "--profile", "rtx4090", "--context", "131072", "--batch", "1"]
     answer = CliRunner().invoke(app, [*command, "--json"])
     host = {part["name"]: part["nbytes"] for part in json.loads(answer.stdout)["host_memory"]["parts"]}
+    kept = json.loads(answer.stdout)["layers"]
+    assert sorted([*kept["kv_resident"], *kept["kv_streamed"]]) == [*range(3, 64, 4)]
     of_layer = 48 * 128 * 128 * 4 + 3 * (2 * 16 + 48) * 128 * 2
     assert host["states to go back to"] == pytest.approx((131072 // 4096 + 8) * 48 * of_layer, rel=0.01)
     refused = CliRunner().invoke(app, [*command, "--ram", "50GB"])

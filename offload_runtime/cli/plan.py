@@ -202,12 +202,13 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
     from offload_runtime.engine.load import describe_draft_cache, describe_staging
     from offload_runtime.plan import memory_name
 
-    target, placement, count = plan.target, plan.placement, len(plan.placement.layers)
+    target, placement = plan.target, plan.placement
     words = [
         describe_draft_cache(plan),
-        f"weights: {_layers(placement.resident_layers, count)}; {target.layout.stored_as}",
+        f"weights: {_layers(placement.resident_layers, placement.layers)}; {target.layout.stored_as}",
         describe_staging(placement),
-        f"KV cache of {target.batch} x {target.context_tokens} tokens: {_layers(plan.resident_kv_layers, count)}",
+        f"KV cache of {target.batch} x {target.context_tokens} tokens: "
+        + _layers(plan.resident_kv_layers, plan.kv_layers),
         f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}",
     ]
     for number, card in enumerate(plan.cards if plan.num_cards > 1 else ()):
@@ -239,11 +240,11 @@ def _bytes_table(title: str, columns: Sequence[str], rows: Sequence[tuple[Any, .
     return table
 
 
-def _layers(resident: Sequence[int], num_layers: int) -> str:
-    if len(resident) in (0, num_layers):
-        return f"all {num_layers} layers {'on the device' if resident else 'streamed'}"
-    streamed = [layer for layer in range(num_layers) if layer not in resident]
-    kept = f"{len(resident)} of {num_layers} layers on the device ({_ranges(resident)})"
+def _layers(resident: Sequence[int], layers: Sequence[int]) -> str:
+    if len(resident) in (0, len(layers)):
+        return f"all {len(layers)} layers {'on the device' if resident else 'streamed'}"
+    streamed = [layer for layer in layers if layer not in resident]
+    kept = f"{len(resident)} of {len(layers)} layers on the device ({_ranges(resident)})"
     return f"{kept}, {len(streamed)} streamed ({_ranges(streamed)})"
 
 
@@ -322,7 +323,7 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
         "weights_resident": placement.resident_layers, "weights_staged": placement.staged_layers,
         "weights_streamed": placement.streamed_layers, "kv_resident": resident_kv,
         "kv_staged": placement.staged_kv_layers,
-        "kv_streamed": [layer for layer in placement.layers if layer not in resident_kv],
+        "kv_streamed": [layer for layer in plan.kv_layers if layer not in resident_kv],
     }  # fmt: skip
     cards = [
         {

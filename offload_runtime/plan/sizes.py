@@ -399,9 +399,14 @@ class RunPlan:
         return target.bytes_of_layers(self.placement.streamed_layers) + kv_bytes
 
     @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers that keep keys and values, which those with states do not."""
+        return tuple(layer for layer in self.placement.layers if layer in self.target.config.attentions)
+
+    @property
     def resident_kv_layers(self) -> tuple[int, ...]:
         """Layers whose keys and values stay on the device."""
-        return tuple(layer for layer in self.placement.layers if layer not in self.target.kv_layers_on_host)
+        return tuple(layer for layer in self.kv_layers if layer not in self.target.kv_layers_on_host)
 
     @property
     def is_staged(self) -> bool:
