@@ -176,7 +176,7 @@ class Checker:
                     if output.error is not None:
                         raise output.error
                     if output.logits is not None:
-                        rows[id(output.request)].append(output.logits.cpu())
+                        rows[id(output.request)].append(output.logits.to("cpu", copy=True))
         return [Answer(one.tokens, torch.cat(rows[id(one)])) for one in requests]
 
     def prompts(self) -> Part:
