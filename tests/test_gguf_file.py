@@ -12,7 +12,7 @@ import pytest
 import torch
 import widen_model
 from widening.gguf_file import packed_kinds, write_gguf
-from widening.shapes import WideShape
+from widening.shapes import SHAPES, WideShape
 from widening.stored import stored_model
 
 from offload_runtime.config import SpeculationOptions
@@ -63,16 +63,18 @@ def test_packed_files_hold_what_gguf_makes_of_a_widened_model(words: Path, tmp_p
     assert rows.tensor_type == Q4_0 and np.array_equal(rows.data.reshape(8, 8, 2, -1), halves.swapaxes(1, 2))
 
 
-def test_random_blocks_are_written_as_they_are(words: Path, tmp_path: Path) -> None:
-    source, shape = open_checkpoint(words), WideShape(256, 512, 2, 4, 2, 64)
+@pytest.mark.parametrize("shape", [WideShape(256, 512, 2, 4, 2, 64), SHAPES["tiny-hybrid"]], ids=["llama", "hybrid"])
+@pytest.mark.parametrize("mix", ["Q4_K_M", "Q8_0"])
+def test_random_blocks_are_written_as_they_are(words: Path, tmp_path: Path, shape: WideShape, mix: str) -> None:
+    source = open_checkpoint(words)
     vocab_size = source.config().vocab_size + 7
     made = stored_model(
-        shape, "q4_k_m", vocab_size=vocab_size, context_tokens=128, reference="r", words=source, stretch_bytes=1 << 16
+        shape, mix.lower(), vocab_size=vocab_size, context_tokens=128, reference="r", words=source, stretch_bytes=65536
     )
-    kinds = stored_kinds(made.config(), "Q4_K_M")
+    kinds = stored_kinds(made.config(), mix)
     read = open_checkpoint(write_gguf(made, tmp_path / "random.gguf", kinds, words=words))
     assert read.kinds == {**dict.fromkeys(read.kinds, "F32"), **kinds} and read.config().vocab_size == vocab_size
-    for name in ("model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight", "lm_head.weight"):
+    for name in kinds:
         assert torch.equal(stored_rows(made, name), stored_rows(read, name)), name
     assert answer(made) == answer(read)
 

@@ -7,6 +7,8 @@
     python tools/widen_model.py --source demo --shape llama2-13b --noise 0.05 --stored q8_0 --out wide-13b.gguf
     python tools/widen_model.py --source demo --shape llama2-70b --random --vocab-size 128256 --stored q4_k_m \\
         --out random-70b.gguf
+    python tools/widen_model.py --source demo --shape qwen3.6-27b --random --vocab-size 248320 --stored q8_0 \\
+        --out random-27b.gguf
 
 The result is a safetensors directory that transformers loads too. `--delta` applies a sparse fine-tune: files of new
 values, not differences, under transformers' names, which take the place of the source's; `--rope` is another rotary

@@ -1,10 +1,12 @@
-"""Write any readable Llama as one GGUF file: its blocks where it has some, else packed by gguf's own quantiser.
+"""Write any readable Llama as one GGUF file: its blocks where it has some, else packed by gguf's own quantiser. And a
+Qwen3.5 of random numbers, of which it does not matter that such a file has heads of values in another order.
 
 All or nothing, as a directory of safetensors: the file gets its name last.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -29,7 +31,8 @@ from offload_runtime.weights.loader import Progress
 PACKED = ("Q8_0", "Q4_0")  # that gguf packs, and llama.cpp's quantiser stores nearly everything of such a file as
 _WRITERS = 16  # packing is what takes time, on one core each
 _PACKED_ELEMENTS = 1 << 22  # at a time: 16 MiB of fp32
-_PERMUTED = ("q_proj.weight", "k_proj.weight")
+_PERMUTED = ("q_proj.weight", "k_proj.weight")  # of a Llama
+_SHIFTED = ("layernorm.weight", "_norm.weight", "model.norm.weight")  # norms of a Qwen3.5
 _ROPE_KINDS = ("default", "linear", "yarn")
 
 
@@ -69,7 +72,7 @@ def write_gguf(
     """Write a model.
 
     Args:
-        source: What to write: a Llama.
+        source: What to write: a Llama, or a Qwen3.5 of random numbers.
         out: New file; it appears only when it is complete.
         kinds: By transformers' name how matrices are stored. Those of the source itself are written as they are, and
             others packed; vectors are in fp32.
@@ -104,18 +107,19 @@ def _described(
 ) -> tuple[gguf.GGUFWriter, list[_Tensor]]:
     """What the header says, and the tensors in the order of the file."""
     config = source.config()
-    writer = gguf.GGUFWriter(None, "llama")
-    _add_shape(writer, config, transformers_config_of(source))
+    arch = gguf.MODEL_ARCH.QWEN35 if config.deltas else gguf.MODEL_ARCH.LLAMA
+    writer, described = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[arch]), transformers_config_of(source)
+    _add_shape(writer, config, described)
+    if config.deltas:
+        _add_deltas(writer, described)
     _add_words(writer, words)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_layers)
+    names = gguf.get_tensor_name_map(arch, config.num_layers)
     tensors, offset_bytes = list[_Tensor](), 0
     for name, to in checkpoint_tensors(config).items():
-        kind = kinds.get(name, "F32")
-        stem, _, suffix = name.rpartition(".")
-        rows = to.shape[0] if len(to.shape) == 2 else 1
-        nbytes = rows * format_of(kind).file_bytes(to.shape[-1])
-        stored = gguf.GGMLQuantizationType[kind]
-        writer.add_tensor_info(f"{names.get_name(stem)}.{suffix}", to.shape, torch.float32, nbytes, raw_dtype=stored)
+        kind, shape = kinds.get(name, "F32"), tuple(size for size in to.shape if size > 1)  # taps have three dimensions
+        nbytes = math.prod(shape[:-1]) * format_of(kind).file_bytes(shape[-1])
+        called = names.get_name(name.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+        writer.add_tensor_info(called, shape, torch.float32, nbytes, raw_dtype=gguf.GGMLQuantizationType[kind])
         tensors.append(_Tensor(name, to.shape, kind, nbytes, offset_bytes))
         offset_bytes += gguf.GGUFWriter.ggml_pad(nbytes, writer.data_alignment)
     return writer, tensors
@@ -130,7 +134,8 @@ def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, described: Any) -> 
     writer.add_head_count_kv(config.attention.num_kv_heads)
     writer.add_key_length(config.attention.head_dim)
     writer.add_value_length(config.attention.head_dim)
-    writer.add_rope_dimension_count(config.attention.head_dim)
+    rotated = described.rope_parameters.get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(rotated * config.attention.head_dim))
     writer.add_vocab_size(config.vocab_size)
     writer.add_layer_norm_rms_eps(described.rms_norm_eps)
     rope = described.rope_parameters
@@ -143,6 +148,15 @@ def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, described: Any) -> 
         writer.add_rope_scaling_factor(rope["factor"])
     if kind == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+
+
+def _add_deltas(writer: gguf.GGUFWriter, described: Any) -> None:
+    writer.add_full_attention_interval(described.layer_types.index("full_attention") + 1)
+    writer.add_ssm_conv_kernel(described.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(described.linear_key_head_dim)
+    writer.add_ssm_group_count(described.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(described.linear_num_value_heads)
+    writer.add_ssm_inner_size(described.linear_value_head_dim * described.linear_num_value_heads)
 
 
 def _add_words(writer: gguf.GGUFWriter, words: Path) -> None:
@@ -178,7 +192,7 @@ def _write_tensors(
         def write(tensor: _Tensor) -> None:
             nonlocal done_bytes
             at = start_bytes + tensor.offset_bytes
-            stored = _stored(source, tensor, config.attention.head_dim).view(-1).numpy().data.cast("B")
+            stored = _stored(source, tensor, config).view(-1).numpy().data.cast("B")
             while stored:
                 count = os.pwrite(handle, stored, at)
                 stored, at = stored[count:], at + count
@@ -196,13 +210,15 @@ def _write_tensors(
         os.close(handle)
 
 
-def _stored(source: CheckpointSource, tensor: _Tensor, head_dim: int) -> torch.Tensor:
-    """A tensor's bytes as they lie in the file: uint8 [rows, bytes of a row], or fp32 of a vector."""
+def _stored(source: CheckpointSource, tensor: _Tensor, config: ModelConfig) -> torch.Tensor:
+    """A tensor's bytes as they lie in the file: uint8 [rows, bytes of a row], or fp32 of a vector and of taps."""
     fill = source.fills[tensor.name]
-    if len(tensor.shape) == 1:
-        vector = torch.empty(tensor.shape)
-        fill(vector)
-        return vector
+    if len(tensor.shape) != 2:
+        values = torch.empty(tensor.shape)
+        fill(values)
+        if tensor.name.endswith("A_log"):
+            return -values.exp()
+        return values + 1 if config.deltas and tensor.name.endswith(_SHIFTED) else values
     rows, columns = tensor.shape
     if source.kinds.get(tensor.name) == tensor.kind:
         kept = torch.empty(rows, format_of(tensor.kind).row_bytes(columns), dtype=torch.uint8)
@@ -216,7 +232,9 @@ def _stored(source: CheckpointSource, tensor: _Tensor, head_dim: int) -> torch.T
         for part, packed in zip(values.split(step), out.split(step), strict=True):
             found = gguf.quantize(part.float().numpy(), gguf.GGMLQuantizationType[tensor.kind])
             packed.copy_(torch.from_numpy(found))
-    if tensor.name.endswith(_PERMUTED):  # llama.cpp rotates neighbouring channels: two halves are interleaved
+    if tensor.name.endswith(_PERMUTED) and not config.deltas:
+        # llama.cpp rotates neighbouring channels: two halves are interleaved.
+        head_dim = config.attention.head_dim
         halves = out.view(rows // head_dim, 2, head_dim // 2, -1)
         out = halves.transpose(1, 2).reshape(rows, -1)
     return out
