@@ -11,7 +11,7 @@ from emulation import emulated
 
 from offload_runtime.cache import HostKVCache, block_bytes
 from offload_runtime.engine import Runtime
-from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError
+from offload_runtime.errors import BudgetError, DeviceError
 from offload_runtime.hardware import MachineProfile, save_profile
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 
@@ -75,19 +75,6 @@ def test_a_card_that_is_not_smaller_is_refused_with_figures() -> None:
     ):
         with pytest.raises(DeviceError, match=words):
             emulated(replace(TOY, **changes), device="cpu")
-
-
-def test_a_profile_has_to_say_what_to_emulate() -> None:
-    for changes, words in (
-        ({"link_gbps": None, "link_back_gbps": None}, "toy cannot be emulated"),
-        ({"gpus": 0, "gpu_name": None, "vram_bytes": None, "vram_reserved_bytes": None, "link_gbps": None,
-          "link_back_gbps": None, "hbm_gbps": None, "tflops": {}}, "toy cannot be emulated"),
-    ):  # fmt: skip
-        with pytest.raises(OptionError, match=words):
-            emulated(replace(TOY, **changes), device="cpu")
-    with pytest.raises(ProfileError, match="did you mean rtx4090"):
-        emulated("rtx409", device="cpu")
-    assert emulated(None, vram="1GB") == {"device": "auto", "vram": "1GB", "profile": None}
 
 
 @pytest.mark.gpu

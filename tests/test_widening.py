@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import widen_model
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.assembly import in_memory
@@ -25,15 +21,11 @@ from tests.helpers.widening import (
     SAME_HEADS,
     WidenedCheckpoint,
     WideShape,
-    rope,
     small_model,
-    tensors_of,
     write,
 )  # fmt: skip
 
 TOKENS = random_tokens(40)
-LONG = rope("yarn", factor=16.0, original_max_position_embeddings=8192) | {"rope_theta": 1e5}
-HEADS_OF_128 = WideShape(96, 160, 4, 12, 12, 128)
 
 
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -52,49 +44,12 @@ def source_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture
-def delta(source_dir: Path, tmp_path: Path) -> Path:
-    """New queries, keys and norms."""
-    generator = torch.Generator().manual_seed(11)
-    new = {
-        name: old * (1 + 0.3 * torch.randn(old.shape, generator=generator)) * (0.5 if "q_proj" in name else 1.0)
-        for name, old in tensors_of(open_checkpoint(source_dir)).items()
-        if any(word in name for word in ("q_proj", "k_proj", "norm"))
-    }
-    save_file(new, tmp_path / "delta.safetensors")
-    return tmp_path / "delta.safetensors"
-
-
 @pytest.mark.parametrize(("shape", "tied"), [(MHA, True), (GQA, False), (SAME_HEADS, False)])
 def test_the_logits_are_the_small_models(shape: WideShape, tied: bool, tmp_path: Path) -> None:
     model = small_model(tie_word_embeddings=tied)
     wide = AutoModelForCausalLM.from_pretrained(write(WidenedCheckpoint(in_memory(model), shape), tmp_path / "wide"))
     assert wide.config.hidden_size == shape.hidden_size and wide.config.num_hidden_layers == shape.num_layers
     assert error(all_logits(wide, TOKENS), all_logits(model, TOKENS)) < 1e-5
-
-
-def test_a_fine_tune_is_applied_and_widened_up_to_128k(source_dir: Path, delta: Path, tmp_path: Path) -> None:
-    source, new = open_checkpoint(source_dir), load_file(delta)
-    stretched = StretchedCheckpoint(source, [delta], rope=LONG)
-    old = tensors_of(source)
-    for name, tensor in tensors_of(stretched).items():
-        assert torch.equal(tensor, new.get(name, old[name])), name
-    model = AutoModelForCausalLM.from_pretrained(source_dir)
-    config = copy.deepcopy(model.config)
-    config.rope_parameters, config.max_position_embeddings = dict(LONG), 131072
-    tuned: Any = type(model)(config)
-    tuned.load_state_dict(model.state_dict() | new)
-    wide = AutoModelForCausalLM.from_pretrained(write(WidenedCheckpoint(stretched, HEADS_OF_128), tmp_path / "wide"))
-    assert wide.config.max_position_embeddings == 131072
-
-    @torch.no_grad()
-    def logits(which: Any, positions: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = which(torch.tensor([TOKENS]), position_ids=positions[None], use_cache=False).logits[0]
-        return found
-
-    for last in (39, 8192, 131071):
-        for positions in (torch.arange(last - 39, last + 1), torch.linspace(0, last, 40).long()):
-            assert error(logits(wide, positions), logits(tuned.eval(), positions)) < 1e-5, positions
 
 
 @pytest.fixture

@@ -19,11 +19,6 @@ GQA = WideShape(80, 130, 5, 16, 4, 24)
 SAME_HEADS = WideShape(64, 100, 3, 8, 8, 8)
 
 
-def rope(rope_type: str, **others: Any) -> dict[str, Any]:
-    """transformers' rope parameters."""
-    return {"rope_type": rope_type, "rope_theta": 10000.0, **others}
-
-
 def randomise(model: Any) -> Any:
     """Every parameter matters: attention that is not uniform, norms that differ, a residual stream that eps bends."""
     generator = torch.Generator().manual_seed(3)
