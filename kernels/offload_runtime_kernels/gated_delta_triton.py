@@ -470,7 +470,7 @@ def gated_delta_triton(
                 TILED=shape.tiled, ROWS=few, TREE=tree, num_warps=4, **heads,
             )  # fmt: skip
         # What a state becomes on the way, where the rows may be undone.
-        folded = memory.states if keeps else torch.empty_like(memory.states[:batch])
+        folded = memory.states if keeps else memory.states.new_empty(batch, *memory.states.shape[1:])
         _chunks_kernel[(batch, shape.value_heads, shape.value_dim // _BLOCK)](
             q, k, v, decays, betas, subtracted, added, values, recalled, out, memory.states, folded, memory.keys,
             memory.values, memory.decays, rows.memory_rows, rows.starts, rows.bases, rows.counts, rows.positions,
