@@ -6,12 +6,16 @@ They are kept every 4096 tokens, where prompts end, and at the end of the last b
 the newest answer, so that saved blocks have states. A prefill works on a memory row of its own, which becomes the
 sequence's when it ends, so that one that breaks off changes nothing; its anchors leave for the host as its pieces reach
 each layer.
+
+Where rows are only guessed, by a draft or a retrieval verifier, *steps* write them, each behind what earlier ones have
+written. Whatever a row is on the path of stands in memory by its inputs, a row of them for each cache position, and
+the path is read again from the last committed row: it is never copied, and no node of a tree has a state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from offload_runtime_kernels.gated_delta import CHUNK_TOKENS, DeltaMemory, DeltaRows, DeltaShape, fold
@@ -19,8 +23,8 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.cache.saved_blocks import BlockLayout, SavedBlock
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import Rows
-from offload_runtime.stream import DeviceBudget, HostArena, Registrar, current_device, upload
+from offload_runtime.models.layers import DeltaPass, DeltaPaths, Rows
+from offload_runtime.stream import DeviceBudget, HostArena, Registrar, current_device, overwrite, upload
 
 # A sequence keeps the anchors at multiples of this, which are few, and of the others so many, two a turn; the oldest of
 # those go first.
@@ -47,14 +51,18 @@ class _Anchor:
 
 @dataclass(eq=False)
 class _CardStates:
-    """Those of a card's layers, stacked; which memory row each slot has, [slots] int32; where the running pass's rows
-    stand, once a layer has asked for that; and host memory of anchors that are no more, which copies on the card's
-    stream may still read or write."""
+    """Those of a card's layers, stacked; which memory row each slot has, [slots] int32; its committed tokens and the
+    chunk at whose beginning its state stands, [2, slots], as steps find them; what rows of steps brought, inputs and
+    decays of all layers or one, [L, slots * S + 1, C]; where the running pass's rows stand, once a layer has asked for
+    that; and host memory of anchors that are no more, which copies on the card's stream may still read or write."""
 
+    number: int
     layers: tuple[int, ...]
     stack: DeltaMemory
     rows: torch.Tensor
-    running: tuple[Rows, DeltaRows] | None = None
+    numbers: torch.Tensor
+    steps: list[torch.Tensor] = field(default_factory=list)
+    running: tuple[Rows, DeltaRows, DeltaPaths | None] | None = None
     free: list[HostArena] = field(default_factory=list)
 
 
@@ -72,6 +80,27 @@ def state_bytes(config: ModelConfig, layers: Sequence[int], dtype: torch.dtype, 
         for shape in shapes
         for one in _parts(DeltaMemory.empty(shape, 1, memory_tokens(window_tokens, shape), dtype, "meta"))
     )
+
+
+def step_bytes(
+    config: ModelConfig, layers: Sequence[int], dtype: torch.dtype, window_tokens: int, *, batch: int,
+    spare_positions: int | None,
+) -> int:  # fmt: skip
+    """Return what some layers keep of rows of steps: of each layer of a draft, or of one where there are no positions
+    to spare."""
+    shapes = [config.deltas[layer].shape for layer in layers if layer in config.deltas]
+    return (
+        sum(
+            (batch * (memory_tokens(window_tokens, shape) + (spare_positions or 0)) + 1) * sum(_step_parts(shape))
+            for shape in (shapes[:1] if spare_positions is None else shapes)
+        )
+        * dtype.itemsize
+    )
+
+
+def _step_parts(shape: DeltaShape) -> tuple[int, int]:
+    """Elements of a row's inputs and of its decays."""
+    return shape.channels, 2 * shape.value_heads
 
 
 def anchor_bytes(config: ModelConfig, layers: Sequence[int], dtype: torch.dtype, capacity_tokens: int) -> int:
@@ -96,10 +125,12 @@ class DeltaStates:
         config: The model's shape.
         dtype: Of the model.
         batch: Sequences.
-        window_tokens: Most tokens that a decoding pass puts behind the committed ones.
+        window_tokens: Most tokens that a decoding pass, or steps one after the other, put behind the committed ones.
         budgets: Ledgers of the cards.
         owners: The card of each layer by its number.
         name: What to call them in the ledgers.
+        spare_positions: Of a draft, those in its cache where nodes of trees are. All of its passes but prefills are
+            steps, and what they have committed may be taken back until the next one begins. None: of no draft.
         registrar: Page-locks the anchors' memory, as it is made, so that no copy there keeps a pass waiting; what the
             system refuses stays pageable, and so does all of it where this is None.
     """
@@ -107,6 +138,7 @@ class DeltaStates:
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, batch: int, window_tokens: int,
         budgets: Sequence[DeviceBudget], owners: Sequence[int], name: str, registrar: Registrar | None,
+        spare_positions: range | None = None,
     ) -> None:  # fmt: skip
         (self._shape,) = {one.shape for one in config.deltas.values()}
         self._tokens, self._cards = memory_tokens(window_tokens, self._shape), list[_CardStates]()
@@ -121,17 +153,21 @@ class DeltaStates:
                 memory = budget.allocate(name, nbytes).zero_()
                 parts.append(memory[:nbytes].view(part.dtype).view(len(own), *part.shape))
             rows = torch.arange(batch, dtype=torch.int32, device=budget.device)
-            self._cards.append(_CardStates(own, DeltaMemory(*parts), rows))
+            self._cards.append(_CardStates(card, own, DeltaMemory(*parts), rows, rows.new_zeros(2, batch)))
             for number, layer in enumerate(own):
                 self._of_layers[layer] = self._cards[-1], DeltaMemory(*(part[number] for part in parts))
         self._rows, self._spare = list(range(batch)), batch
         self._lengths, self._anchors = [0] * batch, [list[_Anchor]() for _ in range(batch)]
+        self._bases, self._numbers_host = [0] * batch, list[list[int]]()  # chunks at whose beginnings states stand
         self._registrar, self._arenas = registrar, list[HostArena]()
         self._saved = {layer: _saved_layout(config, layer, dtype) for layer in self._of_layers}
         self._is_lost = [False] * batch  # blocks have been restored without the states behind them
         # Of the running prefill: its sequence, where it is to leave anchors, and those that it has left so far.
         self._prefilled: int | None = None
         self._wanted, self._left = set[int](), list[_Anchor]()
+        self._spare_positions, self._dtype = spare_positions, dtype
+        if spare_positions is not None:
+            self.take_steps(budgets, f"{name} of steps", each_layer=True)
 
     @property
     def anchor_bytes(self) -> int:
@@ -148,28 +184,95 @@ class DeltaStates:
         for arena in self._arenas:
             arena.close()
 
-    def of_layer(self, layer: int, rows: Rows) -> tuple[DeltaMemory, DeltaRows, bool]:
-        """What `LayerCache.delta` says."""
+    def take_steps(self, budgets: Sequence[DeviceBudget], name: str, *, each_layer: bool) -> None:
+        """Reserve what steps need: of each layer where a row may stand behind one of an earlier step."""
+        positions = self._tokens + len(self._spare_positions or ())
+        for card in self._cards:
+            count, rows = len(card.layers) if each_layer else 1, len(card.rows) * positions + 1
+            for elements in _step_parts(self._shape):
+                nbytes = count * rows * elements * self._dtype.itemsize
+                memory = budgets[card.number].allocate(name, nbytes).view(self._dtype).zero_()
+                card.steps.append(memory.view(count, rows, elements))
+
+    def of_layer(self, layer: int, rows: Rows, *, in_step: bool) -> DeltaPass:
+        """What `LayerCache.delta` says. Rows of a step are those that it is about alone."""
         card, memory = self._of_layers[layer]
+        keeps = self._prefilled is not None
         if card.running is None or card.running[0] is not rows:
-            query, keeps = rows.query, self._prefilled is not None
-            starts = query.committed
-            assert starts is not None, "rows say how many tokens come before them"
-            table = card.rows[query.slots.long()] if not keeps else torch.full_like(starts, self._spare)
-            counts = (query.positions >= 0).sum(1, dtype=torch.int32)
-            at = DeltaRows(table, starts, starts // CHUNK_TOKENS, counts, query.positions, query.ancestors)
-            card.running = rows, at
+            query, starts = rows.query, rows.query.committed
+            if (in_step or self._spare_positions is not None) and not keeps:
+                card.running = rows, *self._paths(card, rows)
+            else:
+                assert starts is not None, "rows say how many tokens come before them"
+                table = card.rows[query.slots.long()] if not keeps else torch.full_like(starts, self._spare)
+                counts = (query.positions >= 0).sum(1, dtype=torch.int32)
+                at = DeltaRows(table, starts, starts // CHUNK_TOKENS, counts, query.positions, query.ancestors)
+                card.running = rows, at, None
         if self._prefilled is not None and (start := rows.query.max_length - rows.num_rows) in self._wanted:
             anchor = next((one for one in self._left if one.length == start), None)
             if anchor is None:
                 anchor = self._make_room(self._prefilled, start)
                 self._left.append(anchor)
             self._copy(layer, self._spare, anchor)
-        return memory, card.running[1], self._prefilled is not None
+        _, at, paths = card.running
+        if paths is not None and paths.kept is not None:
+            number = card.layers.index(layer) if len(card.steps[0]) > 1 else 0
+            paths = replace(paths, memory=tuple(one[number] for one in card.steps))
+        return DeltaPass(memory, at, keeps, paths)
 
-    def begin_window(self) -> None:
-        """The next pass is a window, which is committed behind it as far as that goes."""
+    def _paths(self, card: _CardStates, rows: Rows) -> tuple[DeltaRows, DeltaPaths | None]:
+        """Where the rows of a step stand, which only the device knows. Captured: no tensor of the host."""
+        query = rows.query
+        positions, slots = query.positions, query.slots.long()
+        (batch, width), device = positions.shape, positions.device
+        table, (lengths, bases) = card.rows[slots], card.numbers[:, slots]
+        there, sequences = positions >= 0, torch.arange(batch, device=device)[:, None]
+        if query.ancestors is None or query.committed is None:
+            # In a row, with padding before it or behind it.
+            counts, steps = there.sum(1, dtype=torch.int32), torch.arange(width, device=device)
+            first = there.int().argmax(1, keepdim=True)
+            starts, paths = positions.gather(1, first)[:, 0], None
+            if width > 1:
+                taken = (steps + first).clamp_max(width - 1) + sequences * width
+                paths = DeltaPaths(taken.flatten(), ((steps - first).clamp_min(0) + sequences * width).flatten())
+        else:
+            # Each row at the end of its path from the last row on that is there for good, or an earlier step has
+            # written where it belongs.
+            starts, depth = torch.maximum(query.committed, lengths), query.ancestors.shape[2]
+            steps, skipped = torch.arange(depth, device=device), (starts - query.committed).long()[:, None, None]
+            places = query.ancestors.gather(2, (steps + skipped).clamp_max(depth - 1).expand(batch, width, depth))
+            counts = (positions + 1 - starts[:, None]).where(there, 0).clamp(0, depth).flatten()
+            own = torch.arange(batch * width, device=device) * depth + (counts - 1).clamp_min(0)
+            taken = self._places(places, slots[:, None, None])
+            kept = self._places(rows.rope.cache_positions.view(batch, width), slots[:, None])
+            kept = kept.where(there, len(card.steps[0][0]) - 1)  # padding leaves nothing that is read
+            paths = DeltaPaths(taken.flatten(), own, kept=kept.flatten())
+            table, starts, bases = (one[:, None].expand(batch, width).flatten() for one in (table, starts, bases))
+        starts, bases = (one.where(counts > 0, 0).contiguous() for one in (starts, bases))
+        width = len(steps)
+        of_rows = starts[:, None] + torch.arange(width, dtype=torch.int32, device=device)
+        return DeltaRows(table.contiguous(), starts, bases, counts, of_rows), paths
+
+    def _places(self, cache_positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Where what rows of steps brought lies, by their cache positions: int64 of the same shape."""
+        size, places = self._tokens, cache_positions.long() % self._tokens
+        if self._spare_positions:
+            spare = cache_positions.long() - self._spare_positions.start
+            size, places = size + len(self._spare_positions), (spare + size).where(spare >= 0, places)
+        return slots * size + places
+
+    def begin_window(self, slots: Sequence[int]) -> None:
+        """The next pass is a window of these sequences, which is committed behind it as far as that goes, or a step:
+        what they have by now is theirs for good."""
         self._abandon_prefill()
+        for slot in slots:
+            self._settle(slot)
+        numbers = [self._lengths, self._bases]
+        if self._cards[0].steps and numbers != self._numbers_host:
+            self._numbers_host = [[*one] for one in numbers]
+            for card in self._cards:
+                with current_device(card.rows.device):
+                    overwrite(card.numbers, torch.tensor(numbers, dtype=torch.int32))
 
     def _abandon_prefill(self) -> None:
         """Forget what a prefill has left that was not committed, if there is one."""
@@ -179,6 +282,7 @@ class DeltaStates:
     def begin_prefill(self, slot: int, count: int) -> None:
         """The next pass is a prefill of so many tokens behind a sequence's; a piece begins at each anchor within."""
         self._abandon_prefill()
+        self._settle(slot)
         length = self._lengths[slot]
         self._wanted = {*anchors_within(length, length + count)}.difference(one.length for one in self._anchors[slot])
         for card in self._cards:
@@ -193,23 +297,26 @@ class DeltaStates:
         if self._prefilled == slot:
             self._rows[slot], self._spare = self._spare, self._rows[slot]
             self._anchors[slot] += self._left
-            self._prefilled, self._left = None, []
+            self._prefilled, self._left, self._bases[slot] = None, [], length // CHUNK_TOKENS
             for card in self._cards:
                 card.rows.copy_(upload(torch.tensor(self._rows, dtype=torch.int32), card.rows.device))
             self.keep_anchor(slot)
             return
         self._move(slot, before, rows)
+        if self._spare_positions is None:
+            self._settle(slot)
+
+    def _settle(self, slot: int) -> None:
+        """Bring a sequence's states on to the beginning of its open chunk."""
+        length = self._lengths[slot]
         for until in (length // BLOCK_TOKENS * BLOCK_TOKENS, length):  # a window may go on behind the end of a block
-            if until <= before:
+            if self._is_lost[slot] or until // CHUNK_TOKENS <= self._bases[slot]:
                 continue
-            self._lengths[slot] = until
-            if until // CHUNK_TOKENS > before // CHUNK_TOKENS:
-                self._fold(slot, before // CHUNK_TOKENS)
+            self._fold(slot, until)
             if not until % BLOCK_TOKENS:
                 others = (one for one in self._anchors[slot] if one.length % ANCHOR_TOKENS)
                 self._drop(slot, [one for one in others if one.in_an_answer])
                 self.keep_anchor(slot, in_an_answer=True)
-            before = until
 
     def _move(self, slot: int, start: int, rows: Sequence[int]) -> None:
         """Bring rows of a window behind so many tokens to where their positions belong."""
@@ -222,11 +329,12 @@ class DeltaStates:
             for part in _parts(card.stack)[1:]:
                 part[:, self._rows[slot], target] = part[:, self._rows[slot], source]
 
-    def _fold(self, slot: int, base: int) -> None:
-        """Bring a sequence's states from the beginning of a chunk on to that of its open one."""
+    def _fold(self, slot: int, until: int) -> None:
+        """Bring a sequence's states on to the beginning of the chunk that its first `until` tokens end in."""
+        base, self._bases[slot] = self._bases[slot], until // CHUNK_TOKENS
         for card in self._cards:
             with current_device(card.rows.device):
-                numbers = torch.tensor([[self._rows[slot]], [self._lengths[slot]], [base], [0]], dtype=torch.int32)
+                numbers = torch.tensor([[self._rows[slot]], [until], [base], [0]], dtype=torch.int32)
                 row, start, first, none = upload(numbers, card.rows.device)
                 at = DeltaRows(row, start, first, none, row.view(1, 1)[:, :0])
                 for layer in card.layers:
@@ -243,7 +351,7 @@ class DeltaStates:
         return length if not self._is_lost[slot] and length >= self._base(slot) else self.saves(slot, length)
 
     def _base(self, slot: int) -> int:
-        return 0 if self._is_lost[slot] else self._lengths[slot] // CHUNK_TOKENS * CHUNK_TOKENS
+        return 0 if self._is_lost[slot] else self._bases[slot] * CHUNK_TOKENS
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget everything behind the first `length` tokens of a sequence, which it `keeps`."""
@@ -253,11 +361,12 @@ class DeltaStates:
                 card.stack.states[:, self._rows[slot]] = 0
             if (anchor := self._anchor_at(slot, length)) is not None:
                 self._write(slot, length, self._views(anchor), non_blocking=True)
+            self._bases[slot] = length // CHUNK_TOKENS
         self._lengths[slot], self._is_lost[slot] = length, False
         self._drop(slot, [one for one in self._anchors[slot] if one.length > length])
 
     def keep_anchor(self, slot: int, *, in_an_answer: bool = False) -> None:
-        """Make the beginning of a sequence's open chunk an anchor; waits for no device."""
+        """Make where a sequence's states stand an anchor; waits for no device."""
         base = self._base(slot)
         if base and self._anchor_at(slot, base) is None:
             anchor = self._make_room(slot, base, in_an_answer=in_an_answer)
@@ -279,6 +388,7 @@ class DeltaStates:
         """A sequence has so many tokens now, behind which a saved block has the states; else they are lost."""
         layers = {layer: saved[layer] for layer in saved.keys() & self._of_layers.keys()}
         self._lengths[slot], self._is_lost[slot] = length, len(layers) < len(self._of_layers)
+        self._bases[slot] = length // CHUNK_TOKENS
         if not self._is_lost[slot]:
             assert not length % CHUNK_TOKENS, "states stand at the beginning of a chunk"
             self._write(slot, length, layers)

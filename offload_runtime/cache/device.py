@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from offload_runtime_kernels.attention import AttentionParams, QueryRows, attention
 from offload_runtime_kernels.compact_rows import compact_rows
-from offload_runtime_kernels.gated_delta import CHUNK_TOKENS, DeltaMemory, DeltaRows
+from offload_runtime_kernels.gated_delta import CHUNK_TOKENS
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -21,7 +21,7 @@ from offload_runtime.cache.delta import DeltaStates, anchors_within
 from offload_runtime.cache.saved_blocks import SavedBlock
 from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import Rows
+from offload_runtime.models.layers import DeltaPass, Rows
 from offload_runtime.sizes import format_bytes
 from offload_runtime.stream import DeviceBudget, Registrar, current_device, upload
 
@@ -52,8 +52,10 @@ class KVCache:
         pass_rows: Most rows that a pass has of a sequence at a time; layers with sliding windows reserve no more than
             these reach, in rings of blocks. None: they keep all, as beside spare positions.
         elsewhere: Layers whose blocks a subclass keeps.
-        window_tokens: Most tokens that a decoding pass puts behind the committed ones, where layers keep states.
+        window_tokens: Most tokens that a decoding pass, or steps one after the other, put behind the committed ones,
+            where layers keep states.
         registrar: Page-locks host memory for states to go back to.
+        drafts: Whether it is a draft's, whose passes but prefills are steps: what they commit may be taken back.
     """
 
     prefills_by_layer = False  # a prefill has to take all pieces of a prompt through one layer before the next
@@ -62,7 +64,7 @@ class KVCache:
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int,
         budgets: Sequence[DeviceBudget], owners: Sequence[int] = (), name: str = "KV cache", spare_positions: int = 0,
         pass_rows: int | None = None, elsewhere: Collection[int] = (), window_tokens: int = 0,
-        registrar: Registrar | None = None,
+        registrar: Registrar | None = None, drafts: bool = False,
     ) -> None:  # fmt: skip
         assert pass_rows is None or not spare_positions, "they lie behind the last block of a layer, not in a ring"
         self._devices, self._pass_rows = [budget.device for budget in budgets], pass_rows
@@ -94,11 +96,13 @@ class KVCache:
         if config.deltas:
             self._states = DeltaStates(
                 config, dtype, batch=batch, window_tokens=window_tokens, budgets=budgets, owners=self._owners,
-                name=f"{name}: states", registrar=registrar,
+                name=f"{name}: states", registrar=registrar, spare_positions=self.spare_positions if drafts else None,
             )  # fmt: skip
         self.mixes = self._states is None  # a prefill works on a memory row, of which there is one to spare
         # Of trees one path alone leads over the end of so many positions; None: any do.
         self.chunk_tokens = None if self._states is None else CHUNK_TOKENS
+        # Tokens that steps may put behind the committed ones of a sequence; None: as many as there is room for.
+        self.step_tokens = None if self._states is None else window_tokens
 
     @property
     def pinned_bytes(self) -> int:
@@ -132,7 +136,7 @@ class KVCache:
             self._written[slot] = max(self._written[slot], self._ends[slot])
         self._rows = slice(None)
         if self._states is not None:
-            self._states.begin_window()
+            self._states.begin_window(slots)
 
     def begin_prefill(self, slot: int, count: int) -> None:
         """The next pass is a prefill of `count` tokens behind the committed ones, and its rows call this sequence 0.
@@ -220,9 +224,15 @@ class KVCache:
         assert self._pass_rows is None or q.shape[1] <= self._pass_rows, "more rows than windows have room for"
         return attention(q, self.store(layer), rows, params)
 
-    def delta(self, layer: int, rows: Rows) -> tuple[DeltaMemory, DeltaRows, bool]:
+    def take_steps(self, budgets: Sequence[DeviceBudget], name: str) -> None:
+        """Let steps write guesses, which windows overwrite, behind what layers with states have committed."""
+        if self._states is not None:
+            self._states.take_steps(budgets, name, each_layer=False)
+
+    def delta(self, layer: int, rows: Rows, *, in_step: bool = False) -> DeltaPass:
+        """As of a `LayerCache`; of a step that writes guesses, or of any other pass."""
         assert self._states is not None, "the model has such layers"
-        return self._states.of_layer(layer, rows)
+        return self._states.of_layer(layer, rows, in_step=in_step)
 
     def end_prefill(self, slot: int, count: int) -> None:
         """That pass has been issued: commit its tokens."""

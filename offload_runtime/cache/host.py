@@ -84,6 +84,7 @@ class HostKVCache(KVCache):
         pass_rows: As of a `KVCache`.
         name: What to call it in the ledger.
         registrar: As of a `KVCache`.
+        state_tokens: As a `KVCache`'s `window_tokens`.
 
     Attributes:
         borrow_workspace: By card, what lends device memory that nothing else uses during a prefill, uint8 [nbytes]. It
@@ -94,13 +95,14 @@ class HostKVCache(KVCache):
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, batch: int, window_tokens: int,
         cards: Sequence[HostKVCard], owners: Sequence[int] = (), resident_layers: Sequence[int] = (),
         pass_rows: int | None = None, name: str = "KV cache", registrar: Registrar | None = None,
+        state_tokens: int = 0,
     ) -> None:  # fmt: skip
         budgets = [card.budget for card in cards]
         windows = {layer: one.window for layer, one in config.attentions.items()}
         streamed = [layer for layer, one in windows.items() if one is None and layer not in resident_layers]
         super().__init__(
             config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, owners=owners,
-            name=f"{name}: resident layers", pass_rows=pass_rows, elsewhere=streamed, window_tokens=window_tokens,
+            name=f"{name}: resident layers", pass_rows=pass_rows, elsewhere=streamed, window_tokens=state_tokens,
             registrar=registrar,
         )  # fmt: skip
         self._dtype, self.mixes = dtype, False

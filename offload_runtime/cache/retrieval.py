@@ -14,7 +14,6 @@ import torch
 from offload_runtime_kernels.attention import AttentionParams, KeySource, QueryRows, attend_sources
 from offload_runtime_kernels.chunk_scores import chunk_scores
 from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries, chunk_summaries
-from offload_runtime_kernels.gated_delta import DeltaMemory, DeltaRows
 from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
@@ -22,8 +21,8 @@ from offload_runtime_kernels.select_chunks import different_counts, select_chunk
 from offload_runtime.cache.device import KVCache, allocate_layers, block_bytes, block_shapes, num_blocks
 from offload_runtime.config import chunks_of_budget
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import Rows
-from offload_runtime.stream import DeviceBudget, current_device, overwrite
+from offload_runtime.models.layers import DeltaPass, Rows
+from offload_runtime.stream import DeviceBudget, Registrar, current_device, overwrite
 
 _NO_LIMIT = (1 << 31) - 1
 # Launches are made for the next multiple of so many blocks of far context: a growing text needs another only then.
@@ -246,8 +245,8 @@ class RetrievalCache:
     def store(self, layer: int) -> KVBlocks:
         return self._source.store(layer)
 
-    def delta(self, layer: int, rows: Rows) -> tuple[DeltaMemory, DeltaRows, bool]:
-        raise AssertionError("plans refuse what reads chunks beside gated delta layers")
+    def delta(self, layer: int, rows: Rows) -> DeltaPass:
+        return self._source.delta(layer, rows, in_step=True)
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
         """Choose chunks if asked to, then attend to them and to the recent blocks."""
@@ -285,6 +284,7 @@ class RetrievedDraftCache(KVCache):
         batch: Sequences.
         budgets: Ledgers of the cards to reserve from.
         name: What to call it in the ledger.
+        window_tokens, registrar: As of a `KVCache`.
 
     Raises:
         OptionError: The retrieval budget or the chunk size makes no sense.
@@ -295,9 +295,13 @@ class RetrievedDraftCache(KVCache):
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, *, capacity_tokens: int, budget_tokens: int, chunk_size: int,
-        batch: int, budgets: Sequence[DeviceBudget], name: str = "draft: KV cache",
+        batch: int, budgets: Sequence[DeviceBudget], name: str = "draft: KV cache", window_tokens: int = 0,
+        registrar: Registrar | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, name=name)
+        super().__init__(
+            config, dtype, capacity_tokens=capacity_tokens, batch=batch, budgets=budgets, name=name,
+            window_tokens=window_tokens, registrar=registrar, drafts=True,
+        )  # fmt: skip
         self._retrieved = retrieved = RetrievalCache(
             self, config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budgets=budgets,
             name=f"{name}: retrieved",

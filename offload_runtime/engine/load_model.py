@@ -197,12 +197,13 @@ def make_cache(
         return RetrievedDraftCache(
             plan.config, plan.dtype, capacity_tokens=plan.context_tokens, budget_tokens=plan.options.budget_tokens,
             chunk_size=plan.options.chunk_size, batch=plan.batch, budgets=budgets, name=name,
+            window_tokens=plan.state_window_tokens, registrar=registrar,
         )  # fmt: skip
     if not plan.on_host:
         return KVCache(
             plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch, budgets=budgets,
             owners=plan.owners, name=name, spare_positions=plan.tree_positions, pass_rows=plan.pass_rows,
-            window_tokens=plan.window_tokens, registrar=registrar,
+            window_tokens=plan.state_window_tokens, registrar=registrar, drafts=plan.is_draft,
         )  # fmt: skip
     on_host = list[HostKVCard]()
     for one, own, memory in zip(cards, plan.cards, memories, strict=True):
@@ -215,7 +216,7 @@ def make_cache(
         plan.config, plan.dtype, capacity_tokens=plan.context_tokens, batch=plan.batch,
         window_tokens=plan.window_tokens, cards=on_host, owners=plan.owners,
         resident_layers=plan.placement.resident_kv_layers, pass_rows=plan.pass_rows, name=name,
-        registrar=registrar,
+        registrar=registrar, state_tokens=plan.state_window_tokens,
     )  # fmt: skip
 
 

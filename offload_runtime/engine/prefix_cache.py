@@ -134,8 +134,9 @@ class SavedCache:
         return blocks
 
     def _first_whole(self, length: int) -> int:
-        # A draft's cache keeps all of its layers.
-        return first_whole_block(self.model.config, length) if self.draft_state is None else 0
+        # A draft's cache keeps all keys and values.
+        has_all = self.draft_state is not None and not self.model.config.deltas
+        return 0 if has_all else first_whole_block(self.model.config, length)
 
     def _blocks(
         self, store: BlockStore, names: Sequence[tuple[str, str]], length: int, slot: int | None = None

@@ -331,6 +331,7 @@ def _make_retrieval_cache(plan: RunPlan, target: LoadedModel, budgets: Sequence[
         source, plan.target.config, plan.target.dtype, budget_tokens=options.budget_tokens,
         chunk_size=options.chunk_size, batch=plan.target.batch, budgets=budgets, owners=plan.target.owners,
     )  # fmt: skip
+    source.take_steps(budgets, "rows of the retrieval verifier")
     for card, (own, budget) in enumerate(zip(plan.cards, budgets, strict=True)):
         if isinstance(source, HostKVCache) and not own.target.prefill_workspace_bytes:
             source.borrow_workspace[card] = partial(retrieved.chunks.borrow_workspace, card)

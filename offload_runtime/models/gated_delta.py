@@ -115,7 +115,7 @@ class GatedDelta:
 
     def forward(self, layer: int, x: torch.Tensor, weights: Weights, rows: Rows, cache: LayerCache) -> torch.Tensor:
         """[N, H] -> [N, H_v D_v], before the output projection."""
-        memory, delta_rows, keeps = cache.delta(layer, rows)
+        of_pass = cache.delta(layer, rows)
         taps, *rest = (weights[name].dense for name in ("taps", "A_log", "dt_bias"))
         learnt = DeltaWeights(taps.flatten(1), *rest)
         inputs, decays = weights["delta_inputs"].linear(x), weights["delta_decays"].linear(x)
@@ -123,7 +123,11 @@ class GatedDelta:
             gate = weights["delta_gate"].linear(x)
         else:
             inputs, gate, decays = self._of_key_heads(inputs, decays)
-        out = gated_delta(inputs, decays, learnt, memory, delta_rows, self.shape, keeps=keeps)
+        if of_pass.paths is not None:
+            inputs, decays = of_pass.paths.of_rows(inputs, decays)
+        out = gated_delta(inputs, decays, learnt, of_pass.memory, of_pass.rows, self.shape, keeps=of_pass.keeps)
+        if of_pass.paths is not None:
+            out = out.index_select(0, of_pass.paths.own)
         heads, gate = (one.reshape(-1, self.shape.value_dim) for one in (out, gate))
         return rms_norm(heads, weights["delta_norm"].dense, self.head_eps, gate=gate).view(rows.num_rows, -1)
 

@@ -79,6 +79,42 @@ class QueryGrowth(NamedTuple):
     length: int
 
 
+@dataclass(frozen=True, eq=False)
+class DeltaPaths:
+    """How the N rows of a step, of which some may lie beside others, become the W rows of each of P paths, which a
+    gated delta layer reads as sequences by themselves; int64 on the compute device.
+
+    Attributes:
+        taken: [P * W]: the rows of paths, by their number in the step; or in the memory, if there is one.
+        own: [N]: which row of a path each row of the step is.
+        memory: What rows brought that later ones may stand behind: inputs [M, C] and decays [M, 2 H_v].
+        kept: [N]: where the rows of the step are to be in there.
+    """
+
+    taken: torch.Tensor
+    own: torch.Tensor
+    memory: tuple[torch.Tensor, ...] = ()
+    kept: torch.Tensor | None = None
+
+    def of_rows(self, *parts: torch.Tensor) -> list[torch.Tensor]:
+        """Return what the step's rows brought of the layer's inputs and decays, of all rows of the paths."""
+        if self.kept is None:
+            return [part.index_select(0, self.taken) for part in parts]
+        for memory, new in zip(self.memory, parts, strict=True):
+            memory.index_copy_(0, self.kept, new)
+        return [memory.index_select(0, self.taken) for memory in self.memory]
+
+
+class DeltaPass(NamedTuple):
+    """What a gated delta layer has of sequences, where the rows of a pass stand, whether they are committed already,
+    and the paths that they are on, where they do not stand one behind the other as they are."""
+
+    memory: DeltaMemory
+    rows: DeltaRows
+    keeps: bool
+    paths: DeltaPaths | None = None
+
+
 class LayerCache(Protocol):
     """What an attention layer needs of a KV cache: a place for new keys and values, and attention over all that its
     queries see."""
@@ -89,8 +125,8 @@ class LayerCache(Protocol):
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
         """Attention of the rotated queries [B, T, H, D] (their own keys are stored): [B, T, H, D]."""
 
-    def delta(self, layer: int, rows: Rows) -> tuple[DeltaMemory, DeltaRows, bool]:
-        """What a gated delta layer has of sequences, where the rows stand, and whether they are committed already."""
+    def delta(self, layer: int, rows: Rows) -> DeltaPass:
+        """What a gated delta layer is about."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from offload_runtime.cache.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.runners import tree_positions
-from offload_runtime.runners.graphs import MOST_DEPTH
+from offload_runtime.runners.graphs import MOST_DELTA_DEPTH, MOST_DEPTH
 from offload_runtime.runners.model_runner import workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.sizes import format_bytes
@@ -98,6 +98,7 @@ class ModelPlan:
     options: SpeculationOptions
     cache: str = "full"
     borrows: bool = False
+    verified: bool = False  # by steps of a retrieval verifier before it is by passes
     tree_nodes: int = 0  # most nodes of the trees that a draft grows
     step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
     card: int = 0
@@ -145,6 +146,11 @@ class ModelPlan:
     def has_head(self) -> bool:
         """Whether logits are made here, as on the first of several cards."""
         return self.card == 0
+
+    @property
+    def is_draft(self) -> bool:
+        """Whether it proposes step by step."""
+        return self.step_rows is not None
 
     @property
     def on_host(self) -> bool:
@@ -279,8 +285,22 @@ class ModelPlan:
 
     @property
     def state_bytes(self) -> int:
-        """What gated delta layers keep of all sequences, and of one more, which a prefill works on."""
-        return (self.batch + 1) * cache.state_bytes(self.config, self.layers, self.dtype, self.window_tokens)
+        """What gated delta layers keep of all sequences, and of one more, which a prefill works on; and what rows of
+        steps bring of each layer of a draft, or of any one of a target."""
+        of_layers = self.config, self.layers, self.dtype, self.state_window_tokens
+        kept_bytes = (self.batch + 1) * cache.state_bytes(*of_layers)
+        if not self.is_draft and not self.verified:
+            return kept_bytes
+        spare = self.tree_positions if self.is_draft else None
+        return kept_bytes + cache.step_bytes(*of_layers, batch=self.batch, spare_positions=spare)
+
+    @property
+    def state_window_tokens(self) -> int:
+        """Tokens behind the committed ones that layers with states have room for. A draft's trees are cut where its
+        paths end; steps of a retrieval verifier may go beyond what is asked for."""
+        if self.is_draft:
+            return max(self.streaming_window_tokens, MOST_DELTA_DEPTH)
+        return self.window_tokens + (MOST_LEVELS + 2 if self.verified else 0)
 
     @property
     def anchor_bytes(self) -> int:

@@ -204,7 +204,8 @@ def _candidates(plan: RunPlan) -> Iterator[RunPlan]:
     for one, verifies, place in product(drafts, verified, ("gpu", "host") if kv == "auto" else (kv,)):
         borrows = verifies and plan.target.batch == 1  # else another sequence may be decoding
         cache = "host" if place == "host" else "full"
-        yield replace(plan, draft=one, has_verifier=verifies, target=replace(plan.target, cache=cache, borrows=borrows))
+        target = replace(plan.target, cache=cache, borrows=borrows, verified=verifies)
+        yield replace(plan, draft=one, has_verifier=verifies, target=target)
 
 
 def _placed(plan: RunPlan) -> RunPlan:
@@ -236,8 +237,8 @@ def _check_verifier(plan: RunPlan) -> None:
     for fine, why, remedies in (
         (budget <= context, f"a retrieval budget of {budget} tokens is more than the context of {context}",
          "lower --budget-tokens, raise --context, "),
-        (target.full_layers == target.layers,
-         "it needs full attention, and layers of this model have sliding windows or recurrent states", ""),
+        (len(target.full_layers) == len(target.config.attentions),
+         "it needs full attention, and layers of this model have sliding windows", ""),
         (reach >= context, f"the draft was made for {reach} tokens and the context has {context}",
          "take --draft-cache streaming, lower --context, "),
     ):  # fmt: skip

@@ -330,7 +330,7 @@ class RunPlan:
                 "staging ring": sum(one.h2d_ring.nbytes for one in rings),
                 "KV cache": target.host_kv_bytes - staged_kv_bytes,
                 "staged KV cache": staged_kv_bytes,
-                "states to go back to": target.anchor_bytes,
+                "states to go back to": sum(one.anchor_bytes for one in self.models),
                 "pieces to write KV through": sum(one.d2h_ring.nbytes for one in rings),
                 "rows between cards": self.transfer_bytes,
                 # Of a CPU, whose memory is the host's.
@@ -461,7 +461,8 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
     longest, cache = longest_context(config), options.draft_cache
     if cache == "auto":
         fits = context <= longest and options.budget_tokens <= context and not tree_nodes
-        cache = "full" if context <= min(longest, AUTO_CONTEXT_TOKENS) else "retrieval" if fits else "streaming"
+        fits_all = config.deltas or context <= min(longest, AUTO_CONTEXT_TOKENS)  # most layers keep nothing of a token
+        cache = "full" if fits_all else "retrieval" if fits else "streaming"
     plan = replace(
         target, config=config, layout=_layout(request, request.draft, target.dtype), cache=cache,
         placements=(all_resident(range(config.num_layers)),), tree_nodes=tree_nodes,
@@ -469,8 +470,9 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
     )  # fmt: skip
     kept, retrieves = plan.streaming_tokens, cache == "retrieval"
     for fine, why, remedies in (
-        (not config.deltas, "a draft with gated delta layers has states that its guesses cannot be taken back from",
-         "take a draft of attention alone, or --draft ngram"),
+        (cache != "streaming" or not config.deltas,
+         "a draft with gated delta layers cannot let go of tokens, which are in its states",
+         "use --draft-cache full or retrieval"),
         (cache != "streaming" or kept <= longest,
          f"a streaming draft cache of {kept} tokens (sinks, recent tokens and the window) is more than the {longest} "
          "that the draft was made for", f"lower --recent-tokens by {kept - longest}"),

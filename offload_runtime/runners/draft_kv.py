@@ -91,12 +91,13 @@ class DraftKVState:
         """Return the leading tokens of a text that the cache holds the keys of, all of which it has kept."""
         if self.starts[slot]:
             return 0
-        self._agreed[slot] = 0  # it may be another text
-        return min(self._num_shared(slot, tokens), self._runner.cache.length(slot))
+        self._agreed[slot], cache = 0, self._runner.cache  # it may be another text
+        return cache.saves(slot, min(self._num_shared(slot, tokens), cache.length(slot)))
 
     def restored(self, slot: int, tokens: Sequence[int]) -> None:
-        """Note that the cache has been given the keys of these tokens, and of no others."""
-        self._cached[slot], self._agreed[slot] = list(tokens), 0
+        """Note that the cache has been given the keys of these tokens, and of no others; states may be missing."""
+        kept = self._runner.cache.truncate(slot, len(tokens))
+        self._cached[slot], self._agreed[slot] = list(tokens[:kept]), 0
 
     def _num_shared(self, slot: int, tokens: Sequence[int]) -> int:
         """Return the leading tokens of a text whose keys the cache holds. What was compared before is not looked at

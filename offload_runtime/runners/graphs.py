@@ -21,6 +21,8 @@ from offload_runtime.stream import packed_words
 
 # Deepest node below the text.
 MOST_DEPTH = 256
+# The same of a draft whose layers have states: they read the whole path again for each node that a step is about.
+MOST_DELTA_DEPTH = 64
 # On CUDA a step is about few rows of a sequence or as many as there may be.
 NARROW_ROWS = 8
 # Reaches of steps that are captured at load, up to 16384 tokens: a draft of longer texts rarely keeps all of them.
@@ -259,7 +261,9 @@ def step_graph_bytes(num_layers: int, most_graphs: int = MOST_GRAPHS) -> int:
     return nodes + _LIBRARY_BYTES
 
 
-def step_activation_bytes(config: ModelConfig, element_bytes: int, *, rows: int, has_head: bool = True) -> int:
+def step_activation_bytes(
+    config: ModelConfig, element_bytes: int, *, rows: int, has_head: bool = True, depth: int = 0
+) -> int:  # fmt: skip
     """Return the device bytes that the pass of a step allocates, sampling included.
 
     Args:
@@ -267,10 +271,14 @@ def step_activation_bytes(config: ModelConfig, element_bytes: int, *, rows: int,
         element_bytes: Of its dtype.
         rows: Of the step, all sequences together.
         has_head: Whether logits are made here.
+        depth: Most rows of a path that layers with states read for each row; 0 where they read rows as they are.
     """
-    row = config.hidden_size + config.row_elements
+    row, paths_bytes = config.hidden_size + config.row_elements, 0
+    for delta in {*config.deltas.values()} if depth else ():
+        state = delta.shape.value_heads * delta.shape.key_dim * delta.shape.value_dim  # where a path leaves a chunk
+        paths_bytes = rows * (depth * delta.row_elements * element_bytes + 4 * state)
     logits = rows * config.vocab_size * (element_bytes + 6 * 4)  # fp32 copies while sampling with filters
-    return max(_LEAST_ROWS, rows) * row * element_bytes + (logits if has_head else 0)
+    return max(_LEAST_ROWS, rows) * row * element_bytes + paths_bytes + (logits if has_head else 0)
 
 
 def captured_shape(shape: BatchShape, *, width: int, capacity_tokens: int) -> BatchShape:
@@ -278,22 +286,22 @@ def captured_shape(shape: BatchShape, *, width: int, capacity_tokens: int) -> Ba
     powers of two.
 
     Args:
-        shape: What the step needs.
+        shape: What the step needs, but for paths as long as there are any.
         width: Most rows of each sequence.
         capacity_tokens: Of a text and a path behind it.
     """
     reach = graph_reach(max(shape.reach, _LEAST_REACH), capacity_tokens)
-    return BatchShape(shape.batch, min(NARROW_ROWS, width) if shape.width <= NARROW_ROWS else width, MOST_DEPTH, reach)
+    return BatchShape(shape.batch, min(NARROW_ROWS, width) if shape.width <= NARROW_ROWS else width, shape.depth, reach)
 
 
-def captured_shapes(batch: int, *, width: int, capacity_tokens: int) -> list[BatchShape]:
+def captured_shapes(batch: int, *, width: int, depth: int, capacity_tokens: int) -> list[BatchShape]:
     """Return the shapes of steps about one text, or about several of about the same length: what is captured at
     load."""
     reaches = [_LEAST_REACH]
     while reaches[-1] < capacity_tokens and len(reaches) < _MOST_REACHES:
         reaches.append(2 * reaches[-1])
     return [
-        captured_shape(BatchShape(batch, rows, MOST_DEPTH, reach), width=width, capacity_tokens=capacity_tokens)
+        captured_shape(BatchShape(batch, rows, depth, reach), width=width, capacity_tokens=capacity_tokens)
         for reach in reaches for rows in sorted({1, width})
     ]  # fmt: skip
 
@@ -324,9 +332,9 @@ def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, rows: int, bat
     """Return the device bytes of the CUDA graphs of a draft's steps over `rows`; `trees`: also of those that grow
     trees."""
     if not trees:
-        return step_graph_bytes(config.num_layers) + step_activation_bytes(config, element_bytes, rows=rows)
+        return step_graph_bytes(config.num_layers) + step_activation_bytes(config, element_bytes, rows=rows, depth=1)
     tree_rows = max(STEP_ROWS, batch)
     outputs = (tree_rows + (MOST_GREEDY_STEPS + 1) * batch) * 2 * CHILDREN
     words = tree_input_words(batch) + outputs + tree_rows * config.num_angles
-    activations = step_activation_bytes(config, element_bytes, rows=max(rows, tree_rows))
+    activations = step_activation_bytes(config, element_bytes, rows=max(rows, tree_rows), depth=MOST_DELTA_DEPTH)
     return step_graph_bytes(config.num_layers, 2 * MOST_GRAPHS) + activations + 4 * words

@@ -7,8 +7,9 @@ behind them. A chain is the tree of width one, whose every level is the same ste
 `expand` says for up to 32 nodes of all sequences together, which the host chooses, what may follow each of them. Keys
 of the known text, its last token included, lie at their own positions; those of a node in a spare position behind all
 others of the cache, for as long as the node lives. So a tree that grows and a text that grows never touch, nodes that
-survive are never written again, and a path that came true is copied to its positions in one launch (`adopt`). What is
-known of a text but has no keys yet rides along in the first step behind it.
+survive are never written again, and a path that came true is copied to its positions in one launch (`adopt`), or read
+again by a draft whose layers have states. What is known of a text but has no keys yet rides along in the first step
+behind it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from offload_runtime.params import SamplingParams
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
 from offload_runtime.runners.graphs import (
     CHILDREN,
+    MOST_DELTA_DEPTH,
     MOST_DEPTH,
     MOST_GRAPHS,
     MOST_GREEDY_STEPS,
@@ -47,7 +49,7 @@ from offload_runtime.runners.graphs import (
 )
 from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_pass
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
-from offload_runtime.speculation.window import WINDOW_CAPACITY_TOKENS, DeviceWindow, Level, WindowInput
+from offload_runtime.speculation.window import MOST_LEVELS, WINDOW_CAPACITY_TOKENS, DeviceWindow, Level, WindowInput
 from offload_runtime.stream import overwrite, packed_words, unpack
 from offload_runtime.trace import TraceRecorder
 
@@ -87,9 +89,11 @@ class Children:
 
 @dataclass(frozen=True)
 class StepLine:
-    """Holds the rows of one sequence in a step: `fed` tokens that are only fed, then the nodes that are asked about.
+    """Holds the rows of one sequence in a step: `fed` tokens of its text, then nodes; it is asked about those from
+    `first` on, which may be the text's last.
 
-    Positions, `cache_positions` and `committed` are the cache's: the text's less what a streaming cache has let go of.
+    Positions, `cache_positions`, `paths` behind the `committed` tokens before these rows are the cache's: the text's
+    less what a streaming cache has let go of.
     """
 
     slot: int
@@ -98,6 +102,7 @@ class StepLine:
     cache_positions: list[int]
     paths: list[list[int]]
     fed: int
+    first: int
     committed: int
 
 
@@ -119,6 +124,8 @@ class DraftRunner:
         texts: What the cache holds of every sequence: before steps all of the tokens but those that a first step feeds
             itself, and afterwards also those whose keys the steps have written.
         num_places: Nodes of a sequence's tree that can have keys at a time; 0 where there are only chains.
+        rereads: Whether a path that came true is read again, as layers have states.
+        most_depth: Deepest node of a tree.
     """
 
     def __init__(
@@ -131,8 +138,7 @@ class DraftRunner:
         self._capacity_tokens: int = cache.capacity_tokens
         self._max_tokens_with_draft = cache.capacity_tokens if max_tokens_with_draft is None else max_tokens_with_draft
         self._vocab_size = vocab_size
-        store = cache.store(0).data
-        self.device = device = store.device
+        self.device = device = runner.rope.device
         self._excluded = torch.tensor(excluded, dtype=torch.int64, device=device) if excluded else None
         self._sampling = SlotSampling(batch, device)
         self.window, self._own_window = window or DeviceWindow(device, batch=batch), window is None
@@ -149,7 +155,9 @@ class DraftRunner:
         self._place_host = [(0, 0)] * batch
         # What steps over trees write; a draft that only grows what is known in advance has none of it.
         self._spare = cache.spare_positions if self._own_window else range(0)
-        self.num_places = len(self._spare)
+        self.num_places, self.rereads = len(self._spare), cache.step_tokens is not None
+        self._depth = MOST_DELTA_DEPTH if self.rereads else MOST_DEPTH  # of paths in a step
+        self.most_depth = self._depth - 1 - _MOST_FED
         rows = max(STEP_ROWS, batch) if self.num_places else 0
         self._children = min(CHILDREN, vocab_size, runner.decoder.config.vocab_size)
         self._greedy = SlotSampling(batch, device)
@@ -213,10 +221,12 @@ class DraftRunner:
         cache = self._runner.cache
         cache.begin_window([], [])  # a step is about all sequences; the last pass may have read a single prompt
         count, greedy = self._batch, [self._spare[:1]] * self._batch
-        nothing = [StepLine(s, [], [], [], [], fed=0, committed=0) for s in range(count)]
+        nothing = [StepLine(s, [], [], [], [], fed=0, first=0, committed=0) for s in range(count)]
         steps = [
             (make, shape)
-            for shape in captured_shapes(count, width=self.width(count), capacity_tokens=self._capacity_tokens)
+            for shape in captured_shapes(
+                count, width=self.width(count), depth=self._depth, capacity_tokens=self._capacity_tokens
+            )
             for make in ((self._nodes_step, self._greedy_step) if shape.width <= NARROW_ROWS else (self._nodes_step,))
         ]
         with self._graphs.eager():  # compiles
@@ -230,7 +240,8 @@ class DraftRunner:
             self.leave(slot)  # without filters
         for make, shape in steps:
             self._graphs.capture(self._key(make, shape), partial(make, shape))
-        cache.adopt(0, self._spare[:1], 0)
+        if not self.rereads:
+            cache.adopt(0, self._spare[:1], 0)
         self._graphs.wait()
 
     def eager(self) -> AbstractContextManager[None]:
@@ -259,7 +270,10 @@ class DraftRunner:
         kept = self.texts.num_kept(length)
         if kept > self._capacity_tokens:
             return 0
-        return min(self._max_tokens_with_draft - kept + 1, WINDOW_CAPACITY_TOKENS - REWRITTEN_TOKENS)
+        most, step_tokens = WINDOW_CAPACITY_TOKENS - REWRITTEN_TOKENS, self._runner.cache.step_tokens
+        if step_tokens is not None:  # besides what a first step feeds
+            most = min(most, step_tokens - MOST_LEVELS - REWRITTEN_TOKENS)
+        return min(self._max_tokens_with_draft - kept + 1, most)
 
     def width(self, num_sequences: int) -> int:
         """Return the most rows of each sequence in a step over trees that serves so many."""
@@ -352,8 +366,11 @@ class DraftRunner:
         return logits[:, : self._vocab_size]
 
     def adopt(self, slot: int, tokens: Sequence[int], places: Sequence[int]) -> None:
-        """Let the text whose keys the cache holds go on with nodes of the tree: move their keys to their places."""
+        """Let the text whose keys the cache holds go on with nodes of the tree: move their keys to their places, unless
+        the next step feeds them again."""
         cache = self._runner.cache
+        if self.rereads:
+            return
         cache.adopt(slot, [self._spare[place] for place in places], cache.length(slot))
         self.texts.learned(slot, tokens)
         self.texts.move_on(slot)
@@ -395,8 +412,7 @@ class DraftRunner:
         for number, line in enumerate(lines):
             if line.fed:
                 self.texts.learned(line.slot, asked[line.slot].text[-line.fed :])
-            # The last of the known tokens is the root where that is asked about.
-            first = number * shape.width + max(0, line.fed - 1)
+            first = number * shape.width + line.first
             last = number * shape.width + len(line.tokens)
             rows = [*range(first, last), *range(shape.num_rows + number, len(tokens), shape.batch)]
             answers[line.slot] = [_children(tokens[row], scores[row]) for row in rows]
@@ -406,13 +422,13 @@ class DraftRunner:
         """Return the rows of one sequence, after the cache has caught up with most of its text."""
         text, nodes = asked.text, asked.nodes
         fed: Sequence[int] = ()
-        if not nodes[0][1]:
+        asks_root = not nodes[0][1]
+        if asks_root or (self.rereads and not self.texts.holds(slot, text)):
             # The root's own keys are written in any case, so that it always is the last of these rows.
             fed = self.texts.catch_up(slot, text, 1 + min(_MOST_FED, width - 1))
-            nodes = nodes[1:]
-        nodes = nodes[: (min(width, NARROW_ROWS) if asked.greedy_places else width) - len(fed)]
+        nodes = nodes[asks_root:][: (min(width, NARROW_ROWS) if asked.greedy_places else width) - len(fed)]
         paths = [[self._spare[place] for place in places] for _, places in nodes]
-        assert all(path and len(path) <= MOST_DEPTH for path in paths)
+        assert all(path and len(path) <= self.most_depth for path in paths)
         end = len(text) - self.texts.starts[slot]
         indices = list(range(end - len(fed), end))
         return StepLine(
@@ -420,9 +436,10 @@ class DraftRunner:
             tokens=[min(token, self.texts.last_token) for token in (*fed, *(token for token, _ in nodes))],
             positions=[*indices, *(end - 1 + len(path) for path in paths)],
             cache_positions=[*indices, *(path[-1] for path in paths)],
-            paths=[*([] for _ in indices), *paths],
+            paths=[*(indices[: row + 1] for row in range(len(fed))), *([*indices, *path] for path in paths)],
             fed=len(fed),
-            committed=end,
+            first=len(fed) - asks_root,
+            committed=end - len(fed),
         )
 
     def _shape(self, lines: Sequence[StepLine], width: int, further: int) -> BatchShape:
@@ -431,7 +448,7 @@ class DraftRunner:
         shape = BatchShape(len(lines), max(len(line.tokens) for line in lines), depth, reach)
         if self.device.type != "cuda":
             return shape
-        return captured_shape(shape, width=width, capacity_tokens=self._capacity_tokens)
+        return captured_shape(shape._replace(depth=self._depth), width=width, capacity_tokens=self._capacity_tokens)
 
     def _lay_out(self, lines: Sequence[StepLine], greedy: Sequence[Sequence[int]], shape: BatchShape) -> None:
         """Write what the next step is about to where it will fetch it."""

@@ -24,7 +24,7 @@ import torch
 from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState
-from offload_runtime.runners.graphs import MOST_DEPTH, MOST_GREEDY_STEPS
+from offload_runtime.runners.graphs import MOST_GREEDY_STEPS
 from offload_runtime.speculation.draft import Asked, ChildProbabilities, Children, DraftRunner, drafting_stream
 from offload_runtime.speculation.ngram import NgramProposer
 from offload_runtime.speculation.step import Budgets, Proposer, StepWorth, Texts, chains_where
@@ -450,10 +450,10 @@ class DraftProposer(Proposer):
         """Bring the keys of the path that came true to their places, as far as it was expanded.
 
         Returns:
-            Whether the keys before it are at theirs, without which the tree is of no use.
+            Whether the keys before it are at theirs, without which the tree is of no use, or will be.
         """
-        tree = before.tree
-        if tree.nodes[tree.root].expanded and not self.runner.texts.holds(slot, before.text):
+        tree, runner = before.tree, self.runner
+        if tree.nodes[tree.root].expanded and not runner.rereads and not runner.texts.holds(slot, before.text):
             return False
         # Nodes that were not expanded have none.
         places = max((tree.nodes[node].places for node in path), key=len, default=())
@@ -516,7 +516,8 @@ class DraftProposer(Proposer):
         for slot, threshold in thresholds.items():
             one = self.trees[slot]
             # The keys of a node that is expanded need a position.
-            depth = depths[slot] = min(deepest(one.budget.gamma), self.runner.room(len(one.text)) - 1, MOST_DEPTH)
+            most_depth = min(self.runner.room(len(one.text)) - 1, self.runner.most_depth)
+            depth = depths[slot] = min(deepest(one.budget.gamma), most_depth)
             # The root needs no place, but is expanded alone or first.
             count = min(width, self.runner.num_places - len(one.tree.places))
             nodes = one.tree.next_to_expand(count, depth) if depth >= 0 else []

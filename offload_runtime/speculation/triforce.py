@@ -32,6 +32,7 @@ from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation.draft import DraftRunner
 from offload_runtime.speculation.step import Acceptance, Budgets, Proposer, Texts, chains_where
 from offload_runtime.speculation.window import (
+    MOST_LEVELS,
     WINDOW_CAPACITY_TOKENS,
     DeviceWindow,
     GuessTree,
@@ -163,7 +164,7 @@ def verifier_step_bytes(
         scores = 4 * batch * attention.num_kv_heads * far_chunks
         chunk_logits = min(4 * rows * attention.num_heads * far_chunks, SCORES_WORKSPACE_BYTES)
         workspace = max(workspace, sources_workspace_bytes(attention.head_dim), scores + chunk_logits)
-    activations = step_activation_bytes(config, element_bytes, rows=rows, has_head=has_head)
+    activations = step_activation_bytes(config, element_bytes, rows=rows, has_head=has_head, depth=2 * MOST_LEVELS + 1)
     window = 4 * batch * (WINDOW_HEADER_WORDS + 2 * WINDOW_CAPACITY_TOKENS)
     return window + activations + workspace
 
