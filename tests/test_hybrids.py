@@ -32,13 +32,17 @@ from tests.helpers.models import random_tokens
 
 FAMILY, GREEDY = "qwen3_5_text", {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.0}
 ASKED: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "context": 900}
+TWO_LAYERS: dict[str, Any] = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
+    "linear_num_value_heads": 1,
+}  # fmt: skip
 LONG = "the quick brown fox jumps over the lazy dog, and then over another one. " * 10
 
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hybrid")
-    family_model(FAMILY, 1, max_position_embeddings=1024).save_pretrained(path)
+    family_model(FAMILY, 1, max_position_embeddings=1024, **TWO_LAYERS).save_pretrained(path)
     byte_level_tokenizer().save_pretrained(path)
     return path
 
@@ -159,10 +163,6 @@ def test_a_session_of_another_chunk_size_is_refused(runtime: Runtime, tmp_path: 
 
 SAMPLED = {"max_new_tokens": 80, "ignore_eos": True, "temperature": 0.7, "seed": 3}
 SHORT_AND_LONG = [LONG[:20], LONG[:500], "a"]
-TWO_LAYERS: dict[str, Any] = {
-    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
-    "linear_num_value_heads": 1,
-}  # fmt: skip
 SEES_ALL = {"budget_tokens": 512, "chunk_size": 4}
 DRAFTING: dict[str, dict[str, Any]] = {
     "chain": {"gamma": 6, "speculation": SpeculationOptions("chain")},
@@ -173,16 +173,8 @@ DRAFTING: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("two_layers")
-    family_model(FAMILY, 1, max_position_embeddings=1024, **TWO_LAYERS).save_pretrained(path)
-    byte_level_tokenizer().save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def expected(two_layers: Path) -> list[list[int]]:
-    with Runtime.load(two_layers, draft="none", max_batch=3, **ASKED) as loaded:
+def expected(hybrid: Path) -> list[list[int]]:
+    with Runtime.load(hybrid, draft="none", max_batch=3, **ASKED) as loaded:
         return [result.tokens for result in loaded.generate_batch(SHORT_AND_LONG, **SAMPLED)]
 
 
@@ -195,8 +187,8 @@ def _check_drafts(runtime: Runtime, expected: Sequence[Sequence[int]], gamma: in
 
 
 @pytest.mark.parametrize("how", DRAFTING)
-def test_a_hybrid_that_drafts_for_itself_is_always_right(two_layers: Path, expected: list[list[int]], how: str) -> None:
-    with Runtime.load(two_layers, draft=two_layers, max_batch=3, **DRAFTING[how], **ASKED) as loaded:
+def test_a_hybrid_that_drafts_for_itself_is_always_right(hybrid: Path, expected: list[list[int]], how: str) -> None:
+    with Runtime.load(hybrid, draft=hybrid, max_batch=3, **DRAFTING[how], **ASKED) as loaded:
         _check_drafts(loaded, expected, DRAFTING[how]["gamma"])
 
 
@@ -214,9 +206,9 @@ def _agreement(draft: Path, prompt: list[int], answer: list[int]) -> list[bool]:
     ]
 
 
-def test_a_draft_that_was_wrong_goes_on_as_if_it_had_read_the_text(two_layers: Path, tmp_path: Path) -> None:
-    noisy, gamma, prompt = write_noisy_copy(two_layers, tmp_path / "noisy", noise=0.03), 6, _text(50, 8)
-    with Runtime.load(two_layers, draft=noisy, gamma=gamma, speculation=SpeculationOptions("chain"), **ASKED) as loaded:
+def test_a_draft_that_was_wrong_goes_on_as_if_it_had_read_the_text(hybrid: Path, tmp_path: Path) -> None:
+    noisy, gamma, prompt = write_noisy_copy(hybrid, tmp_path / "noisy", noise=0.03), 6, _text(50, 8)
+    with Runtime.load(hybrid, draft=noisy, gamma=gamma, speculation=SpeculationOptions("chain"), **ASKED) as loaded:
         result = loaded.generate(prompt, **SAMPLED)
     agreement, found, known = _agreement(noisy, prompt, result.tokens), list[int](), 1
     while known < len(result.tokens):
