@@ -158,17 +158,6 @@ def test_systems_run_in_processes_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_trees(target: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--source", target, "--text", text, "--code", text, "--shape", "none", "--noises", "0.05", *ON_CPU, *SHORT]
-    given += ["--context", 512, "--resident-layers", 1, "--prompt-tokens", 30, "--gammas", 3, "--nodes", 6]
-    assert call("bench_trees", *given, "--temperatures", "0.6") == 0
-    found = printed(capsys)
-    hows = [row["how"] for row in found["streamed"] if row["prompt"] == "prose"]
-    assert hows == ["plain", "auto", "chain 3", "tree 6"]
-    assert {ratio["best"] for ratio in found["auto"]} <= {"chain 3", "tree 6"}
-
-
-@pytest.mark.slow
 def test_a_load_is_held(target: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--target", target, "--text", text, "--draft", "none", *ON_CPU, "--vram", "all", "--requests", "1,2"]
     code = call("bench_serving", *given, "--minutes", 0.02, "--prompt-tokens", "8,16", "--new-tokens", 6)
@@ -186,27 +175,6 @@ def test_a_long_context(models: list[object], capsys: pytest.CaptureFixture[str]
     (row,) = found["decoding"]
     assert row["identical_to_plain"] and row["kept_tokens"] > 250 and row["tokens_per_pass"] > 1
     assert found["prefill"]["tokens"] == 300 and [one["window_tokens"] for one in found["windows"]] == [1, 3]
-
-
-@pytest.mark.parametrize(
-    ("sweep", "values"),
-    [
-        ("gamma", "4,d2"), pytest.param("batch", "2x256", marks=pytest.mark.slow), ("window", "1,4"),
-        pytest.param("resident", "0,1", marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
-def test_sweeps(
-    sweep: str, values: str, models: list[object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out, given = tmp_path / "sweep.json", [sweep, *models, "--gamma", 4, "--gamma-draft", 2, "--passes", 1]
-    given += ["--starts", 1]
-    assert call("sweep", *given, "--values", values.split(",")[0], "--out", out) == 0
-    first = printed(capsys)["rows"]
-    assert call("sweep", *given, "--values", values, "--out", out) == 0
-    rows = printed(capsys)["rows"]
-    assert [row["value"] for row in rows] == values.split(",")
-    assert rows[: len(first)] == first, "what is there is not measured again"
-    assert all(row.get("identical_to_plain", True) for row in rows)
 
 
 @pytest.mark.slow
