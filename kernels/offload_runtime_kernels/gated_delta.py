@@ -2,19 +2,24 @@
 
     S <- e^g (S - beta k (k^T S)) + beta k v^T,   o = S^T q                                   token by token, in theory
 
-A sequence has a state S at the beginning of a chunk, and of every token since then a row: its key k, its pseudo-value u
-and its decay G, the sum of g from the chunk's beginning to it. In a chunk, with j over the tokens of it before i, or up
-to i for o, on i's own path where rows are a tree:
+A sequence has a state S at the beginning of a chunk, and of every token since then a row: its key k, its value v, its
+decay G, the sum of g from the chunk's beginning to it, and a row t of the inverse of its chunk's triangular equation.
+With j over the tokens of the chunk before i, or up to i for r, on i's own path where rows are a tree, and e_i the unit
+vector of i:
 
-    u_i = beta_i (v_i - e^{G_i} S^T k_i) - sum_j beta_i e^{G_i - G_j} (k_j . k_i) u_j
-    o_i = sum_j e^{G_i - G_j} (k_j . q_i) u_j + e^{G_i} S^T q_i
-    S' = e^{G_63} S + sum_j e^{G_63 - G_j} k_j u_j^T                                          at the end of a full chunk
+    t_i = beta_i e_i - sum_j beta_i e^{G_i - G_j} (k_j . k_i) t_j
+    r_i = sum_j e^{G_i - G_j} (k_j . q_i) t_j                       the result in terms of values
+    o_i = sum_j r_ij v_j + (e^{G_i} q_i - sum_j r_ij e^{G_j} k_j)^T S
+    u_i = sum_j t_ij v_j - (sum_j t_ij e^{G_j} k_j)^T S             of a full chunk, and the state behind it:
+    S' = e^{G_63} S + sum_j e^{G_63 - G_j} k_j u_j^T
 
-Every sum is one chain of fp32 multiply-adds: over j in the order of positions, over channels from the first on. Rows
-of no concern add exact zeros. So a row's bits depend on its path and its positions alone: prompts, however they are
-cut, windows and trees have the same, and committed tokens leave nothing behind but rows. Trees may branch within a
-chunk; over a chunk's end leads one path. In front of it all stands a short convolution over the inputs of a row and the
-few before it on its path, which are kept with the rows for that.
+So most of the work knows nothing of the state. Sums over j of t, r and o are chains of fp32 multiply-adds in the order
+of positions, to which rows of no concern add exact zeros. Sums over channels, and those of a full chunk, have the same
+terms in any company: tensor cores add them, over three TF32 parts, in an order that is one for every tile. So a row's
+bits depend on its path and its positions alone: prompts, however they are cut, windows and trees have the same, and
+committed tokens leave nothing behind but rows. Trees may branch within a chunk; over a chunk's end leads one path. In
+front of it all stands a short convolution over the inputs of a row and the few before it on its path, which are kept
+with the rows for that.
 """
 
 from __future__ import annotations
@@ -57,14 +62,15 @@ class DeltaMemory:
     """What a layer keeps of sequences, a memory row each, and of each its newest M tokens, at their cache positions
     modulo M: a multiple of 64, and enough for the open chunk, what a pass puts behind it, and the convolution.
 
-    `states` [R, H_v, D_k, D_v] fp32; `keys` [R, M, H_k, D_k], normalised, and `inputs` [R, M, C] of the convolution, in
-    the model's dtype; `values` [R, M, H_v, D_v] fp32, the pseudo-values; `decays` [R, M, H_v] fp32.
+    `states` [R, H_v, D_k, D_v] fp32; `keys` [R, M, H_k, D_k], normalised, `values` [R, M, H_v, D_v], and `inputs`
+    [R, M, C] of the convolution, in the model's dtype; `decays` [R, M, H_v] and `inverses` [R, M, H_v, 64] fp32.
     """
 
     states: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     decays: torch.Tensor
+    inverses: torch.Tensor
     inputs: torch.Tensor
 
     @classmethod
@@ -76,8 +82,9 @@ class DeltaMemory:
         return cls(
             make(torch.float32, rows, shape.value_heads, shape.key_dim, shape.value_dim),
             make(dtype, *of_row, shape.key_heads, shape.key_dim),
-            make(torch.float32, *of_row, shape.value_heads, shape.value_dim),
-            make(torch.float32, *of_row, shape.value_heads), make(dtype, *of_row, shape.channels),
+            make(dtype, *of_row, shape.value_heads, shape.value_dim),
+            make(torch.float32, *of_row, shape.value_heads),
+            make(torch.float32, *of_row, shape.value_heads, CHUNK_TOKENS), make(dtype, *of_row, shape.channels),
         )  # fmt: skip
 
     @property
@@ -142,21 +149,29 @@ def _dots(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def _times_state(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-    """S^T x of vectors [n, H_v, D_k]: [n, H_v, D_v]."""
-    total = x.new_zeros(*x.shape[:2], state.shape[2], dtype=torch.float32)
-    for channel in range(x.shape[2]):
-        total += x[:, :, channel, None].float() * state[None, :, channel]
+def _chain(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Add to [n, H, D] the products of rows of [n, J, H] and matrices [J, H, D] of each head, j by j."""
+    for j in range(a.shape[1]):
+        total = total + a[:, j, :, None].float() * b[j].float()
     return total
 
 
-def _folded(state: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, decays: torch.Tensor) -> torch.Tensor:
-    """The state behind a full chunk, of keys [64, H_v, D_k], pseudo-values and decays."""
-    state = state * _exp(decays[-1])[:, None, None]
-    faded = _exp(decays[-1] - decays)
-    for j in range(len(keys)):
-        state = state + (keys[j].float() * faded[j, :, None])[:, :, None] * values[j][:, None]
-    return state
+def _times_state(total: torch.Tensor, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """Add S^T x of vectors [n, H_v, D_k] to [n, H_v, D_v]."""
+    return _chain(total, x.transpose(1, 2), state.transpose(0, 1))
+
+
+def _folded(
+    state: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, decays: torch.Tensor, inverses: torch.Tensor
+) -> torch.Tensor:
+    """The state behind a full chunk, of keys [64, H_v, D_k], values, decays and rows of inverses [64, H_v, 64]."""
+    inverses = inverses.transpose(1, 2)
+    of_keys = _chain(torch.zeros_like(keys, dtype=torch.float32), inverses, _exp(decays)[:, :, None] * keys.float())
+    of_values = _chain(torch.zeros_like(values, dtype=torch.float32), inverses, values)
+    u = _times_state(of_values, -of_keys, state)
+    faded = keys.float() * _exp(decays[-1] - decays)[:, :, None]
+    decayed = _exp(decays[-1])[:, None, None] * state
+    return _chain(decayed.transpose(0, 1), faded.permute(2, 0, 1), u).transpose(0, 1)
 
 
 def gated_delta_reference(
@@ -219,60 +234,63 @@ class _Sequence:
         for t, position in enumerate(self.positions):
             before = of_path(t, position - 1, memory.decays, decays)
             decays[t] = gains[t] if position % CHUNK_TOKENS == 0 else before + gains[t]
-        values, out = torch.zeros(count, shape.value_heads, shape.value_dim), torch.zeros_like(v)
+        inverses, out = torch.zeros(count, shape.value_heads, CHUNK_TOKENS), torch.zeros_like(v)
         state, last = memory.states[at], max(self.positions, default=start - 1) + 1
         for first in range(self.base * CHUNK_TOKENS, last, CHUNK_TOKENS):
             chunk = range(first, first + CHUNK_TOKENS)
             here = [t for t, position in enumerate(self.positions) if position in chunk]
             old = [position % size for position in chunk if position < start]
             if here:
-                own_q, own_k = (shape.for_values(one[here]) for one in (q, k))
-                values[here], out[here] = self._chunk(
-                    state, own_q, own_k, v[here], beta[here], decays[here], here, (
-                        shape.for_values(memory.keys[at, old]), memory.values[at, old], memory.decays[at, old],
-                    ),
-                )  # fmt: skip
+                own_q, own_k, old_k = (shape.for_values(one) for one in (q[here], k[here], memory.keys[at, old]))
+                kept = old_k, memory.values[at, old], memory.decays[at, old], memory.inverses[at, old]
+                inverses[here], out[here] = self._chunk(
+                    state, own_q, own_k, v[here], beta[here], decays[here], here, kept
+                )
             leads_on = [t for t, position in enumerate(self.positions) if position >= chunk.stop]
             if leads_on or (keeps and chunk.stop <= last):
                 path = leads_on[0] if leads_on else count - 1
-                keys, u, g = (
+                keys, *rest = (
                     torch.stack([of_path(path, position, kept, new) for position in chunk])
-                    for kept, new in ((memory.keys, k), (memory.values, values), (memory.decays, decays))
-                )
-                state = _folded(state, shape.for_values(keys), u, g)
+                    for kept, new in (
+                        (memory.keys, k), (memory.values, v), (memory.decays, decays), (memory.inverses, inverses),
+                    )
+                )  # fmt: skip
+                state = _folded(state, shape.for_values(keys), *rest)
         if keeps:
             memory.states[at] = state
         for t in range(max(0, count - size), count):
             row = (start + t) % size
-            memory.keys[at, row], memory.values[at, row], memory.decays[at, row] = k[t], values[t], decays[t]
-            memory.inputs[at, row] = inputs[t]
+            memory.keys[at, row], memory.values[at, row], memory.decays[at, row] = k[t], v[t], decays[t]
+            memory.inverses[at, row], memory.inputs[at, row] = inverses[t], inputs[t]
         return out
 
     def _chunk(
         self, state: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, beta: torch.Tensor,
-        decays: torch.Tensor, here: list[int], kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        decays: torch.Tensor, here: list[int],
+        kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Pseudo-values and results [n, H_v, D_v] of rows in one chunk, of which memory has the keys, pseudo-values and
-        decays of `kept`."""
-        fading = _exp(decays)[:, :, None]
-        u = beta[:, :, None] * (v.float() - fading * _times_state(k, state))
-        out = torch.zeros_like(u)
-        old_keys, old_values, old_decays = kept
-        faded = _exp(decays[:, None] - old_decays[None])
-        subtracted, added = beta[:, None] * faded * _dots(k, old_keys), faded * _dots(q, old_keys)
-        for j, value in enumerate(old_values):
-            u -= subtracted[:, j, :, None] * value
-            out += added[:, j, :, None] * value
-        on_path = torch.tensor([[self.start + j in self.paths[i] for j in here] for i in here])
-        faded = _exp((decays[:, None] - decays[None]).where(on_path[:, :, None], torch.zeros(())))
-        subtracted, added = beta[:, None] * faded * _dots(k, k), faded * _dots(q, k)
+        """Rows of inverses [n, H_v, 64] and results [n, H_v, D_v] of rows in one chunk, of which memory has the keys,
+        values, decays and rows of inverses of `kept`."""
+        old_keys, old_values, old_decays, old_inverses = kept
+        offsets = torch.tensor([self.positions[t] % CHUNK_TOKENS for t in here])
+        inverses = torch.zeros(len(here), q.shape[1], CHUNK_TOKENS)
+        inverses.scatter_(2, offsets[:, None, None].expand(-1, q.shape[1], 1), beta[:, :, None])
+        reads, faded = torch.zeros_like(inverses), _exp(decays[:, None] - old_decays[None])
+        inverses = _chain(inverses, -(beta[:, None] * faded * _dots(k, old_keys)), old_inverses)
+        reads = _chain(reads, faded * _dots(q, old_keys), old_inverses)
+        on_path = torch.tensor([[self.start + j in self.paths[i] for j in here] for i in here])[:, :, None]
+        none = torch.zeros(())
+        faded = _exp((decays[:, None] - decays[None]).where(on_path, none))
+        below = on_path & ~torch.eye(len(here), dtype=torch.bool)[:, :, None]
+        subtracted = (beta[:, None] * faded * _dots(k, k)).where(below, none)
         for j in range(len(here)):
-            below = on_path[:, j].clone()
-            added_j = added[:, j].where(below[:, None], torch.zeros(()))
-            below[j] = False
-            out += added_j[:, :, None] * u[j]
-            u -= subtracted[:, j].where(below[:, None], torch.zeros(()))[:, :, None] * u[j]
-        return u, (out + fading * _times_state(q, state)).to(v.dtype)
+            inverses = _chain(inverses, -subtracted[:, j : j + 1], inverses[j : j + 1])
+        reads = _chain(reads, (faded * _dots(q, k)).where(on_path, none), inverses)
+        old, keys = reads[:, :, : len(old_keys)].transpose(1, 2), _exp(decays)[:, :, None] * k.float()
+        new = reads[:, :, offsets].transpose(1, 2).where(on_path, none)
+        asked = _chain(_exp(decays)[:, :, None] * q.float(), -old, _exp(old_decays)[:, :, None] * old_keys.float())
+        out = _chain(_chain(torch.zeros_like(v, dtype=torch.float32), old, old_values), new, v)
+        return inverses, _times_state(out, _chain(asked, -new, keys), state).to(v.dtype)
 
 
 def gated_delta(
@@ -301,7 +319,7 @@ def gated_delta(
 
 
 def fold(memory: DeltaMemory, rows: DeltaRows, shape: DeltaShape) -> None:
-    """Bring states on to the beginning of the chunk that memory's tokens end in: `rows` has none of its own."""
+    """Bring states on to the end of their chunk, up to which memory has tokens: `rows` has none of its own."""
     make = memory.inputs.new_empty
     weights = DeltaWeights(make(shape.channels, shape.taps), make(shape.value_heads), make(shape.value_heads))
     no_rows = make(0, shape.channels), make(0, 2 * shape.value_heads)

@@ -334,11 +334,12 @@ class DeltaStates:
         base, self._bases[slot] = self._bases[slot], until // CHUNK_TOKENS
         for card in self._cards:
             with current_device(card.rows.device):
-                numbers = torch.tensor([[self._rows[slot]], [until], [base], [0]], dtype=torch.int32)
-                row, start, first, none = upload(numbers, card.rows.device)
-                at = DeltaRows(row, start, first, none, row.view(1, 1)[:, :0])
-                for layer in card.layers:
-                    fold(self._of_layers[layer][1], at, self._shape)
+                for chunk in range(base, self._bases[slot]):
+                    numbers = [[self._rows[slot]], [(chunk + 1) * CHUNK_TOKENS], [chunk], [0]]
+                    row, start, first, none = upload(torch.tensor(numbers, dtype=torch.int32), card.rows.device)
+                    at = DeltaRows(row, start, first, none, row.view(1, 1)[:, :0])
+                    for layer in card.layers:
+                        fold(self._of_layers[layer][1], at, self._shape)
 
     def saves(self, slot: int, length: int) -> int:
         """How many of the first `length` tokens of a sequence have a state behind them."""

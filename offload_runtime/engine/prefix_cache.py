@@ -35,7 +35,7 @@ from offload_runtime.sizes import GB, format_bytes
 from offload_runtime.weights import CheckpointSource
 
 # To be raised with every change by which the target's keys and values get other bits: what was saved before is refused.
-_ARITHMETIC = 1
+_ARITHMETIC, _RECURRENCE = 1, 2
 # What a server's blocks may take where nobody says how much.
 _SERVER_BYTES = 64 * GB
 
@@ -100,7 +100,8 @@ class SavedCache:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {cpu}",
             "arithmetic": f"{_ARITHMETIC}, torch {torch.__version__}",
         } | ({} if self.draft_state is None else {"cache": self.model.plan.cache})  # fmt: skip
-        return made_with | ({"chunk size": f"{CHUNK_TOKENS} tokens"} if self.model.config.deltas else {})
+        recurrence = {"chunk size": f"{CHUNK_TOKENS} tokens", "recurrence": str(_RECURRENCE)}
+        return made_with | (recurrence if self.model.config.deltas else {})
 
     def kind(self, store: BlockStore) -> str:
         """Return what tells its keys and values from those of others in a store; raises as `made_with`. Nothing is read

@@ -82,8 +82,16 @@ class GatedDelta:
     @property
     def row_elements(self) -> int:
         """Elements that a row takes on its way: inputs, gates, results, and what kernels pass on, much of it fp32."""
-        wide = 2 * self.out_size + 2 * self.shape.value_heads * (CHUNK_TOKENS + 1)
-        return 2 * self.shape.channels + 4 * self.out_size + 2 * wide
+        shape = self.shape
+        wide = 2 * shape.value_heads * (CHUNK_TOKENS + 1) + self.crossing_bytes // (4 * CHUNK_TOKENS)
+        return 2 * shape.channels + 4 * self.out_size + 2 * wide
+
+    @property
+    def crossing_bytes(self) -> int:
+        """Bytes that a pass takes for each chunk whose end it goes over: the state there, and what the chunk's inverse
+        makes of its keys and values."""
+        dims, shape = self.shape.key_dim + self.shape.value_dim, self.shape
+        return 4 * shape.value_heads * (shape.key_dim * shape.value_dim + CHUNK_TOKENS * dims)
 
     def work(self, rows: int, context: int) -> Work:
         """What is done for the last `rows` of a sequence, however many tokens come before them."""

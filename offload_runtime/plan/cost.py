@@ -41,10 +41,10 @@ _DECODE_SHARE = 0.9
 # Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.
 _WINDOW_ATTENTION_SHARE = 0.115
 _PREFILL_ATTENTION_SHARE = 0.5
-# The gated delta rule, chunk after chunk by fp32 multiply-adds, of which consumer cards do as many: operations a second
-# in windows (64 and 256 rows of a 27B on an H200: 0.12 and 0.34 ms a layer) and in prompts (8192 tokens: 8.1 ms). A
-# single row takes as long as one kernel waits for another.
-_WINDOW_DELTA_FLOPS, _PREFILL_DELTA_FLOPS, _DELTA_S = 5e12, 6.4e12, 28e-6
+# The gated delta rule, mostly by fp32 multiply-adds, of which consumer cards do as many: operations a second in windows
+# (64 rows of a 27B on an H200: 0.087 ms a layer) and in prompts (8192 tokens: 4.4 ms). A single row takes as long as
+# one kernel waits for another.
+_WINDOW_DELTA_FLOPS, _PREFILL_DELTA_FLOPS, _DELTA_S = 7e12, 12e12, 28e-6
 # Queries of a KV head are worked on in tiles of so many rows.
 _ATTENTION_TILE_ROWS = 16
 # A streamed 7B pass: 21.5 ms of host work for 32 layers of 9 launches, 33.8 ms with 21.

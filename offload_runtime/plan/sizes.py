@@ -247,7 +247,8 @@ class RunPlan:
             return 0
         if self.placement.streamed_layers or target.kv_layers_on_host:
             return 0
-        nbytes, limit_bytes = captured_pass_bytes(target.config, target.dtype.itemsize), self.limits.device_bytes
+        nbytes = captured_pass_bytes(target.config, target.dtype.itemsize, target.batch)
+        limit_bytes = self.limits.device_bytes
         return nbytes if limit_bytes is None or self.needed.total() + nbytes <= limit_bytes else 0
 
     @cached_property

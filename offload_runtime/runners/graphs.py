@@ -246,13 +246,15 @@ def captured_pass_shape(shape: BatchShape, capacity_tokens: int) -> BatchShape:
     return BatchShape(shape.batch, captured_width(shape.width), depth, graph_reach(shape.reach, capacity_tokens))
 
 
-def captured_pass_bytes(config: ModelConfig, element_bytes: int) -> int:
-    """Return the device bytes of the CUDA graphs of a target's passes, of what they read and write, and of what they
-    allocate."""
+def captured_pass_bytes(config: ModelConfig, element_bytes: int, batch: int) -> int:
+    """Return the device bytes of the CUDA graphs of a target's passes over so many sequences, of what they read and
+    write, and of what they allocate."""
     rows = CAPTURED_ROWS
     inputs = 4 * (packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * config.num_angles)
     activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
-    return step_graph_bytes(config.num_layers) + inputs + rows * config.vocab_size * element_bytes + activations
+    crossing = batch * max((one.crossing_bytes for one in config.deltas.values()), default=0)
+    logits = rows * config.vocab_size * element_bytes
+    return step_graph_bytes(config.num_layers) + inputs + logits + activations + crossing
 
 
 def step_graph_bytes(num_layers: int, most_graphs: int = MOST_GRAPHS) -> int:

@@ -59,8 +59,8 @@ class _Layer:
             rows = _rows(at, base, count, self.device)
             outs.append(self.run(memory, range(at, at + count), rows, keeps=as_prompts))
             at += count
-            if at // CHUNK_TOKENS > base and not as_prompts:
-                fold(memory, _rows(at, base, 0, self.device), self.shape)
+            for chunk in () if as_prompts else range(base, at // CHUNK_TOKENS):
+                fold(memory, _rows((chunk + 1) * CHUNK_TOKENS, chunk, 0, self.device), self.shape)
             base = at // CHUNK_TOKENS
         return torch.cat(outs), memory
 
