@@ -1,0 +1,147 @@
+"""`experts`: against transformers' blocks, and bits that depend on a row, its choices and their experts alone."""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from offload_runtime_kernels.experts import ExpertShape, exp_reference, experts, fma_reference, product_reference
+from transformers import GptOssConfig, MixtralConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+SILU = ExpertShape(num_experts=6, hidden=40, inner=24)
+CLAMPED = replace(SILU, limit=7.0, interleaved=True)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Rows, their choices and experts."""
+
+    shape: ExpertShape
+    x: torch.Tensor
+    numbers: torch.Tensor
+    weights: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    biases: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
+    slots: torch.Tensor | None = None
+
+    @classmethod
+    def random(cls, shape: ExpertShape, rows: int, choices: int, dtype: torch.dtype, *, bias: bool = False) -> Problem:
+        """Heavy-tailed values, whose sums differ in another order."""
+        make = torch.Generator().manual_seed(rows)
+
+        def normal(*sizes: int) -> torch.Tensor:
+            return (torch.randn(sizes, generator=make) * torch.randn(sizes, generator=make).exp() / 3).to(dtype)
+
+        number, hidden, inner = shape.num_experts, shape.hidden, shape.inner
+        chosen = torch.rand(rows, number, generator=make).topk(choices, dim=1)
+        order = chosen.indices.sort(dim=1)
+        weights = chosen.values.gather(1, order.indices)
+        gate_up, down = normal(number, 2 * inner, hidden), normal(number, hidden, inner)
+        biases = (normal(number, 2 * inner), normal(number, hidden)) if bias else (None, None)
+        return cls(shape, normal(rows, hidden), order.values, weights, gate_up, down, biases)
+
+    def of(self, rows: Sequence[int]) -> Problem:
+        """The same of some rows."""
+        index = list(rows)
+        return replace(self, x=self.x[index], numbers=self.numbers[index], weights=self.weights[index])
+
+    def solved(self, by: Any = experts) -> torch.Tensor:
+        """What a function makes of it."""
+        options = {"gate_up_bias": self.biases[0], "down_bias": self.biases[1], "slots": self.slots}
+        out = by(self.x, self.numbers, self.weights, self.gate_up, self.down, self.shape, **options)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+
+def test_is_what_transformers_computes() -> None:
+    mixtral = MixtralConfig(hidden_size=SILU.hidden, intermediate_size=SILU.inner, num_local_experts=SILU.num_experts)
+    theirs = MixtralExperts(mixtral)
+    problem = Problem.random(SILU, 9, 3, FP32)
+    theirs.load_state_dict({"gate_up_proj": problem.gate_up, "down_proj": problem.down})
+    expected = theirs(problem.x, problem.numbers, problem.weights)
+    torch.testing.assert_close(problem.solved(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_is_what_transformers_computes_of_gpt_oss() -> None:
+    config = GptOssConfig(
+        hidden_size=CLAMPED.hidden, intermediate_size=CLAMPED.inner, num_local_experts=CLAMPED.num_experts
+    )
+    theirs = GptOssExperts(config)
+    problem = Problem.random(CLAMPED, 9, 3, FP32, bias=True)
+    gate_up_bias, down_bias = problem.biases
+    theirs.load_state_dict({
+        "gate_up_proj": problem.gate_up.mT, "gate_up_proj_bias": gate_up_bias,
+        "down_proj": problem.down.mT, "down_proj_bias": down_bias,
+    })  # fmt: skip
+    expected = theirs(problem.x, problem.numbers, problem.weights)
+    torch.testing.assert_close(problem.solved(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("shape", [SILU, CLAMPED])
+def test_a_row_has_the_same_bits_in_any_company(shape: ExpertShape, dtype: torch.dtype) -> None:
+    problem = Problem.random(shape, 33, 3, dtype, bias=shape is CLAMPED)
+    expected = problem.solved()
+    for rows in ([5], range(7), range(32, -1, -1), [4, 4, 4, 4], range(0, 33, 2)):
+        assert torch.equal(problem.of(rows).solved(), expected[list(rows)])
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_experts_may_lie_in_a_pool_of_units(dtype: torch.dtype) -> None:
+    problem = Problem.random(SILU, 5, 2, dtype)
+    problem = replace(problem, numbers=problem.numbers.clamp(max=3) + torch.tensor([0, 1]))  # of 0 to 4
+    slots = torch.tensor([6, 1, 0, 3, 5, 99], dtype=torch.int32)  # 99: expert 5 is not there
+    size = problem.gate_up[0].numel()
+    units = torch.full((7, size + problem.down[0].numel()), torch.nan, dtype=dtype)
+    for number in range(5):
+        units[slots[number]] = torch.cat([problem.gate_up[number].flatten(), problem.down[number].flatten()])
+    gate_up, down = (
+        units[:, :size].view(7, *problem.gate_up.shape[1:]),
+        units[:, size:].view(7, *problem.down.shape[1:]),
+    )
+    pooled = replace(problem, gate_up=gate_up, down=down, slots=slots)
+    assert torch.equal(pooled.solved(), problem.solved())
+
+
+def _fmaf(values: torch.Tensor) -> torch.Tensor:
+    """The C library's multiply-adds of the rows of [n, 3]."""
+    library = ctypes.CDLL(ctypes.util.find_library("m"))
+    library.fmaf.restype, library.fmaf.argtypes = ctypes.c_float, [ctypes.c_float] * 3
+    return torch.tensor([library.fmaf(*row) for row in values.tolist()])
+
+
+def test_multiply_adds_are_rounded_once() -> None:
+    # The sum is just beside the middle of two numbers, nearer than fp64 can tell.
+    near, small = 1 + 2.0**-15, 2.0**-24 * (1 - 2.0**-15)
+    middles = [[a * near, small, sign * (1 + odd * 2.0**-23)] for a in (1, -1) for sign in (1, -1) for odd in (0, 1, 2)]
+    values = torch.cat([torch.tensor(middles), torch.randn(2000, 3, generator=torch.Generator().manual_seed(1)).exp()])
+    a, b, c = values.T
+    expected = _fmaf(values)
+    assert not torch.equal((a.double() * b + c).float(), expected)
+    assert torch.equal(fma_reference(a, b, c), expected)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_products_are_chains_over_ascending_columns(dtype: torch.dtype) -> None:
+    problem = Problem.random(SILU, 3, 2, dtype)
+    numbers = problem.numbers[:, 0]
+    expected = torch.zeros(3, 2 * SILU.inner)
+    for row, number in enumerate(numbers.tolist()):
+        for x, w in zip(problem.x[row], problem.gate_up[number].T, strict=True):
+            expected[row] = _fmaf(torch.stack([x.expand_as(w), w, expected[row]], dim=1).float())
+    out = product_reference(problem.x, numbers, problem.gate_up, None, None)
+    assert torch.equal(out, expected.to(dtype))
+
+
+def test_exponentials_are_within_two_units_of_the_last_place() -> None:
+    x = torch.linspace(-87, 88, 100_001)
+    torch.testing.assert_close(exp_reference(x).double(), x.double().exp(), atol=0.0, rtol=2.0**-22)
