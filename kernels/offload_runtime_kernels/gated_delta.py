@@ -99,7 +99,8 @@ class DeltaRows:
 
     `memory_rows` [B]: whose they are. `starts` [B]: tokens that memory has; the rows come behind them. `bases` [B]: the
     chunk at whose beginning the state stands. `counts` [B]: rows that are there, the first ones. `positions` [B, T].
-    Of trees `ancestors` [B, T, A], as of `attention.QueryRows`, row t's cache position being start + t.
+    Of trees `ancestors` [B, T, A], as of `attention.QueryRows`, row t's cache position being start + t. The rows begin
+    in a chunk at most `lag` behind that of the state.
     """
 
     memory_rows: torch.Tensor
@@ -108,6 +109,7 @@ class DeltaRows:
     counts: torch.Tensor
     positions: torch.Tensor
     ancestors: torch.Tensor | None = None
+    lag: int = 0
 
 
 class DeltaWeights(NamedTuple):

@@ -701,7 +701,7 @@ def gated_delta_triton(
     key_block, value_block = (min(_WIDE_BLOCK, dim & -dim) for dim in (shape.key_dim, shape.value_dim))
     num_chunks = triton.cdiv(width + CHUNK_TOKENS - 1, CHUNK_TOKENS)  # that rows may lie in
     # Chunks that may become full, and how many states are made on the way.
-    num_full = num_chunks if keeps else num_chunks - 1
+    num_full = rows.lag + (num_chunks if keeps else num_chunks - 1)
     num_states = num_full + 1 if keeps else num_full
     how = {"WIDTH_BLOCK": triton.next_power_of_2(max(1, width)), "TREE": tree, "KEEPS": keeps}
     four = {"num_warps": 4, "num_stages": 1}  # loads ahead would take the room of other programs
