@@ -3,9 +3,8 @@
 Rolling back within the open chunk is a length, as of keys and values. Behind that stand *anchors*, states in host
 memory of earlier beginnings of chunks: a sequence can be cut to one of those, and what came after it is read again.
 They are kept every 4096 tokens, where prompts end, and at the end of the last block of 256 tokens of each prompt and of
-the newest answer, so that saved blocks have states. A prefill works on a memory row of its own, which becomes the
-sequence's when it ends, so that one that breaks off changes nothing; its anchors leave for the host as its pieces reach
-each layer.
+the newest answer, so that saved blocks have states. A prompt brings a sequence's states on as its pieces reach each
+layer, and leaves anchors on the way; where it breaks off the sequence goes back to its last anchor.
 
 Where rows are only guessed, by a draft or a retrieval verifier, *steps* write them, each behind what earlier ones have
 written. Whatever a row is on the path of stands in memory by its inputs, a row of them for each cache position, and
@@ -14,7 +13,7 @@ the path is read again from the last committed row: it is never copied, and no n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 import torch
@@ -51,15 +50,14 @@ class _Anchor:
 
 @dataclass(eq=False)
 class _CardStates:
-    """Those of a card's layers, stacked; which memory row each slot has, [slots] int32; its committed tokens and the
-    chunk at whose beginning its state stands, [2, slots], as steps find them; what rows of steps brought, inputs and
+    """Those of a card's layers, stacked; of each slot, as steps find them, its committed tokens and the chunk at whose
+    beginning its state stands, [2, slots] int32; what rows of steps brought, inputs and
     decays of all layers or one, [L, slots * S + 1, C]; where the running pass's rows stand, once a layer has asked for
     that; and host memory of anchors that are no more, which copies on the card's stream may still read or write."""
 
     number: int
     layers: tuple[int, ...]
     stack: DeltaMemory
-    rows: torch.Tensor
     numbers: torch.Tensor
     steps: list[torch.Tensor] = field(default_factory=list)
     running: tuple[Rows, DeltaRows, DeltaPaths | None] | None = None
@@ -148,23 +146,23 @@ class DeltaStates:
             if not own:
                 continue
             parts = list[torch.Tensor]()
-            for part in _parts(DeltaMemory.empty(self._shape, batch + 1, self._tokens, dtype, "meta")):
+            for part in _parts(DeltaMemory.empty(self._shape, batch, self._tokens, dtype, "meta")):
                 nbytes = len(own) * part.nbytes
                 memory = budget.allocate(name, nbytes).zero_()
                 parts.append(memory[:nbytes].view(part.dtype).view(len(own), *part.shape))
-            rows = torch.arange(batch, dtype=torch.int32, device=budget.device)
-            self._cards.append(_CardStates(card, own, DeltaMemory(*parts), rows, rows.new_zeros(2, batch)))
+            numbers = torch.zeros(2, batch, dtype=torch.int32, device=budget.device)
+            self._cards.append(_CardStates(card, own, DeltaMemory(*parts), numbers))
             for number, layer in enumerate(own):
                 self._of_layers[layer] = self._cards[-1], DeltaMemory(*(part[number] for part in parts))
-        self._rows, self._spare = list(range(batch)), batch
         self._lengths, self._anchors = [0] * batch, [list[_Anchor]() for _ in range(batch)]
         self._bases, self._numbers_host = [0] * batch, list[list[int]]()  # chunks at whose beginnings states stand
         self._registrar, self._arenas = registrar, list[HostArena]()
         self._saved = {layer: _saved_layout(config, layer, dtype) for layer in self._of_layers}
-        self._is_lost = [False] * batch  # blocks have been restored without the states behind them
-        # Of the running prefill: its sequence, where it is to leave anchors, and those that it has left so far.
-        self._prefilled: int | None = None
-        self._wanted, self._left = set[int](), list[_Anchor]()
+        # A prompt has broken off, or blocks have been restored without the states behind them.
+        self._is_lost = [False] * batch
+        # By slot whose prompt is read where that is to leave anchors, and those that it has left so far.
+        self._wanted, self._left = dict[int, set[int]](), dict[int, list[_Anchor]]()
+        self.lag = 0  # most chunks that the running pass' steps begin behind states
         self._spare_positions, self._dtype = spare_positions, dtype
         if spare_positions is not None:
             self.take_steps(budgets, f"{name} of steps", each_layer=True)
@@ -188,7 +186,7 @@ class DeltaStates:
         """Reserve what steps need: of each layer where a row may stand behind one of an earlier step."""
         positions = self._tokens + len(self._spare_positions or ())
         for card in self._cards:
-            count, rows = len(card.layers) if each_layer else 1, len(card.rows) * positions + 1
+            count, rows = len(card.layers) if each_layer else 1, card.numbers.shape[1] * positions + 1
             for elements in _step_parts(self._shape):
                 nbytes = count * rows * elements * self._dtype.itemsize
                 memory = budgets[card.number].allocate(name, nbytes).view(self._dtype).zero_()
@@ -197,35 +195,36 @@ class DeltaStates:
     def of_layer(self, layer: int, rows: Rows, *, in_step: bool) -> DeltaPass:
         """What `LayerCache.delta` says. Rows of a step are those that it is about alone."""
         card, memory = self._of_layers[layer]
-        keeps = self._prefilled is not None
+        prompt = rows.prompt
         if card.running is None or card.running[0] is not rows:
             query, starts = rows.query, rows.query.committed
-            if (in_step or self._spare_positions is not None) and not keeps:
+            if (in_step or self._spare_positions is not None) and prompt is None:
                 card.running = rows, *self._paths(card, rows)
             else:
                 assert starts is not None, "rows say how many tokens come before them"
-                table = card.rows[query.slots.long()] if not keeps else torch.full_like(starts, self._spare)
+                table = query.slots if prompt is None else torch.full_like(starts, prompt[0])
                 counts = (query.positions >= 0).sum(1, dtype=torch.int32)
                 at = DeltaRows(table, starts, starts // CHUNK_TOKENS, counts, query.positions, query.ancestors)
                 card.running = rows, at, None
-        if self._prefilled is not None and (start := rows.query.max_length - rows.num_rows) in self._wanted:
-            anchor = next((one for one in self._left if one.length == start), None)
+        if prompt is not None and prompt[1] in self._wanted[prompt[0]]:
+            slot, start = prompt
+            anchor = next((one for one in self._left[slot] if one.length == start), None)
             if anchor is None:
-                anchor = self._make_room(self._prefilled, start)
-                self._left.append(anchor)
-            self._copy(layer, self._spare, anchor)
+                anchor = self._make_room(slot, start)
+                self._left[slot].append(anchor)
+            self._copy(layer, slot, anchor)
         _, at, paths = card.running
         if paths is not None and paths.kept is not None:
             number = card.layers.index(layer) if len(card.steps[0]) > 1 else 0
             paths = replace(paths, memory=tuple(one[number] for one in card.steps))
-        return DeltaPass(memory, at, keeps, paths)
+        return DeltaPass(memory, at, prompt is not None, paths)
 
     def _paths(self, card: _CardStates, rows: Rows) -> tuple[DeltaRows, DeltaPaths | None]:
         """Where the rows of a step stand, which only the device knows. Captured: no tensor of the host."""
         query = rows.query
         positions, slots = query.positions, query.slots.long()
         (batch, width), device = positions.shape, positions.device
-        table, (lengths, bases) = card.rows[slots], card.numbers[:, slots]
+        table, (lengths, bases) = query.slots, card.numbers[:, slots]
         there, sequences = positions >= 0, torch.arange(batch, device=device)[:, None]
         if query.ancestors is None or query.committed is None:
             # In a row, with padding before it or behind it.
@@ -251,7 +250,7 @@ class DeltaStates:
         starts, bases = (one.where(counts > 0, 0).contiguous() for one in (starts, bases))
         width = len(steps)
         of_rows = starts[:, None] + torch.arange(width, dtype=torch.int32, device=device)
-        return DeltaRows(table.contiguous(), starts, bases, counts, of_rows), paths
+        return DeltaRows(table.contiguous(), starts, bases, counts, of_rows, lag=self.lag), paths
 
     def _places(self, cache_positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Where what rows of steps brought lies, by their cache positions: int64 of the same shape."""
@@ -261,45 +260,34 @@ class DeltaStates:
             size, places = size + len(self._spare_positions), (spare + size).where(spare >= 0, places)
         return slots * size + places
 
-    def begin_window(self, slots: Sequence[int]) -> None:
-        """The next pass is a window of these sequences, which is committed behind it as far as that goes, or a step:
-        what they have by now is theirs for good."""
-        self._abandon_prefill()
-        for slot in slots:
+    def begin(self, counts: Mapping[int, int], prompts: Collection[int]) -> None:
+        """The next pass puts so many tokens behind some sequences: prompts, of which a piece begins at each anchor
+        within, and windows, or steps do one after the other. What they have by now is theirs for good."""
+        for left in self._left.values():  # of prompts that broke off
+            self._release(left)
+        for slot in counts:
             self._settle(slot)
+        ends = {slot: self._lengths[slot] + count for slot, count in counts.items()}
+        self.lag = max([0, *((end - 1) // CHUNK_TOKENS - self._bases[slot] for slot, end in ends.items())])
+        self._wanted, self._left = {}, {slot: [] for slot in prompts}
+        for slot in prompts:
+            wanted = anchors_within(self._lengths[slot], ends[slot])
+            self._wanted[slot] = {*wanted}.difference(one.length for one in self._anchors[slot])
+            self._is_lost[slot] = True  # until all of it is there
         numbers = [self._lengths, self._bases]
         if self._cards[0].steps and numbers != self._numbers_host:
             self._numbers_host = [[*one] for one in numbers]
             for card in self._cards:
-                with current_device(card.rows.device):
+                with current_device(card.numbers.device):
                     overwrite(card.numbers, torch.tensor(numbers, dtype=torch.int32))
 
-    def _abandon_prefill(self) -> None:
-        """Forget what a prefill has left that was not committed, if there is one."""
-        self._release(self._left)
-        self._prefilled, self._left = None, []
-
-    def begin_prefill(self, slot: int, count: int) -> None:
-        """The next pass is a prefill of so many tokens behind a sequence's; a piece begins at each anchor within."""
-        self._abandon_prefill()
-        self._settle(slot)
-        length = self._lengths[slot]
-        self._wanted = {*anchors_within(length, length + count)}.difference(one.length for one in self._anchors[slot])
-        for card in self._cards:
-            for part in _parts(card.stack):
-                part[:, self._spare].copy_(part[:, self._rows[slot]])
-        self._prefilled = slot
-
     def commit(self, slot: int, length: int, rows: Sequence[int] = ()) -> None:
-        """A sequence has so many tokens: those of its prefill, or of a window, where they are a path through a tree the
+        """A sequence has so many tokens: those of its prompt, or of a window, where they are a path through a tree the
         newest are these rows of it."""
         before, self._lengths[slot] = self._lengths[slot], length
-        if self._prefilled == slot:
-            self._rows[slot], self._spare = self._spare, self._rows[slot]
-            self._anchors[slot] += self._left
-            self._prefilled, self._left, self._bases[slot] = None, [], length // CHUNK_TOKENS
-            for card in self._cards:
-                card.rows.copy_(upload(torch.tensor(self._rows, dtype=torch.int32), card.rows.device))
+        if slot in self._left:
+            self._anchors[slot] += self._left.pop(slot)
+            self._bases[slot], self._is_lost[slot] = length // CHUNK_TOKENS, False
             self.keep_anchor(slot)
             return
         self._move(slot, before, rows)
@@ -323,20 +311,20 @@ class DeltaStates:
         moved = [number for number, row in enumerate(rows) if number != row]
         for card in self._cards if moved else ():
             source, target = (
-                upload(torch.tensor([(start + one) % self._tokens for one in places]), card.rows.device)
+                upload(torch.tensor([(start + one) % self._tokens for one in places]), card.numbers.device)
                 for places in ([rows[number] for number in moved], moved)
             )
             for part in _parts(card.stack)[1:]:
-                part[:, self._rows[slot], target] = part[:, self._rows[slot], source]
+                part[:, slot, target] = part[:, slot, source]
 
     def _fold(self, slot: int, until: int) -> None:
         """Bring a sequence's states on to the beginning of the chunk that its first `until` tokens end in."""
         base, self._bases[slot] = self._bases[slot], until // CHUNK_TOKENS
         for card in self._cards:
-            with current_device(card.rows.device):
+            with current_device(card.numbers.device):
                 for chunk in range(base, self._bases[slot]):
-                    numbers = [[self._rows[slot]], [(chunk + 1) * CHUNK_TOKENS], [chunk], [0]]
-                    row, start, first, none = upload(torch.tensor(numbers, dtype=torch.int32), card.rows.device)
+                    numbers = [[slot], [(chunk + 1) * CHUNK_TOKENS], [chunk], [0]]
+                    row, start, first, none = upload(torch.tensor(numbers, dtype=torch.int32), card.numbers.device)
                     at = DeltaRows(row, start, first, none, row.view(1, 1)[:, :0])
                     for layer in card.layers:
                         fold(self._of_layers[layer][1], at, self._shape)
@@ -356,10 +344,9 @@ class DeltaStates:
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget everything behind the first `length` tokens of a sequence, which it `keeps`."""
-        self._abandon_prefill()
         if self._is_lost[slot] or length < self._base(slot):
             for card in self._cards:
-                card.stack.states[:, self._rows[slot]] = 0
+                card.stack.states[:, slot] = 0
             if (anchor := self._anchor_at(slot, length)) is not None:
                 self._write(slot, length, self._views(anchor), non_blocking=True)
             self._bases[slot] = length // CHUNK_TOKENS
@@ -372,7 +359,7 @@ class DeltaStates:
         if base and self._anchor_at(slot, base) is None:
             anchor = self._make_room(slot, base, in_an_answer=in_an_answer)
             for layer in self._of_layers:
-                self._copy(layer, self._rows[slot], anchor)
+                self._copy(layer, slot, anchor)
             self._anchors[slot].append(anchor)
 
     def save(self, slot: int, length: int, to: SavedBlock) -> None:
@@ -380,9 +367,7 @@ class DeltaStates:
         anchor = self._anchor_at(slot, length)
         kept = {} if anchor is None else self._views(anchor)
         for layer in to.keys() & self._of_layers.keys():
-            for target, source in zip(
-                to[layer], kept.get(layer) or self._at(layer, self._rows[slot], length), strict=True
-            ):
+            for target, source in zip(to[layer], kept.get(layer) or self._at(layer, slot, length), strict=True):
                 target.copy_(source)
 
     def restore(self, slot: int, length: int, saved: SavedBlock) -> None:
@@ -398,7 +383,7 @@ class DeltaStates:
     def _write(self, slot: int, length: int, layers: SavedBlock, *, non_blocking: bool = False) -> None:
         """Bring a sequence's states to those of the host that belong behind so many tokens."""
         for layer, sources in layers.items():
-            for target, source in zip(self._at(layer, self._rows[slot], length), sources, strict=True):
+            for target, source in zip(self._at(layer, slot, length), sources, strict=True):
                 target.copy_(source, non_blocking=non_blocking)
 
     def _at(self, layer: int, row: int, length: int) -> list[torch.Tensor]:
@@ -414,7 +399,7 @@ class DeltaStates:
 
     def _make_room(self, slot: int, length: int, *, in_an_answer: bool = False) -> _Anchor:
         """A new anchor of a sequence, without memory yet, in place of the oldest one that has to go for it."""
-        others = [one for one in (*self._anchors[slot], *self._left) if one.length % ANCHOR_TOKENS]
+        others = [one for one in (*self._anchors[slot], *self._left.get(slot, ())) if one.length % ANCHOR_TOKENS]
         if length % ANCHOR_TOKENS and len(others) == _MOST_OTHERS:
             self._drop(slot, others[:1])
         return _Anchor(length, in_an_answer)
@@ -428,7 +413,7 @@ class DeltaStates:
 
     def _new_arena(self, layer: int, card: _CardStates) -> HostArena:
         """Host memory for one layer of an anchor: of a small piece each, page-locking takes less than a layer does."""
-        with torch.inference_mode(False), current_device(card.rows.device):
+        with torch.inference_mode(False), current_device(card.numbers.device):
             arena = HostArena(self._saved[layer].nbytes, name="states to go back to")
             self._arenas.append(arena)
             if self._registrar is not None:

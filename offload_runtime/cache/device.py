@@ -58,6 +58,7 @@ class KVCache:
         drafts: Whether it is a draft's, whose passes but prefills are steps: what they commit may be taken back.
     """
 
+    mixes = True  # a pass may read several prompts, and beside windows
     prefills_by_layer = False  # a prefill has to take all pieces of a prompt through one layer before the next
 
     def __init__(
@@ -98,7 +99,6 @@ class KVCache:
                 config, dtype, batch=batch, window_tokens=window_tokens, budgets=budgets, owners=self._owners,
                 name=f"{name}: states", registrar=registrar, spare_positions=self.spare_positions if drafts else None,
             )  # fmt: skip
-        self.mixes = self._states is None  # a prefill works on a memory row, of which there is one to spare
         # Of trees one path alone leads over the end of so many positions; None: any do.
         self.chunk_tokens = None if self._states is None else CHUNK_TOKENS
         # Tokens that steps may put behind the committed ones of a sequence; None: as many as there is room for.
@@ -114,6 +114,11 @@ class KVCache:
         """Host memory of states to go back to, so far."""
         return 0 if self._states is None else self._states.anchor_bytes
 
+    @property
+    def step_lag(self) -> int:
+        """What steps of the announced window depend on besides device memory, where layers have states."""
+        return 0 if self._states is None else self._states.lag
+
     def anchors_within(self, start: int, end: int) -> list[int]:
         """Return where a prompt that brings a sequence from `start` to `end` tokens leaves states to go back to: a
         piece of it has to begin at each of these."""
@@ -123,8 +128,9 @@ class KVCache:
         """Committed tokens of a sequence."""
         return self._lengths[slot]
 
-    def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
-        """The next pass puts `counts[i]` tokens behind the committed ones of `slots[i]`.
+    def begin_window(self, slots: Sequence[int], counts: Sequence[int], prompts: Collection[int] = ()) -> None:
+        """The next pass puts `counts[i]` tokens behind the committed ones of `slots[i]`: windows, and `prompts`, which
+        are committed as a whole.
 
         Raises:
             ContextLengthError: They reach beyond `max_tokens_with_draft`.
@@ -136,7 +142,7 @@ class KVCache:
             self._written[slot] = max(self._written[slot], self._ends[slot])
         self._rows = slice(None)
         if self._states is not None:
-            self._states.begin_window(slots)
+            self._states.begin(dict(zip(slots, counts, strict=True)), prompts)
 
     def begin_prefill(self, slot: int, count: int) -> None:
         """The next pass is a prefill of `count` tokens behind the committed ones, and its rows call this sequence 0.
@@ -149,7 +155,7 @@ class KVCache:
         self._written[slot] = max(self._written[slot], self._lengths[slot] + count)
         self._rows = slice(slot, slot + 1)
         if self._states is not None:
-            self._states.begin_prefill(slot, count)
+            self._states.begin({slot: count}, [slot])
 
     def keeps(self, slot: int, length: int) -> int:
         """Return to how many of the first `length` tokens of a sequence it could be cut: any number. There are none

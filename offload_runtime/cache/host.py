@@ -9,7 +9,7 @@ A prefill works on one layer at a time, in a workspace of its own (see `HostPref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -301,9 +301,9 @@ class HostKVCache(KVCache):
     def pinned_bytes(self) -> int:
         return self.blocks.pinned_bytes + super().pinned_bytes
 
-    def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+    def begin_window(self, slots: Sequence[int], counts: Sequence[int], prompts: Collection[int] = ()) -> None:
         self._abandon_prefill()
-        super().begin_window(slots, counts)
+        super().begin_window(slots, counts, prompts)
         for slot in slots:
             self.blocks.grow(slot, self._ends[slot] // BLOCK_TOKENS)
             self._enter_blocks(slot, self.blocks.num_blocks(slot))

@@ -8,7 +8,7 @@ recent is read from that cache's own open blocks: `RetrievalCache` attends to bo
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import torch
 from offload_runtime_kernels.attention import AttentionParams, KeySource, QueryRows, attend_sources
@@ -235,7 +235,8 @@ class RetrievalCache:
             All that the pass depends on besides device memory: steps with equal ones enqueue the same work.
         """
         self._refresh = first
-        return self._rows, first, self._most_available, self._far_blocks, self._recent_blocks
+        sizes = self._most_available, self._far_blocks, self._recent_blocks, self._source.step_lag
+        return self._rows, first, *sizes
 
     def forget(self, slot: int) -> None:
         """Another sequence begins in this place: what was retrieved is of no use."""
@@ -314,7 +315,7 @@ class RetrievedDraftCache(KVCache):
         super().begin_prefill(slot, count)
         self._whole = True
 
-    def begin_window(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+    def begin_window(self, slots: Sequence[int], counts: Sequence[int], prompts: Collection[int] = ()) -> None:
         """A pass will put `counts[0]` tokens behind the committed ones of the one sequence, by fresh choice.
 
         Raises:

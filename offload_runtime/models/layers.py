@@ -137,11 +137,13 @@ class Rows:
         tokens: [B * T] int32.
         query: Positions and slots of the rows, [B, T].
         rope: How they are rotated, and where keys and values go.
+        prompt: Of a piece of a prompt the slot, and the tokens before it.
     """
 
     tokens: torch.Tensor
     query: QueryRows
     rope: RopeRows
+    prompt: tuple[int, int] | None = None
 
     @classmethod
     def of_step(cls, step: StepRows, slots: torch.Tensor, *, max_length: int) -> Rows:

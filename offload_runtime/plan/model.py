@@ -285,10 +285,10 @@ class ModelPlan:
 
     @property
     def state_bytes(self) -> int:
-        """What gated delta layers keep of all sequences, and of one more, which a prefill works on; and what rows of
-        steps bring of each layer of a draft, or of any one of a target."""
+        """What gated delta layers keep of all sequences, and what rows of steps bring of each layer of a draft, or of
+        any one of a target."""
         of_layers = self.config, self.layers, self.dtype, self.state_window_tokens
-        kept_bytes = (self.batch + 1) * cache.state_bytes(*of_layers)
+        kept_bytes = self.batch * cache.state_bytes(*of_layers)
         if not self.is_draft and not self.verified:
             return kept_bytes
         spare = self.tree_positions if self.is_draft else None

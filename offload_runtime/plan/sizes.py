@@ -351,7 +351,7 @@ class RunPlan:
         rows = min(target.chunk_tokens, target.context_tokens)
         sizes = [config.hidden_size * target.dtype.itemsize, *[8 * config.num_angles + 32] * (self.num_cards - 1)]
         cut = 2 if config.deltas else 0  # behind what comes before a prompt, and at the last anchor in it
-        pieces = -(-target.context_tokens // rows) + (target.batch if target.mixes else cut)
+        pieces = -(-target.context_tokens // rows) + (target.batch * (1 + cut) if target.mixes else cut)
         return pieces * sum(1 << (rows * size - 1).bit_length() for size in sizes)
 
     @cached_property

@@ -277,8 +277,7 @@ def step_activation_bytes(
     """
     row, paths_bytes = config.hidden_size + config.row_elements, 0
     for delta in {*config.deltas.values()} if depth else ():
-        state = delta.shape.value_heads * delta.shape.key_dim * delta.shape.value_dim  # where a path leaves a chunk
-        paths_bytes = rows * (depth * delta.row_elements * element_bytes + 4 * state)
+        paths_bytes = rows * (depth * delta.row_elements * element_bytes + 2 * delta.crossing_bytes)
     logits = rows * config.vocab_size * (element_bytes + 6 * 4)  # fp32 copies while sampling with filters
     return max(_LEAST_ROWS, rows) * row * element_bytes + paths_bytes + (logits if has_head else 0)
 

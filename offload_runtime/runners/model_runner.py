@@ -188,7 +188,7 @@ class ModelRunner:
             self.cache.begin_prefill(slots[0], lengths[0])
         else:
             assert not prompts or self.cache.mixes
-            self.cache.begin_window(slots, widths + lengths)
+            self.cache.begin_window(slots, widths + lengths, prompts)
         committed = [self.cache.length(slot) for slot in slots]
         batch.firsts = [0, *accumulate([*widths, *(1 for _ in prompts)])][:-1]
         captured = None if prompts or layers is not None else self.captured
@@ -211,7 +211,8 @@ class ModelRunner:
             end = start + len(tokens)
             for at, stop in pairwise([*self._beginnings(start, end), end]):
                 chunk = TokenTree(tuple(tokens[at - start : stop - start]))
-                pieces.append(self.rows([chunk], [at], [0 if alone else slot], prompt_length=end))
+                piece = self.rows([chunk], [at], [0 if alone else slot], prompt_length=end)
+                pieces.append(replace(piece, prompt=(slot, at)))
             last.append(len(pieces) - 1)
         if trees:
             pieces.append(self.rows(trees, committed[: len(trees)], [*batch.trees]))
@@ -554,7 +555,7 @@ def _moved(rows: Rows, source: Card, target: Card, buffers: TransferBuffers, pie
     query, rope = (
         replace(getattr(rows, part), **{name: next(moved) for name in tensors}) for part, tensors in parts.items()
     )
-    return Rows(tokens, query, rope)
+    return replace(rows, tokens=tokens, query=query, rope=rope)
 
 
 def _tensors(part: QueryRows | RopeRows) -> dict[str, torch.Tensor]:

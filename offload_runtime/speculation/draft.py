@@ -333,7 +333,7 @@ class DraftRunner:
         with recorder.span("draft steps", steps=len(levels), slots=len(longest)) if recorder else nullcontext():
             for number, level in enumerate(levels):
                 choice = None if self._choosing is None else self._choosing.begin_step(first=number == 0)
-                key = level, self.window.num_rows, reach, choice, self._sampling.graph_key
+                key = level, self.window.num_rows, reach, choice, cache.step_lag, self._sampling.graph_key
                 self._graphs.run(key, partial(self._grow_step, level, reach))
 
     def _grow_step(self, level: Level, reach: int) -> None:
@@ -480,7 +480,7 @@ class DraftRunner:
         return unpack(self._graphs.inputs, tree_input_sizes(shape))
 
     def _key(self, make: Callable[[BatchShape], None], shape: BatchShape) -> Hashable:
-        return make.__name__, shape, self._sampling.graph_key
+        return make.__name__, shape, self._runner.cache.step_lag, self._sampling.graph_key
 
     def _run(self, make: Callable[[BatchShape], None], shape: BatchShape) -> None:
         self._graphs.run(self._key(make, shape), partial(make, shape))
