@@ -64,7 +64,7 @@ def test_packed_files_hold_what_gguf_makes_of_a_widened_model(words: Path, tmp_p
 
 
 @pytest.mark.parametrize("shape", [WideShape(256, 512, 2, 4, 2, 64), SHAPES["tiny-hybrid"]], ids=["llama", "hybrid"])
-@pytest.mark.parametrize("mix", ["Q4_K_M", "Q8_0"])
+@pytest.mark.parametrize("mix", ["Q4_K_M", "Q8_0", "MXFP4"])
 def test_random_blocks_are_written_as_they_are(words: Path, tmp_path: Path, shape: WideShape, mix: str) -> None:
     source = open_checkpoint(words)
     vocab_size = source.config().vocab_size + 7

@@ -40,7 +40,7 @@ MIX = {
     "blk.1.attn_q": "IQ4_XS", "blk.1.attn_k": "Q8_0", "blk.1.attn_v": "F16", "blk.1.attn_output": "Q2_K",
     "blk.1.ffn_gate": "Q5_K", "blk.1.ffn_up": "Q3_K", "blk.1.ffn_down": "IQ4_NL",
     "blk.2.attn_q": "Q4_0", "blk.2.attn_k": "Q5_0", "blk.2.attn_v": "Q5_1", "blk.2.attn_output": "F32",
-    "blk.2": "Q4_1", "blk.3": "BF16", "blk.4": "F32", "token_embd": "Q4_K", "output": "Q6_K",
+    "blk.2.ffn_gate": "MXFP4", "blk.2": "Q4_1", "blk.3": "BF16", "blk.4": "F32", "token_embd": "Q4_K", "output": "Q6_K",
 }  # fmt: skip
 
 
@@ -249,13 +249,18 @@ def test_encodings_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("scale", [float("inf"), float("nan")])
-def test_scales_that_are_not_finite_are_refused(tmp_path: Path, scale: float, device: str) -> None:
-    path = write_llama(tmp_path / "m.gguf", "Q4_K", num_hidden_layers=1)
+@pytest.mark.parametrize(
+    ("kind", "at", "scale"),
+    [("Q4_K", 2, np.float16("inf")), ("Q4_K", 2, np.float16("nan")), ("MXFP4", 0, np.uint8(255))],
+)
+def test_scales_that_are_not_finite_are_refused(
+    tmp_path: Path, kind: str, at: int, scale: np.generic, device: str
+) -> None:
+    path = write_llama(tmp_path / "m.gguf", kind, num_hidden_layers=1)
     tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
-    at = int(tensor.data_offset) + 100 * FORMATS["Q4_K"].nbytes + 2
+    at += int(tensor.data_offset) + 100 * FORMATS[kind].nbytes
     content = path.read_bytes()
-    path.write_bytes(content[:at] + np.float16(scale).tobytes() + content[at + 2 :])
+    path.write_bytes(content[:at] + scale.tobytes() + content[at + scale.nbytes :])
     source = open_checkpoint(path)
     with pytest.raises(CheckpointError, match=r"scales of blk\.0\.ffn_up\.weight are infinite or no numbers"):
         load_weights(source, source.layout(BF16), coding_device=torch.device(device))

@@ -3,9 +3,10 @@
     w = (d * scale) * q - dmin * minimum;    Q4_1, Q5_1: w = d * q + m;    without minima: w = (d * scale) * q or d * q
 
 in fp32, rounded once to the dtype of the result. d, dmin and m are fp16 and of a whole block; scale and minimum are
-integers of 4 to 8 bits, one for each group of weights; q is an integer of 2 to 8 bits, or a number of a code book.
-Only the sum rounds: fp32 holds every product exactly (at most 11 + 7 + 5 significant bits), so that a fused
-multiply-add has the same bits.
+integers of 4 to 8 bits, one for each group of weights; q is an integer of 2 to 8 bits, or a number of a code book. Of
+MXFP4 q is a number of E2M1 and d a power of two in one byte, E8M0: 0 is 2^-127, and 255, which stands for no number, is
+2^128; its negative zero is 0, as llama.cpp has it. Only the sum rounds: fp32 holds every product exactly (at most
+11 + 7 + 5 significant bits), so that a fused multiply-add has the same bits.
 
 A row is kept in planes (`pack_rows`): the same field of all of its blocks, then the next field, so that words can be
 loaded where blocks of a file lie at even addresses. In the planes of q, of each 32 bytes ("a unit") every fourth pair
@@ -31,6 +32,7 @@ _ROW_ALIGNMENT_BYTES = 16
 _DECODED_ROWS = 32  # of a program
 _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
 _CODE_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers
 # Its numbers and 128, four in a word.
 _CODE_0, _CODE_4, _CODE_8, _CODE_12 = (
     tl.constexpr(sum(code + 128 << 8 * i for i, code in enumerate(_CODE_BOOK[first : first + 4])))
@@ -71,7 +73,7 @@ class Half(NamedTuple):
 @dataclass(frozen=True)
 class BlockFormat:
     """How a block of so many `weights` lies in `nbytes`: `group` weights have one scale; `m` is what is added or, with
-    `minimum`, what scales that.
+    `minimum`, what scales that; with `e2m1` d is a byte.
 
     `fields` are pieces of a block of the file, (start, bytes), in the order of a row's planes. The first has q, or its
     lower bits; the second the upper ones where there are some. `packed` scales and minima are those of Q4_K.
@@ -88,6 +90,7 @@ class BlockFormat:
     minimum: Integers | None = None
     packed: bool = False
     coded: bool = False
+    e2m1: bool = False
 
     @property
     def has_upper_units(self) -> bool:
@@ -96,8 +99,12 @@ class BlockFormat:
 
     @property
     def file_halves(self) -> tuple[int, ...]:
-        """Where d, and m where there is one, begin in a block of a file."""
-        return tuple(self.fields[half.field][0] + half.at for half in (self.d, self.m) if half is not None)
+        """Where d, and m where there is one, begin in a block of a file, if they are fp16."""
+        return (
+            ()
+            if self.e2m1
+            else tuple(self.fields[half.field][0] + half.at for half in (self.d, self.m) if half is not None)
+        )
 
     def file_bytes(self, columns: int) -> int:
         """Bytes of a row in a file."""
@@ -208,6 +215,7 @@ FORMATS = {
         256, 136, 32, ((8, 128), (0, 8)), Integers(_bits(0, 0, 4, 16)), d=Half(1, 0),
         scale=Integers(_bits(1, 4, 4, 1), _bits(1, 2, 2, 1), offset=32), coded=True,
     ),
+    "MXFP4": BlockFormat(32, 17, 32, ((1, 16), (0, 1)), Integers(_bits(0, 0, 4, 16)), d=Half(1, 0), e2m1=True),
 }  # fmt: skip
 
 
@@ -223,14 +231,17 @@ def _lane_pairs(pairs: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 
 def _fields(blocks: torch.Tensor, rows: torch.Tensor, form: BlockFormat) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of each field its int16 pairs of bytes in blocks of a file [R, blocks, pairs], and the same in rows in planes
-    [R, pairs]: two views of one shape."""
-    start = 0
+    """Of each field its pairs of bytes, or single ones of an odd field, in blocks of a file [R, blocks, pairs], and the
+    same in rows in planes [R, pairs]: two views of one shape. Behind a first byte of their own blocks of an odd size
+    have pairs too."""
+    start, odd = 0, form.nbytes % 2
     for number, (at, nbytes) in enumerate(form.fields):
-        field, end = blocks[:, :, at // 2 : (at + nbytes) // 2], start + blocks.shape[1] * nbytes // 2
+        element = torch.uint8 if nbytes % 2 else torch.int16
+        size, end = element.itemsize, start + blocks.shape[1] * nbytes
+        field = blocks.view(element)[:, :, (odd + at) // size : (odd + at + nbytes) // size]
         if number == 0 or (number == 1 and form.has_upper_units):
             field = _lane_pairs(field, min(UNITS_BYTES, TILE // form.weights * nbytes))
-        yield field, rows[:, start:end].unflatten(1, field.shape[1:])
+        yield field, rows.view(element)[:, start // size : end // size].unflatten(1, field.shape[1:])
         start = end
 
 
@@ -243,22 +254,22 @@ def pack_rows(blocks: torch.Tensor, form: BlockFormat, columns: int, out: torch.
         columns: Weights of a row.
         out: uint8 [R, row_bytes], on the same device, at an even address, rows one after the other; written.
     """
-    count = form.num_blocks(columns)
-    pairs = blocks.view(torch.int16).view(len(blocks), -1, form.nbytes // 2)
-    if pairs.shape[1] != count:
-        pairs = torch.nn.functional.pad(pairs, (0, 0, 0, count - pairs.shape[1]))
-    for in_blocks, in_row in _fields(pairs, out.view(torch.int16), form):
+    count, odd, blocks = form.num_blocks(columns), form.nbytes % 2, blocks.view(len(blocks), -1, form.nbytes)
+    if odd or blocks.shape[1] != count:
+        blocks = torch.nn.functional.pad(blocks, (odd, 0, 0, count - blocks.shape[1]))
+    for in_blocks, in_row in _fields(blocks, out, form):
         in_row.copy_(in_blocks)
     out[:, count * form.nbytes :] = 0
 
 
 def unpack_rows(stored: torch.Tensor, form: BlockFormat, columns: int) -> torch.Tensor:
     """What `pack_rows` was given, uint8 [R, file_bytes], of the rows that it made, uint8 [R, row_bytes]."""
-    shape = (len(stored), form.num_blocks(columns), form.nbytes // 2)
-    pairs = torch.empty(shape, dtype=torch.int16, device=stored.device)
-    for in_blocks, in_row in _fields(pairs, stored.view(torch.int16), form):
+    odd = form.nbytes % 2
+    shape = (len(stored), form.num_blocks(columns), odd + form.nbytes)
+    blocks = torch.empty(shape, dtype=torch.uint8, device=stored.device)
+    for in_blocks, in_row in _fields(blocks, stored, form):
         in_blocks.copy_(in_row)
-    return pairs.view(torch.uint8).flatten(1)[:, : form.file_bytes(columns)].contiguous()
+    return blocks[:, :, odd:].flatten(1)[:, : form.file_bytes(columns)].contiguous()
 
 
 # --- the reference: long rows are what torch is fast with, so it has one for each byte of a block
@@ -286,13 +297,19 @@ def _half_reference(stored: torch.Tensor, half: Half, form: BlockFormat) -> torc
     return (stored[at].short() | stored[at + 1].short() << 8).view(torch.float16).float()[None]
 
 
+def _power_reference(stored: torch.Tensor, power: Half, form: BlockFormat) -> torch.Tensor:
+    """fp32 [1, blocks]: half of 2^(e - 127), of which the two least are no normal numbers."""
+    e = stored[form.fields[power.field][0] + power.at].int()
+    return torch.where(e < 2, 1 << e + 21, e - 1 << 23).view(torch.float32)[None]
+
+
 def _decode_reference(stored: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     """fp32 [weights, blocks] of uint8 [bytes, blocks]."""
     groups = form.weights // form.group
     q = _integers_reference(stored, form.weights, form.q, form)
-    if form.coded:
-        q = torch.tensor(_CODE_BOOK, dtype=torch.float32, device=q.device)[q.long()]
-    d = _half_reference(stored, form.d, form)
+    if form.coded or form.e2m1:
+        q = torch.tensor(_E2M1 if form.e2m1 else _CODE_BOOK, dtype=torch.float32, device=q.device)[q.long()]
+    d = (_power_reference if form.e2m1 else _half_reference)(stored, form.d, form)
     if form.scale is not None:
         d = d * _integers_reference(stored, groups, form.scale, form)
     w = q.view(len(d), -1, q.shape[1]).mul_(d[:, None])
@@ -421,16 +438,20 @@ def load_tile(row_ptr, tile, blocks, FORM: tl.constexpr, WHOLE: tl.constexpr, RO
 
 @jit
 def _small_number(bits):
-    """fp32, times 2^-24, of integers below 2048 in the lower 16 bits: that is what these are as fp16."""
+    """fp32 of what the lower 16 bits are as fp16: of integers below 2048 they themselves, times 2^-24."""
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @jit
 def _half_of(planes, BLOCK: tl.constexpr, HALF: tl.constexpr, NBYTES: tl.constexpr):
-    """fp32 of the fp16 number of a block of the tile."""
+    """fp32 of the fp16 number of a block of the tile, or, of a single byte, 2^14 times the power of two."""
     byte: tl.constexpr = BLOCK * NBYTES + HALF.at
     word = planes[HALF.field][byte // 4] >> (8 * (byte % 4))
-    return word.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    if NBYTES == 1:
+        found = (((word & 255) + 14) << 23).to(tl.float32, bitcast=True)
+    else:
+        found = word.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return found
 
 
 @jit
@@ -615,6 +636,23 @@ def _weights_of(numbers, d, m, PLACE: tl.constexpr, FORM: tl.constexpr, ZERO_SIG
 
 
 @jit
+def _shifted(words, LEFT: tl.constexpr):
+    if LEFT < 0:
+        words = words >> -LEFT
+    elif LEFT > 0:
+        words = words << LEFT
+    return words
+
+
+@jit
+def _e2m1_weights(words, d, PLACE: tl.constexpr):
+    """fp32 weights of the numbers of E2M1 at bit `PLACE` of both halves of words. Where fp16 has its sign and the three
+    bits around the point between exponent and mantissa, they are 2^-14 times themselves, subnormal ones too."""
+    numbers = (_shifted(words, 9 - PLACE) & 0x0E000E00) | (_shifted(words, 12 - PLACE) & 0x80008000)
+    return _small_number(numbers) * d + 0.0, _small_number(numbers >> 16) * d + 0.0  # no zero is negative
+
+
+@jit
 def _unit_shares(
     planes, unit: tl.constexpr, s: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr, ZERO_SIGNS: tl.constexpr
 ):  # fmt: skip
@@ -628,7 +666,11 @@ def _unit_shares(
     upper = words
     if FORM.q.high is not None:
         upper = _upper_word(planes, x, unit, FORM)
-    if FORM.coded:
+    if FORM.e2m1:
+        d = _halves_of(planes, unit, constant(FORM.d), FORM)
+        w00, w10 = _e2m1_weights(words, d, place)
+        w01, w11 = _e2m1_weights(words, d, 8 + place)
+    elif FORM.coded:
         d, m = _scales_of(planes, x, unit, s, 0, FORM, ZERO_SIGNS)
         first, second = _codes(words)
         w00, w01 = _weights_of(masked(first >> (8 * s), 0x00FF00FF, 0), d, m, 0, FORM, ZERO_SIGNS)
@@ -716,7 +758,7 @@ def decode_blocks(stored: torch.Tensor, form: BlockFormat, out: torch.Tensor) ->
 
     Args:
         stored: uint8 [R, row_bytes], rows in planes, contiguous, at an address that 16 divides.
-        form: How each block is stored: one of `FORMATS`.
+        form: How each block is stored: one of `FORMATS`; of E8M0 no power beyond 2^113.
         out: [R, columns] of any float dtype, contiguous; every element is written.
     """
     assert stored.dtype == torch.uint8 and stored.is_contiguous() and out.is_contiguous()

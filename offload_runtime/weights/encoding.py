@@ -29,7 +29,7 @@ from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks, decode_f
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import Activation, gated_product, linear
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
-from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, columns_of_scale, decode_scaled
+from offload_runtime_kernels.scaled_rows import LARGEST_SCALE, ScaledFormat, ScaledRows, columns_of_scale, decode_scaled
 
 from offload_runtime.stream import Staging
 
@@ -136,7 +136,8 @@ class Format:
         self.decode_rows(blocks, out)
 
     def has_finite_scales(self, blocks: torch.Tensor) -> bool:
-        """Return whether no block's own scale or minimum, of rows as a file has them, is infinite or NaN."""
+        """Return whether no block's own scale or minimum, of rows as a file has them, is infinite or NaN, or a power
+        beyond `LARGEST_SCALE`."""
         return True
 
     def most_rows(self, columns: int) -> int:
@@ -313,6 +314,7 @@ class Encoding:
 # What is read, in the words of the format.
 KINDS = (*KIND_DTYPES, *FORMATS)
 _EXPONENT = 0x7C  # in the upper byte of an fp16
+_LARGEST_POWER = 127 + int(math.log2(LARGEST_SCALE))  # in a byte of E8M0
 
 
 @dataclass(frozen=True)
@@ -342,8 +344,10 @@ class GgufBlocks(Format):
 
     def has_finite_scales(self, blocks: torch.Tensor) -> bool:
         form = FORMATS[self.kind]
-        # By numpy, which lets other threads read and has none of its own.
-        upper_bytes = [blocks.numpy().reshape(-1, form.nbytes)[:, at + 1] for at in form.file_halves]
+        found = blocks.numpy().reshape(-1, form.nbytes)  # numpy lets other threads read and has none of its own
+        if form.e2m1:
+            return not bool((found[:, 0] > _LARGEST_POWER).any())
+        upper_bytes = [found[:, at + 1] for at in form.file_halves]
         return not any(bool((byte & _EXPONENT == _EXPONENT).any()) for byte in upper_bytes)
 
     def most_rows(self, columns: int) -> int:

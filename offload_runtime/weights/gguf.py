@@ -160,7 +160,9 @@ class _GgufFill:
                     blocks = piece.memory[: len(part) * stored_bytes].view(len(part), -1)
                     tensor.read_into(blocks.view(-1).numpy().data, start * stored_bytes)
                     if not format_of(tensor.dtype).has_finite_scales(blocks):
-                        raise damaged(tensor.path, f"scales of {tensor.name} are infinite or no numbers")
+                        raise damaged(
+                            tensor.path, f"scales of {tensor.name} are infinite or no numbers, or beyond 2^100"
+                        )
                     piece.convert(blocks.nbytes, part, self._convert)
 
     def _convert(self, stored: torch.Tensor, out: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ from offload_runtime.weights.sources import describe_model
 
 # What most models are published in, the largest first.
 MIXES = ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0")
+MXFP4 = "MXFP4"  # what gpt-oss is published in: MLPs and experts in four bits, all else in eight
 # Query heads for each of keys from which on values are so few that they are kept in five bits: 70B's.
 _SHARED_VALUES = 8
 # Of blocks of 256 weights, which do not divide all rows, what stands for them there.
@@ -35,18 +36,20 @@ _SMALLER_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 def stored_kinds(config: ModelConfig, mix: str) -> dict[str, str]:
     """Return how every matrix is stored, by transformers' name.
 
-    All but Q8_0 have the head, or a tied embedding, in six bits. Q4_K_M has so values and down projections of half of
+    Mixes but Q8_0 have the head, or a tied embedding, in six bits. Q4_K_M has so values and down projections of half of
     the layers, too: of the first and last eighth and every third one between (`use_more_bits` of llama.cpp's
     `llama-quant.cpp`); values of a 70B that are not have five, and so have queries, keys and values in one matrix.
     """
-    assert mix in MIXES
+    assert mix in (*MIXES, MXFP4)
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     found = dict[str, str]()
     for name, to in checkpoint_tensors(config).items():
         if len(to.shape) != 2:
             continue
         kind = mix.removesuffix("_M")
-        if name == head and mix != "Q8_0":
+        if mix == MXFP4:
+            kind = mix if ".mlp." in name and name.endswith("_proj.weight") else "Q8_0"
+        elif name == head and mix != "Q8_0":
             kind = "Q6_K"
         elif mix == "Q4_K_M" and name.endswith("qkv_proj.weight"):
             kind = "Q5_K"

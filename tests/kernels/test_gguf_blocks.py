@@ -20,19 +20,22 @@ from tests.helpers.kernel_conditions import KERNEL_DEVICE
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")  # what the package itself can pack
+PACKED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")  # what the package itself can pack
 # 0, subnormal, the least normal, ordinary, the largest.
 SCALES = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x1A2B, 0xB3C5, 0x3C00, 0xC4D1, 0x7BFF, 0xFBFF)
 NOT_FINITE = (0x7C00, 0xFC00, 0x7E00, 0xFC01)
 
 
 def blocks_of(kind: str, count: int, scales: tuple[int, ...] = SCALES) -> torch.Tensor:
-    """uint8 [256 + count, nbytes]: every byte in every place, then random ones; with `scales` by turns."""
+    """uint8 [256 + count, nbytes]: every byte in every place, then random ones; with `scales` by turns; of powers
+    of two first those that kernels take, and then the scales'."""
     form, generator = FORMATS[kind], np.random.default_rng(len(kind) + count)
     same = np.repeat(np.arange(256, dtype=np.uint8)[:, None], form.nbytes, axis=1)
     blocks = np.concatenate((same, generator.integers(0, 256, (count, form.nbytes), dtype=np.uint8)))
     for at in form.file_halves:
         blocks[:, at : at + 2] = generator.choice(np.array(scales, dtype=np.uint16), (len(blocks), 1)).view(np.uint8)
+    if form.e2m1:
+        blocks[241:, 0] = (generator.choice(np.array(scales), len(blocks) - 241) >> 10 & 31) + 112
     return torch.from_numpy(blocks)
 
 
@@ -87,9 +90,19 @@ def test_reference_is_the_packages_formula(kind: str) -> None:
         # More than are decoded at a time.
         blocks = blocks_of(kind, 800, scales)
         expected = by_package(kind, blocks)
-        assert bool(expected.isfinite().all()) == (scales == SCALES)
+        assert bool(expected.isfinite().all()) == (scales == SCALES or form.e2m1)
         for dtype in (FP32, BF16, FP16):
             assert_same_bits(by_reference(kind, blocks, dtype), expected.to(dtype))
+
+
+def test_every_power_of_mxfp4_is_the_packages() -> None:
+    """Of 0 and of 255 too, and where the largest numbers are infinite."""
+    blocks = torch.randint(256, (256, 17), dtype=torch.uint8)
+    blocks[:, 0] = torch.arange(256)
+    blocks[:, 1:9] = torch.arange(0x10, 0x100, 0x1E, dtype=torch.uint8)
+    expected = by_package("MXFP4", blocks)
+    assert float(expected[0].abs().max()) > 0 and bool(expected[255].isinf().any())
+    assert_same_bits(by_reference("MXFP4", blocks, FP32), expected)
 
 
 @pytest.mark.parametrize("kind", PACKED)

@@ -22,11 +22,12 @@ from offload_runtime.errors import OptionError
 from offload_runtime.stream import Staging
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.encoding import format_of, scaled_bytes, scaled_rows
-from offload_runtime.weights.neighbours import MIXES, stored_kinds
+from offload_runtime.weights.neighbours import MIXES, MXFP4, stored_kinds
 from offload_runtime.weights.quantised import quantisation_of
 
 BF16, FP8 = "bf16", "fp8"
-STORED = (*(mix.lower() for mix in MIXES), FP8, BF16)
+_MIXES = (*MIXES, MXFP4)
+STORED = (*(mix.lower() for mix in _MIXES), FP8, BF16)
 _PLAIN_KIND = "BF16"
 # As Qwen's have it: squares of 128 x 128 numbers share a scale, what makes decays is in bf16.
 _FP8_SETTINGS = {
@@ -47,24 +48,28 @@ def mix_named(stored: str) -> str | None:
     """
     if stored not in STORED:
         raise OptionError(f"--stored {stored!r} is not known: use one of {', '.join(STORED)}")
-    return None if stored in (FP8, BF16) else next(mix for mix in MIXES if mix.lower() == stored)
+    return None if stored in (FP8, BF16) else next(mix for mix in _MIXES if mix.lower() == stored)
 
 
 def random_blocks(kind: str, count: int, generator: torch.Generator) -> torch.Tensor:
     """Blocks of a GGUF format that decode to numbers of mean 0 and std 0.02: uint8 [count, bytes of a block].
 
     Every integer is as likely as any other. The numbers of 16 bits are none but finite ones, within a half of what the
-    mean and the std ask for.
+    mean and the std ask for, and so are powers of two.
     """
     form = FORMATS[kind]
+    places = form.file_halves or (0,)
     blocks = torch.randint(0, 256, (count, form.nbytes), dtype=torch.uint8, generator=generator)
 
     def put(at: int, numbers: torch.Tensor) -> None:
-        blocks[: len(numbers), at : at + 2] = numbers.half().view(-1, 1).view(torch.uint8)
+        if form.e2m1:
+            blocks[: len(numbers), at] = (127 + numbers.log2().round()).byte()
+        else:
+            blocks[: len(numbers), at : at + 2] = numbers.half().view(-1, 1).view(torch.uint8)
 
     def decoded(d: float, m: float) -> torch.Tensor:
         sample = blocks[:_SAMPLE_BLOCKS]
-        for at, number in zip(form.file_halves, (d, m), strict=False):
+        for at, number in zip(places, (d, m), strict=False):
             put(at, torch.full((len(sample),), number))
         out = torch.empty(len(sample), form.weights)
         format_of(kind).decode_file_rows(sample, out)
@@ -76,7 +81,7 @@ def random_blocks(kind: str, count: int, generator: torch.Generator) -> torch.Te
     spread = torch.rand(count, generator=generator) + 0.5
     if form.m is None and float(unit.mean()) > float(unit.std()) / 4:  # ternary numbers, stored as -1 to 2
         spread[::2] *= -1
-    for at, number in zip(form.file_halves, (scale, scale * ratio), strict=False):
+    for at, number in zip(places, (scale, scale * ratio), strict=False):
         put(at, number * spread)
     return blocks
 
