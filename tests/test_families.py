@@ -25,6 +25,7 @@ from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_c
 from tests.helpers.families import (
     ARCHITECTURES,
     CONFIGURATIONS,
+    KNOWN,
     NO_TOKENS,
     VOCABULARY,
     family_config,
@@ -87,7 +88,7 @@ def test_weights_in_bf16_are_what_transformers_makes_of_them(family: str, tmp_pa
 @pytest.mark.parametrize("family", ARCHITECTURES)
 @seeds
 def test_a_gguf_file_is_the_same_model(family: str, seed: int, tmp_path: Path) -> None:
-    model = family_model(family, seed)
+    model = family_model(family, seed, **KNOWN.get(family, {}))
     if family in ("gemma2", "gemma3_text"):  # llama.cpp knows it by the size of heads
         model.config.query_pre_attn_scalar = model.config.head_dim
         for layer in model.model.layers:
@@ -215,7 +216,7 @@ def test_a_quantised_file_streams_as_it_is_stored(family: str, tmp_path: Path) -
     tokenizer, seed = byte_level_tokenizer(), 0
     while family_config(family, seed).hidden_size % 32:
         seed += 1
-    model = family_model(family, seed, max_position_embeddings=1024)
+    model = family_model(family, seed, max_position_embeddings=1024, **KNOWN.get(family, {}))
     words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     tokens = [*words, *NO_TOKENS[len(words) :]]
     path = write_family(tmp_path / "m.gguf", family, model, kind=gguf.GGMLQuantizationType.Q8_0, tokens=tokens)

@@ -200,7 +200,7 @@ def test_other_files_say_what_they_are(content: Any, words: str, plain: Path, tm
         ("llama", lambda w: w.add_type("mmproj"), "turns images into tokens"),
         ("llama", lambda w: w.add_type("adapter"), "LoRA"),
         ("llama", lambda w: w.add_type("imatrix"), "importance matrix"),
-        ("llama", lambda w: (w.add_expert_count(8), w.add_expert_used_count(2)), "mixture of experts.*Qwen3"),
+        ("grok", lambda w: (w.add_expert_count(8), w.add_expert_used_count(2)), "mixture of experts.*Qwen3"),
         ("flux", lambda w: None, "makes images"),
         ("qwen3next", lambda w: w.add_ssm_state_size(128), "hybrid"),
         ("deepseek2", lambda w: w.add_kv_lora_rank(512), "latent attention"),

@@ -23,13 +23,14 @@ from offload_runtime_kernels.window_steps import StepRows
 
 class Tensor(NamedTuple):
     """A tensor of a checkpoint, by its name below the layer's, whose rows follow those of earlier tensors of the same
-    `packed` name: what has one name is one matrix in memory. Other than matrices may be kept in a `dtype` of their own,
-    whatever the model computes in."""
+    `packed` name: what has one name is one matrix in memory. It may be kept in a `dtype` of its own, whatever the model
+    computes in. A token uses such a `share` of what has its packed name."""
 
     packed: str
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -346,6 +347,11 @@ class GatedMLP:
     bias: bool = False
     fused: bool = False
 
+    @property
+    def output(self) -> str:
+        """The matrix that projects results back."""
+        return "down"
+
     def work(self, rows: int) -> Work:
         """What is done for `rows`."""
         return Work(product_operations(self.tensors(), rows))
@@ -398,6 +404,27 @@ class TokenMixer(Protocol):
         """Results before the output projection: [N, H] -> [N, columns of `o`]."""
 
 
+class RowMixer(Protocol):
+    """What a layer does with each row by itself: a gated MLP, or some of many."""
+
+    @property
+    def output(self) -> str | None:
+        """The packed name of the matrix that projects results back; None if they are."""
+
+    @property
+    def row_elements(self) -> int:
+        """Elements that a row takes on its way."""
+
+    def work(self, rows: int) -> Work:
+        """What is done for `rows`."""
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Those of a checkpoint."""
+
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """Results before the projection: [N, H] -> [N, columns of it]."""
+
+
 class Norms(NamedTuple):
     """The norms of a layer by their modules' names, which are their packed names too; None where there is none."""
 
@@ -423,7 +450,7 @@ class DecoderLayer:
     """
 
     attention: TokenMixer
-    mlp: GatedMLP
+    mlp: RowMixer
     norms: Norms = USUAL_NORMS
     parallel: bool = False
     residual_multiplier: float = 1.0
@@ -464,16 +491,18 @@ class DecoderLayer:
         self._add(residual, self.attention.forward(layer, x, weights, rows, cache), "o", after, weights)
         if not self.parallel:
             x = residual if before_mlp is None else normed(residual, weights[before_mlp].dense)
-        self._add(residual, self.mlp.forward(x, weights), "down", after_mlp, weights)
+        self._add(residual, self.mlp.forward(x, weights), self.mlp.output, after_mlp, weights)
         if self.scaled:
             residual.mul_(weights["layer_scalar"].dense)
 
-    def _add(self, residual: torch.Tensor, x: torch.Tensor, packed: str, norm: str | None, weights: Weights) -> None:
+    def _add(
+        self, residual: torch.Tensor, x: torch.Tensor, packed: str | None, norm: str | None, weights: Weights
+    ) -> None:
         """Project a block's result back, norm and multiply it, and add it to the residual stream."""
-        if norm is None and self.residual_multiplier == 1:
+        if packed is not None and norm is None and self.residual_multiplier == 1:
             weights[packed].linear(x, residual=residual)
             return
-        out = weights[packed].linear(x)
+        out = x if packed is None else weights[packed].linear(x)
         if norm is None:
             residual.add_(out.mul_(self.residual_multiplier))
         else:

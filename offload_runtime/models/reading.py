@@ -13,11 +13,13 @@ from offload_runtime_kernels.linear import Activation
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import MOST, Fields, shown
 from offload_runtime.models.config import ModelConfig, Rope
+from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP, RowNorm
 
 _GELU = "gelu_pytorch_tanh"
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-_MOST_LAYERS, _MOST_HEAD_DIM = 1 << 8, 1 << 12  # the deepest models have 130 layers
+_MOST_LAYERS, _MOST_HEAD_DIM, _MOST_EXPERTS = 1 << 8, 1 << 12, 1 << 12  # the deepest models have 130 layers
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SMALLEST, _LARGEST = 1e-6, 1e6  # of what scales rotations: beyond is a slip, and its inverse or its product overflows
 # What each type of RoPE scaling must have, and what it may have, from which number on.
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = dict.fromkeys(("linear", "dynamic", "yarn"), ("factor",))
@@ -46,14 +48,29 @@ def attention_of(fields: Fields, *, norm_offset: float | None = None) -> Attenti
     return Attention(hidden, num_heads, num_kv_heads, head_dim, norm, rotation=Rotation(0, head_dim // 2))
 
 
-def mlp_of(fields: Fields, *, activation: Activation = "silu") -> GatedMLP:
-    """A gated MLP of the usual sizes, and of this activation."""
+def mlp_of(fields: Fields, *, activation: Activation = "silu", size: str = "intermediate_size") -> GatedMLP:
+    """A gated MLP of this activation, as wide as the field `size` says."""
     key, names = ("hidden_act", ("silu", "swish")) if activation == "silu" else ("hidden_activation", (_GELU,))
     if (stated := fields.text(key, names[0])) not in names:
         raise UnsupportedArchitectureError(
             f"hidden activation {shown(stated)} is not supported: only {names[0]} is; choose another model"
         )
-    return GatedMLP(fields.integer("hidden_size"), fields.integer("intermediate_size"), activation)
+    return GatedMLP(fields.integer("hidden_size"), fields.integer(size), activation)
+
+
+def experts_of(fields: Fields, *, size: str = "moe_intermediate_size", **how: Any) -> Experts:
+    """Experts of the usual number, each as wide as the field `size` says; `how` they are chosen is said in the words of
+    `Experts`."""
+    count = next((name for name in _EXPERT_COUNTS[1:] if name in fields), _EXPERT_COUNTS[0])
+    number = fields.integer(count, at_most=_MOST_EXPERTS)
+    chosen = fields.integer("num_experts_per_tok", at_most=number)
+    return Experts(mlp_of(fields, size=size), number, chosen, **how)
+
+
+def sparse_layers(fields: Fields) -> list[int]:
+    """Qwen's layers that have experts: every `decoder_sparse_step`th but for `mlp_only_layers`."""
+    step, dense = fields.integer("decoder_sparse_step", 1), fields.items("mlp_only_layers", int)
+    return [layer for layer in range(num_layers(fields)) if not (layer + 1) % step and layer not in dense]
 
 
 def decoder(

@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 
 class FamilyNames(NamedTuple):
-    """What a family is called by people, by transformers (its class) and by llama.cpp (its architectures)."""
+    """What a family is called by people, by transformers (its class) and by llama.cpp (its architectures), and whether
+    it has experts."""
 
     title: str
     architecture: str
     gguf: tuple[str, ...]
+    experts: bool = False
 
 
 FAMILIES = {  # by transformers' model_type, which is the name of the file
@@ -49,8 +51,11 @@ FAMILIES = {  # by transformers' model_type, which is the name of the file
     "qwen3_next": FamilyNames("Qwen3-Next without experts", "Qwen3NextForCausalLM", ()),
     "olmo_hybrid": FamilyNames("OLMo hybrid", "OlmoHybridForCausalLM", ()),
     "ministral3": FamilyNames("Ministral 3", "Ministral3ForCausalLM", ("mistral3",)),
+    "qwen3_moe": FamilyNames("Qwen3's mixtures of experts", "Qwen3MoeForCausalLM", ("qwen3moe",), experts=True),
+    "mixtral": FamilyNames("Mixtral", "MixtralForCausalLM", (), experts=True),  # llama.cpp's are called llama, too
 }
 _SLIDING = {"llama": "mistral", "olmo2": "olmo3"}  # whose files say the same but for the windows
+_MIXED = {"llama": "mixtral"}  # or but for the experts
 # The text parts of models that read images, and whose they are like: of text, whose positions are the same on all three
 # axes, the rotations of `mrope` are the plain ones.
 _TEXT_PARTS = {
@@ -83,6 +88,7 @@ class Family:
         text_sizes: What configurations of text parts leave out, which were saved as differences from these.
         joined: By the ends of transformers' names, those of the tensors that checkpoints have in place of one, whose
             rows follow one another.
+        renamed: What parts of transformers' names are of the parts that checkpoints have in their place.
         of_gguf: From the metadata of a GGUF file about the model, and the names of its tensors, to what a `config.json`
             would say besides what `config_from_gguf` reads of all files: sizes, epsilon, window and which layers slide,
             biases, rotation.
@@ -96,6 +102,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     text_sizes: Mapping[str, int] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
     of_gguf: Callable[[Fields, Collection[str]], Mapping[str, Any]] = _nothing
     rope_of_gguf: Callable[[Fields, dict[str, Any]], dict[str, Any]] | None = None
     gguf_interleaved: bool = False
@@ -109,16 +116,18 @@ def family_named(model_type: str) -> Family:
     return found
 
 
-def gguf_family(arch: str, *, slides: bool) -> str | None:
-    """The family of one of llama.cpp's architectures, which may have sliding windows; None of those that do not run."""
-    found = next((name for name, known in FAMILIES.items() if arch in known.gguf), None)
-    return _SLIDING.get(found or "", found) if slides else found
+def gguf_family(arch: str, *, slides: bool, experts: bool) -> str | None:
+    """The family of one of llama.cpp's architectures, which may have sliding windows or experts; None of those that do
+    not run."""
+    found = next((name for name, known in FAMILIES.items() if arch in known.gguf), "")
+    found = _MIXED.get(found, found) if experts else _SLIDING.get(found, found) if slides else found
+    return found if found and (FAMILIES[found].experts or not experts) else None
 
 
 def has_gguf(architecture: str) -> bool:
     """Whether llama.cpp has models of one of transformers' classes."""
     family, known = next(item for item in FAMILIES.items() if item[1].architecture == architecture)
-    return bool(known.gguf) or family in _SLIDING.values()
+    return bool(known.gguf) or family in {*_SLIDING.values(), *_MIXED.values()}
 
 
 def language_settings(settings: dict[str, Any], where: str) -> dict[str, Any]:
@@ -218,12 +227,12 @@ _REASONS = (
         "linear_num_heads", "linear_attn_config"), (
         "kimi_linear", "kimi-linear", "minimax_text_01", "minimax_m1", "bailing_hybrid", "bailing_moe_linear"), (
         "linear",)),
-    _Reason("is a mixture of experts, and only dense models run", (
+    _Reason("has latent attention, which does not run", ("kv_lora_rank", "attention.kv_lora_rank")),
+    _Reason("is a mixture of experts of a kind that does not run", (
         "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_count"), (
-        "mixtral", "gpt-oss", "gpt_oss", "dbrx", "grok", "llama4", "arctic")),
+        "gpt-oss", "gpt_oss", "dbrx", "grok", "llama4", "arctic")),
     _Reason("has gated delta layers, which run, and others, which do not", (
         "linear_num_value_heads", "ssm.state_size")),
-    _Reason("has latent attention, which does not run", ("kv_lora_rank", "attention.kv_lora_rank")),
     _Reason("has embeddings for each layer, which do not run", (
         "hidden_size_per_layer_input", "embedding_length_per_layer_input"), ("gemma3n",)),
     _Reason("attends to images in some of its layers, which does not run", (

@@ -280,7 +280,7 @@ def _matrix_stages(
             decoding_s = read.weights / _decode_rate(machine, read.kind)
             stages.append((count, read.nbytes / hbm, max(decoding_s, read.weights * element_s)))
         rest = block.without_register_reads if in_registers else block
-        stages.append((count, rest.moved_bytes(slices) / hbm, rest.matrix_elements * element_s))
+        stages.append((count, rest.moved_bytes(slices, rows=height) / hbm, rest.matrix_elements * element_s))
         decodings += count * rest.num_decodings
     return stages, decodings
 
@@ -529,7 +529,8 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
     link_bytes = 0
     for card in cards:
         own, placement = card.target, card.placement
-        moved_bytes = sum(own.layout.layers[layer].moved_bytes(slices, passes=pieces) for layer in own.layers)
+        blocks = map(own.layout.layers.__getitem__, own.layers)
+        moved_bytes = sum(block.moved_bytes(slices, rows=prompt_tokens, passes=pieces) for block in blocks)
         flops, own_s = machine.flops(DTYPE_NAMES[own.dtype]), 0.0
         for layer, count in _kinds(own).items():
             work = _work(layer, prompt_tokens, prompt_tokens)

@@ -6,7 +6,8 @@ and what cannot be is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -37,6 +38,7 @@ _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
 _CONVOLUTION = ".ssm_conv1d.weight"  # without the dimension of one that transformers has
+_EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 # --- the configuration
@@ -82,8 +84,7 @@ def config_from_gguf(header: GgufHeader) -> dict[str, Any]:
 
     Raises:
         CheckpointError: A needed entry is missing or impossible.
-        UnsupportedArchitectureError: Something the decoder does not implement: another architecture, or a mixture of
-            experts.
+        UnsupportedArchitectureError: Something the decoder does not implement, such as another architecture.
     """
     fields, family = header.of_model(), supported_family(header)
     shape, window = _shape_settings(header), fields.integer("attention.sliding_window", 0, at_least=0)
@@ -195,6 +196,8 @@ def _stored_names(header: GgufHeader, config: ModelConfig) -> Callable[[str], st
     names = gguf.get_tensor_name_map(arch, config.num_layers)
 
     def stored_name(name: str) -> str:
+        if found := _EXPERT.fullmatch(name):
+            return f"{names.get_name(f'{found[1]}.{found[3]}')}.{found[2]}.weight"
         name = name.replace(".dt_bias", ".dt_proj.bias")
         stem, _, suffix = name.rpartition(".")
         if suffix in ("weight", "bias"):
@@ -203,6 +206,15 @@ def _stored_names(header: GgufHeader, config: ModelConfig) -> Callable[[str], st
         return stored if stored in header.tensors else f"{stored}.weight"
 
     return stored_name
+
+
+def _of_experts(tensor: StoredTensor) -> Iterable[StoredTensor]:
+    """Return the matrices of each expert, by names with its number before the suffix; another tensor as it is."""
+    stem = tensor.name.removesuffix("_exps.weight")
+    if stem == tensor.name:
+        return (tensor,)
+    names = (stem.replace("_gate_up", "_gate"), stem.replace("_gate_up", "_up"))
+    return tensor.of_experts(*(f"{name}_exps.#.weight" for name in dict.fromkeys(names)))
 
 
 def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSource:
@@ -224,9 +236,10 @@ def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSo
     stored_name = _stored_names(header, config)
     of_drafter = tuple(f"blk.{n}." for n in range(config.num_layers, header.of_model().integer("block_count")))
     read = {
-        name: replace(one, shape=(one.shape[0], 1, *one.shape[1:])) if name.endswith(_CONVOLUTION) else one
+        part.name: replace(part, shape=(part.shape[0], 1, *part.shape[1:])) if name.endswith(_CONVOLUTION) else part
         for name, one in header.tensors.items()
         if not name.startswith(of_drafter)
+        for part in _of_experts(one)
     }
     tensors = match_tensors(header.fields.where, read, config, _check_kind, stored_name, whole=whole)
     for name, tensor in tensors.items():

@@ -172,8 +172,9 @@ def supported_family(header: GgufHeader) -> str:
     no_model = _NO_MODELS.get(header.fields.text("general.type", "model"))
     if no_model is not None:
         raise CheckpointError(f"{path} is {no_model}")
-    family = gguf_family(header.arch, slides=fields.integer("attention.sliding_window", 0, at_least=0) > 0)
-    if family is None or fields.integer("expert_count", 0, at_least=0):
+    slides, experts = (fields.integer(name, 0, at_least=0) for name in ("attention.sliding_window", "expert_count"))
+    family = gguf_family(header.arch, slides=slides > 0, experts=experts > 0)
+    if family is None:
         prefix = f"{header.arch}."
         stated = {key.removeprefix(prefix): value for key, value in fields.values.items() if key.startswith(prefix)}
         raise unsupported_model(Fields(path, {**stated, "model_type": header.arch}))

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,18 @@ class StoredTensor:
             raise CheckpointError(f"reading {self.path} failed ({error}): check the disk it lies on") from error
         if done < len(out):
             raise damaged(self.path, f"it is truncated, {len(out) - done} bytes are missing at {start + done}")
+
+    def of_experts(self, *names: str) -> Iterator[StoredTensor]:
+        """Return the matrices of each expert, which lie one behind the other in [E, rows of all of them, columns]; the
+        expert's number takes the place of `#` in their names."""
+        if len(self.shape) != 3 or self.shape[1] % len(names):
+            yield self  # of no shape that experts have
+            return
+        nbytes = self.nbytes // (self.shape[0] * len(names))
+        shape = (self.shape[1] // len(names), self.shape[2])
+        for at, (number, name) in enumerate(product(range(self.shape[0]), names)):
+            start = self.offset_bytes + at * nbytes
+            yield StoredTensor(self.path, name.replace("#", str(number)), self.dtype, shape, start, nbytes)
 
 
 def damaged(path: Path, what: str) -> CheckpointError:

@@ -30,12 +30,14 @@ _HEAD_SLICE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One packed tensor: where it starts in its block, what shape it has and how it is stored."""
+    """One packed tensor: where it starts in its block, what shape it has and how it is stored, and the share of it that
+    a token uses."""
 
     name: str
     shape: tuple[int, ...]
     offset_bytes: int
     encoding: Encoding
+    share: float = 1.0
 
     @property
     def nbytes(self) -> int:
@@ -46,6 +48,10 @@ class TensorSpec:
     def decoded_bytes(self) -> int:
         """Return those of what it is decoded to before a product."""
         return self.encoding.decoded_bytes(self.shape)
+
+    def unused_bytes(self, rows: int) -> int:
+        """Return those of experts that none of so many rows has, if each has any others."""
+        return int((1 - self.share) ** rows * self.nbytes)
 
 
 class RegisterRead(NamedTuple):
@@ -74,14 +80,14 @@ class PackedLayout:
         specs, offset_bytes = list[TensorSpec](), 0
         for packed, parts in stacks.items():
             *_, last = parts.values()
-            specs.append(TensorSpec(packed, (last.row_end, *last.shape[1:]), offset_bytes, encode(parts)))
+            specs.append(TensorSpec(packed, (last.row_end, *last.shape[1:]), offset_bytes, encode(parts), last.share))
             offset_bytes += aligned(specs[-1].nbytes)
         return cls(tuple(specs), offset_bytes)
 
     @cached_property
     def matrix_elements(self) -> int:
-        """Return the elements of the matrices: two operations each for every row."""
-        return sum(math.prod(spec.shape) for spec in self.tensors if len(spec.shape) == 2)
+        """Return the elements of the matrices that a row is multiplied with: two operations each."""
+        return sum(round(spec.share * math.prod(spec.shape)) for spec in self.tensors if len(spec.shape) == 2)
 
     @cached_property
     def encoded_bytes(self) -> int:
@@ -114,11 +120,12 @@ class PackedLayout:
         rest = tuple(spec for spec in self.tensors if not spec.encoding.weights_in_registers(spec.shape))
         return PackedLayout(rest, self.total_bytes - sum(read.nbytes for read in self.register_reads))
 
-    def moved_bytes(self, slices: int = 1, *, passes: int = 1) -> int:
-        """Return what `passes` passes read and write of the block that is on the device, when their products read each
-        matrix `slices` times together and what is encoded is decoded into memory."""
+    def moved_bytes(self, slices: int = 1, *, rows: int, passes: int = 1) -> int:
+        """Return what `passes` passes of so many rows read and write of the block that is on the device, when their
+        products read each matrix `slices` times together and what is encoded is decoded into memory."""
         decoding_bytes = passes * (self.encoded_bytes + self.decoded_bytes)
-        return decoding_bytes + slices * (self.total_bytes - self.encoded_bytes + self.decoded_bytes)
+        read_bytes = self.total_bytes - sum(spec.unused_bytes(rows) for spec in self.tensors if spec.share < 1)
+        return decoding_bytes + slices * (read_bytes - self.encoded_bytes + self.decoded_bytes)
 
     def views(self, buffer: torch.Tensor, scratch: torch.Tensor | None = None) -> dict[str, Weight]:
         """Name the parts of a block without copying.
@@ -154,7 +161,8 @@ class ModelLayout:
         cls, config: ModelConfig, dtype: torch.dtype, kinds: Mapping[str, str | ScaledFormat] | None = None, *,
         coded: bool = False, uncoded: Collection[str] = (),
     ) -> ModelLayout:  # fmt: skip
-        """Lay out matrices as a checkpoint stores them, where that takes fewer bytes than `dtype`, and all else in it.
+        """Lay out matrices as a checkpoint stores them, where that takes fewer bytes than `dtype`, and all else in it,
+        experts too.
 
         Args:
             config: The model's shape.
@@ -171,7 +179,7 @@ class ModelLayout:
 
         def encode(parts: dict[str, Destination]) -> Encoding:
             first = next(iter(parts.values()))
-            if len(first.shape) != 2:
+            if len(first.shape) != 2 or first.dtype or first.share < 1:
                 return Encoding(first.dtype or dtype)
             columns = first.shape[1]
             found = Encoding.of(dtype, [(to.shape[0], smallest(name, columns)) for name, to in parts.items()])
@@ -258,7 +266,7 @@ class Destination:
     """Where one checkpoint tensor goes: rows `[row_start, row_end)` of a packed tensor.
 
     `layer` is None for what all layers share (embedding, final norm, lm_head). `shape` is the checkpoint tensor's;
-    `dtype` the one that it is kept in, where it is not the model's.
+    `dtype` the one that it is kept in, where it is not the model's; `share` that of the packed one that a token uses.
     """
 
     layer: int | None
@@ -267,17 +275,18 @@ class Destination:
     row_end: int
     shape: tuple[int, ...]
     dtype: torch.dtype | None
+    share: float
 
 
 def _placed(parts: Iterable[Tensor], layer: int | None = None) -> dict[str, Destination]:
     """Return where each part goes, by transformers' name: below those of the same packed name before it."""
     filled: Counter[str] = Counter()
     placed: dict[str, Destination] = {}
-    for packed, name, shape, dtype in parts:
+    for packed, name, shape, dtype, share in parts:
         start = filled[packed]
         filled[packed] += shape[0]
         full_name = name if layer is None else f"model.layers.{layer}.{name}"
-        placed[full_name] = Destination(layer, packed, start, filled[packed], shape, dtype)
+        placed[full_name] = Destination(layer, packed, start, filled[packed], shape, dtype, share)
     return placed
 
 

@@ -48,13 +48,15 @@ _FIRST_NORM = "layers.0.input_layernorm.weight"  # which towers for images call 
 _OF_DRAFTER = "mtp."  # layers that guess further tokens, which are not read
 _OF_MODEL = re.compile(r"(?:layers|embed_tokens|norm)\.")
 _OF_HEAD = re.compile(r"((?:.+\.)?)lm_head\.[^.]+")
+_STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _COMPARED_BYTES = 8 << 20
 
 
-def renamed(where: object, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def renamed(where: object, stored: Mapping[str, StoredTensor], parts: Mapping[str, str]) -> dict[str, StoredTensor]:
     """Return the tensors of the language model by their usual names, `model.layers.0...` and `lm_head...`, whatever
     comes before: nothing in what a base model saved, `language_model.model.` or `model.language_model.` in models that
-    read images. The head may lie beside the model, in it, or further out. Others keep their names.
+    read images. The head may lie beside the model, in it, or further out. Others keep their names. Those of layers have
+    `parts` of their names replaced, and experts that are stored as one tensor become one of each.
 
     Raises:
         CheckpointError: It holds several language models, or heads of one.
@@ -77,8 +79,12 @@ def renamed(where: object, stored: Mapping[str, StoredTensor]) -> dict[str, Stor
         if heads and name.startswith(heads[0]):
             name = "lm_head." + name.removeprefix(heads[0])
         elif name.startswith(prefix) and _OF_MODEL.match(rest):
-            name = "model." + rest
-        found[name] = replace(tensor, name=name)
+            name = "model." + ".".join(parts.get(part, part) for part in rest.split("."))
+        if stack := _STACKED.fullmatch(name):
+            ends = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else ("down_proj",)
+            found |= {one.name: one for one in tensor.of_experts(*(f"{stack[1]}.#.{end}.weight" for end in ends))}
+        else:
+            found[name] = replace(tensor, name=name)
     return found
 
 
@@ -304,8 +310,8 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
     if whole:
         _require_files(directory, paths)
     in_files = {name: tensor for path in paths if path.exists() for name, tensor in read_header(path).items()}
-    ends = family_named(settings["model_type"]).joined
-    stored, config = with_head(renamed(where, joined(in_files, ends)), config)
+    family = family_named(settings["model_type"])
+    stored, config = with_head(renamed(where, joined(in_files, family.joined), family.renamed), config)
     if quantisation is None:
         refuse_unsaid(where, stored)
     else:  # one stands for all that is stored of a quantised matrix

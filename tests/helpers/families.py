@@ -203,6 +203,30 @@ def _qwen3_next(draw: random.Random) -> Any:
     return transformers.Qwen3NextConfig(**sizes, **dense)
 
 
+def _experts(draw: random.Random, sizes: dict[str, Any], count: str = "num_experts") -> dict[str, Any]:
+    """Experts that are no wider than usual MLPs."""
+    number = draw.choice((3, 4, 8))
+    return sizes | {
+        "num_hidden_layers": draw.choice((2, 3)),
+        "moe_intermediate_size": draw.choice((24, 32, 40)), count: number,
+        "num_experts_per_tok": draw.choice((1, 2, 3)),
+    }  # fmt: skip
+
+
+def _qwen3_moe(draw: random.Random) -> Any:
+    sizes = _experts(draw, _any_width(draw, _alike(draw)))
+    return transformers.Qwen3MoeConfig(
+        **sizes, norm_topk_prob=draw.random() < 0.7, rope_parameters=_scaled(draw),
+        **draw.choice(({}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]})),
+    )  # fmt: skip
+
+
+def _mixtral(draw: random.Random) -> Any:
+    sizes = _experts(draw, _any_width(draw, _alike(draw)), "num_local_experts")
+    del sizes["moe_intermediate_size"]
+    return transformers.MixtralConfig(**sizes, sliding_window=draw.choice((None, 40)), rope_parameters=_scaled(draw))
+
+
 def _olmo_hybrid(draw: random.Random) -> Any:
     theta = draw.choice((None, 10000.0))
     return transformers.OlmoHybridConfig(**_hybrid(draw, lambda _, sizes: _plain_heads(sizes)) | {
@@ -215,17 +239,22 @@ CONFIGURATIONS: dict[str, Callable[[random.Random], Any]] = {
     "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "smollm3": _smollm3, "olmo2": _olmo2,
     "olmo3": _olmo3, "granite": _granite, "gemma2": _gemma2, "gemma3_text": _gemma3_text, "gemma4_text": _gemma4_text,
     "glm4": _glm4, "cohere2": _cohere2, "phi3": _phi3, "ministral3": _ministral3,
-    "qwen3_5_text": _qwen3_5_text, "qwen3_next": _qwen3_next, "olmo_hybrid": _olmo_hybrid,
+    "qwen3_5_text": _qwen3_5_text, "qwen3_next": _qwen3_next, "olmo_hybrid": _olmo_hybrid, "qwen3_moe": _qwen3_moe,
+    "mixtral": _mixtral,
 }  # fmt: skip
 # llama.cpp's architectures, most of which have the same name; those of two hybrids it has not, or not without experts.
 ARCHITECTURES = {family: family for family in CONFIGURATIONS if family not in ("qwen3_next", "olmo_hybrid")} | {
     "mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "ministral3": "mistral3",
-    "qwen3_5_text": "qwen35",
+    "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "mixtral": "llama",
 }  # fmt: skip
 
 
 # What llama.cpp rotates by neighbouring channels, and transformers by halves.
-INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "ministral3")
+INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "ministral3", "mixtral")
+# What configurations say that files do not, by llama.cpp's knowledge of a family.
+KNOWN: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+}  # fmt: skip
 
 
 def family_config(family: str, seed: int) -> Any:
@@ -307,6 +336,10 @@ def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, An
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     elif family == "qwen3_5_text":
         return _metadata_of_hybrid(writer, config)
+    if count := getattr(config, "num_local_experts", None):
+        writer.add_expert_count(count)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
     if full["rope_type"] != "longrope":
         return {}
     writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
@@ -376,6 +409,18 @@ def interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
+def _unstacked(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """The parameters, of experts gates and ups apart."""
+    found = []
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            ends = ("gate_proj.weight", "up_proj.weight")
+            found += zip((name.replace("gate_up_proj", end) for end in ends), parameter.chunk(2, dim=1), strict=True)
+        else:
+            found.append((name + ".weight" * name.endswith("experts.down_proj"), parameter))
+    return found
+
+
 def write_family(
     path: Path, family: str, model: Any, *, kind: gguf.GGMLQuantizationType = F32, tokens: Sequence[str] = NO_TOKENS
 ) -> Path:
@@ -410,7 +455,7 @@ def write_family(
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
-    for name, parameter in [*model.named_parameters(), *scalars]:
+    for name, parameter in [*_unstacked(model), *scalars]:
         values = parameter.detach().numpy()
         if family.startswith(("gemma2", "gemma3")) and name.endswith("norm.weight"):
             values = values + 1
@@ -419,7 +464,7 @@ def write_family(
         if family == "qwen3_5_text":
             name, values = _of_hybrid(name, values, config)
         name += ".weight" if name.endswith("layer_scalar") else ""
-        quant = kind if values.ndim > 1 and values.shape[1] % 32 == 0 else F32
+        quant = kind if values.ndim > 1 and values.shape[-1] % 32 == 0 else F32
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored, f"llama.cpp's {arch} has no {name}"
         writer.add_tensor(stored, gguf.quantize(values, quant), raw_dtype=quant)

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from offload_runtime.errors import BudgetError, DeviceError
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import GatedMLP
 from offload_runtime.sizes import format_bytes
 from offload_runtime.stream import device_memory_used_by_others
 from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors, open_checkpoint
@@ -192,7 +193,9 @@ def prefill_bytes(config: ModelConfig, options: PeerOptions) -> int:
     Only a whole prompt needs no mask. That of a chunk is made as booleans and handed to the attention kernel in the
     dtype of the queries, a padded copy included.
     """
-    itemsize, tokens, inner = options.dtype.itemsize, options.context_tokens, config.layers[0].mlp.intermediate_size
+    mlp = config.layers[0].mlp
+    assert isinstance(mlp, GatedMLP)
+    itemsize, tokens, inner = options.dtype.itemsize, options.context_tokens, mlp.intermediate_size
     chunk = options.prefill_chunk
     if chunk is None or chunk >= tokens:
         return 8 * tokens * inner * itemsize

@@ -23,6 +23,7 @@ from widening.made import transformers_config_of
 
 from offload_runtime.errors import OptionError
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import GatedMLP
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.encoding import format_of
 from offload_runtime.weights.gguf_header import read_gguf_header
@@ -129,7 +130,9 @@ def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, described: Any) -> 
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.layers[0].mlp.intermediate_size)
+    mlp = config.layers[0].mlp
+    assert isinstance(mlp, GatedMLP)
+    writer.add_feed_forward_length(mlp.intermediate_size)
     writer.add_head_count(config.attention.num_heads)
     writer.add_head_count_kv(config.attention.num_kv_heads)
     writer.add_key_length(config.attention.head_dim)

@@ -9,6 +9,7 @@ import torch
 
 from offload_runtime.errors import OptionError, UnsupportedArchitectureError
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import GatedMLP
 from offload_runtime.options import require_positive
 
 
@@ -41,9 +42,11 @@ class WideShape:
 
     @classmethod
     def of(cls, config: ModelConfig) -> WideShape:
-        """That of a model."""
+        """That of a model without experts."""
+        mlp = config.layers[0].mlp
+        assert isinstance(mlp, GatedMLP)
         return cls(
-            config.hidden_size, config.layers[0].mlp.intermediate_size, config.num_layers, config.attention.num_heads,
+            config.hidden_size, mlp.intermediate_size, config.num_layers, config.attention.num_heads,
             config.attention.num_kv_heads, config.attention.head_dim,
         )  # fmt: skip
 
@@ -107,7 +110,7 @@ def check_architecture(config: ModelConfig) -> None:
     attention, mlp = config.attention, config.layers[0].mlp
     extras = {
         "layers of their own": config.architecture not in ("LlamaForCausalLM", "MistralForCausalLM"),
-        "biases": attention.qkv_bias or attention.o_bias or mlp.bias,
+        "biases": attention.qkv_bias or attention.o_bias or getattr(mlp, "bias", False),
         "sliding windows": any(window is not None for window in config.layer_windows),
     }
     found = [name for name, present in extras.items() if present]

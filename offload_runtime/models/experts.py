@@ -1,0 +1,122 @@
+"""Mixtures of experts: a router that chooses some of a layer's gated MLPs for each row, and their weighted sum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from offload_runtime_kernels.experts import ExpertShape, experts
+
+from offload_runtime.models.layers import GatedMLP, Tensor, Weights, Work, product_operations, projections
+
+
+@dataclass(frozen=True)
+class Shared:
+    """An MLP that every row has beside those that are chosen for it.
+
+    Attributes:
+        name: What checkpoints call it.
+        mlp: What it is.
+        gated: Whether a sigmoid of a product with the row multiplies its result.
+    """
+
+    name: str
+    mlp: GatedMLP
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Gated MLPs, a few of which each row goes through; their weighted results are added in the order of their numbers.
+
+    Attributes:
+        expert: What each of them is.
+        count, chosen: How many there are, and how many a row goes through.
+        scores: What the router's logits become: a softmax or a sigmoid of all, by which experts are chosen.
+        corrected: Whether experts are chosen by their scores and a learnt bias, which their weights do not have.
+        normed: Whether the weights of those that are chosen sum to 1.
+        scale: What the weights are multiplied by.
+        rounds: Whether weights are rounded to the dtype that the model computes in.
+        router_dtype: What the router's logits are computed in; None: in the model's.
+        shared: What every row has beside them.
+    """
+
+    expert: GatedMLP
+    count: int
+    chosen: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    corrected: bool = False
+    normed: bool = True
+    scale: float = 1.0
+    rounds: bool = True
+    router_dtype: torch.dtype | None = None
+    shared: Shared | None = None
+
+    @property
+    def output(self) -> None:
+        """Results are those of the whole block."""
+
+    def work(self, rows: int) -> Work:
+        """What is done for `rows`."""
+        each = 2 * rows * self.chosen * 3 * self.expert.hidden_size * self.expert.intermediate_size
+        return Work(each + product_operations((one for one in self.tensors() if one.share == 1), rows))
+
+    @property
+    def row_elements(self) -> int:
+        """Elements that a row takes on its way: scores and their order, what it is in each of its experts, and what
+        they and the shared one give."""
+        of_experts = 8 * self.count + self.chosen * (self.expert.row_elements + 2 * self.expert.hidden_size)
+        return of_experts + 3 * self.expert.hidden_size + (self.shared.mlp.row_elements if self.shared else 0)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """`router` [E, H] and its `correction` [E]; `experts_gate_up` [E * 2I, H], of each expert the gate first;
+        `experts_down` [E * H, I]; of the shared one `shared_gate_up`, `shared_down` and `shared_gate` [1, H]."""
+        hidden, inner, share = self.expert.hidden_size, self.expert.intermediate_size, self.chosen / self.count
+        yield Tensor("router", "mlp.gate.weight", (self.count, hidden), self.router_dtype)
+        if self.corrected:
+            yield Tensor("correction", "mlp.gate.e_score_correction_bias", (self.count,), torch.float32)
+        for packed, names, shape in (
+            ("experts_gate_up", ("gate_proj", "up_proj"), (inner, hidden)),
+            ("experts_down", ("down_proj",), (hidden, inner)),
+        ):
+            for number in range(self.count):
+                for name in names:
+                    yield Tensor(packed, f"mlp.experts.{number}.{name}.weight", shape, None, share)
+        if self.shared is not None:
+            for one in self.shared.mlp.tensors():
+                name = one.name.replace("mlp.", f"mlp.{self.shared.name}.")
+                yield one._replace(packed=f"shared_{one.packed}", name=name)
+            if self.shared.gated:
+                yield from projections("shared_gate", {f"mlp.{self.shared.name}_gate": 1}, hidden)
+
+    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+        """[N, H] -> [N, H]."""
+        hidden, inner = self.expert.hidden_size, self.expert.intermediate_size
+        gate_up = weights["experts_gate_up"].dense.view(self.count, 2 * inner, hidden)
+        down = weights["experts_down"].dense.view(self.count, hidden, inner)
+        out = experts(x, *self._choose(x, weights), gate_up, down, ExpertShape(self.count, hidden, inner))
+        if self.shared is not None:
+            inside = weights["shared_gate_up"].linear(x, gated=self.shared.mlp.activation)
+            beside = weights["shared_down"].linear(inside)
+            if self.shared.gated:
+                beside = beside.mul_(torch.sigmoid(weights["shared_gate"].linear(x)))
+            out.add_(beside)
+        return out
+
+    def _choose(self, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each row, [N, k] int64 ascending, of equal ones the first, and their weights, [N, k] fp32."""
+        logits = weights["router"].linear(x if self.router_dtype is None else x.to(self.router_dtype)).float()
+        scores = torch.softmax(logits, dim=-1) if self.scores == "softmax" else torch.sigmoid(logits)
+        ranked = scores + weights["correction"].dense if self.corrected else scores
+        best = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen]
+        numbers = best.sort(dim=-1).values
+        chosen = scores.gather(1, numbers)
+        if self.normed:
+            total = chosen[:, :1]
+            for at in range(1, self.chosen):  # in one order, however many rows there are
+                total = total + chosen[:, at : at + 1]
+            chosen = chosen / total
+        chosen = chosen * self.scale if self.scale != 1 else chosen
+        return numbers, chosen.to(x.dtype).float() if self.rounds else chosen

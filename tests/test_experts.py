@@ -1,0 +1,90 @@
+"""Layers with experts: which are chosen, that a row's bits are its own, how files store them, and what plans count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offload_runtime.errors import CheckpointError
+from offload_runtime.models.experts import Experts
+from offload_runtime.models.layers import GatedMLP
+from offload_runtime.models.registry import model_config_from_json
+from offload_runtime.weights import ModelLayout, open_checkpoint
+from offload_runtime.weights.encoding import Weight
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.families import family_config, family_model
+from tests.helpers.models import load_plain
+
+LAYER = Experts(GatedMLP(32, 16), 8, 3)
+
+
+def _weights(seed: int) -> dict[str, Weight]:
+    generator, found = torch.Generator().manual_seed(seed), dict[str, list[torch.Tensor]]()
+    for tensor in LAYER.tensors():
+        found.setdefault(tensor.packed, []).append(torch.randn(tensor.shape, generator=generator))
+    return {name: Weight(torch.cat(parts)) for name, parts in found.items()}
+
+
+def test_of_experts_that_score_alike_the_first_ones_are_chosen() -> None:
+    weights, x = _weights(1), torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
+    weights["router"].stored.zero_()
+    alike = LAYER.forward(x, weights)
+    for name in ("experts_gate_up", "experts_down"):
+        weights[name].stored.view(8, -1)[3:] = 0  # those that nothing chooses
+    assert torch.equal(LAYER.forward(x, weights), alike) and alike.abs().sum() > 0
+
+
+def test_what_a_row_becomes_is_its_own_whoever_is_in_the_pass() -> None:
+    weights, x = _weights(3), torch.randn(40, 32, generator=torch.Generator().manual_seed(4))
+    together = LAYER.forward(x, weights)
+    assert all(torch.equal(LAYER.forward(x[row : row + 1], weights)[0], together[row]) for row in range(40))
+
+
+def _stack(tensors: dict[str, torch.Tensor]) -> None:
+    """Experts that are stored one by one as transformers has them in memory."""
+    for stem in {name.split(".experts.")[0] + ".experts" for name in tensors if ".experts." in name}:
+        count = sum(name.startswith(f"{stem}.") and name.endswith("down_proj.weight") for name in tensors)
+        for stack, ends in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+            parts = [torch.cat([tensors.pop(f"{stem}.{n}.{end}.weight") for end in ends]) for n in range(count)]
+            tensors[f"{stem}.{stack}"] = torch.stack(parts)
+
+
+def _halve(tensors: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in tensors if name.endswith(".gate_up_proj"))
+    tensors[name] = tensors[name][:, ::2].contiguous()
+
+
+def _change(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+def test_experts_stored_as_one_tensor_are_the_same_model(tmp_path: Path) -> None:
+    family_model("qwen3_moe", 0).save_pretrained(tmp_path)
+    apart = load_plain(open_checkpoint(tmp_path), torch.float32)
+    _change(tmp_path, _stack)
+    stacked = load_plain(open_checkpoint(tmp_path), torch.float32)
+    assert all(torch.equal(apart.block(layer), stacked.block(layer)) for layer in apart.arenas)
+    _change(tmp_path, _halve)
+    with pytest.raises(CheckpointError, match="has shape"):
+        open_checkpoint(tmp_path)
+
+
+def test_plans_count_the_experts_that_a_token_uses() -> None:
+    settings = json.loads(family_config("mixtral", 0).to_json_string())
+    sizes = {"hidden_size": 64, "intermediate_size": 512, "num_local_experts": 64, "num_experts_per_tok": 2}
+    config = model_config_from_json({**settings, **sizes}, "config.json")
+    layout, each = ModelLayout.of(config, torch.bfloat16), 3 * 64 * 512
+    block, mlp = layout.layers[0], config.layers[0].mlp
+    assert mlp.work(5).product_operations == 2 * 5 * (2 * each + 64 * 64)
+    assert block.total_bytes > 64 * each * 2
+    around = block.total_bytes - 64 * each * 2
+    assert block.moved_bytes(rows=1) == pytest.approx(around + 2 * each * 2, rel=1e-3)
+    assert 6 * each * 2 < block.moved_bytes(rows=4) - around < 8 * each * 2  # some have the same
+    assert block.moved_bytes(rows=4096) == block.total_bytes
