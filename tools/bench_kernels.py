@@ -17,14 +17,16 @@ from typing import Any
 import harness
 import torch
 from harness import check_out, emit, percentiles, provenance
-from kernel_cases import attention, delta, encodings, kv, linear, rows
+from kernel_cases import attention, delta, encodings, experts, kv, linear, rows
 from kernel_cases.case import DEVICE, Case
 from timing import event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 
 from offload_runtime.errors import DeviceError
 from offload_runtime.sizes import GB
 
-OPERATIONS = {**attention.CASES, **delta.CASES, **encodings.CASES, **kv.CASES, **linear.CASES, **rows.CASES}
+OPERATIONS = {
+    **attention.CASES, **delta.CASES, **encodings.CASES, **experts.CASES, **kv.CASES, **linear.CASES, **rows.CASES,
+}  # fmt: skip
 
 
 def decoding_rates(case: Case, seconds: float) -> dict[str, float]:

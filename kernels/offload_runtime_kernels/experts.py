@@ -19,13 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-# e^x = 2^n e^r, |r| <= ln 2 / 2: ln 2 in two parts, of which the first has nine bits, and Cephes' polynomial.
-LOG2_E = 1.44269504088896341
-LN2_PARTS = (0.693359375, -2.12194440e-4)
-EXP_TERMS = (
-    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0,
-)  # fmt: skip
-EXP_RANGE = (-87.0, 88.0)  # what lies outside is taken for the end: the result and its factor 2^n stay normal numbers
+from offload_runtime_kernels.experts_triton import EXP_RANGE, EXP_TERMS, LN2_PARTS, LOG2_E, experts_triton
 
 _COPIED_ELEMENTS = 1 << 24  # weights and sums that the reference has in fp32 at a time, unless one expert is larger
 
@@ -187,6 +181,5 @@ def experts(
     assert gate_up.shape[1:] == (2 * shape.inner, shape.hidden) and down.shape[1:] == (shape.hidden, shape.inner)
     assert gate_up[0].is_contiguous() and down[0].is_contiguous() and x.dtype == gate_up.dtype == down.dtype
     assert numbers.shape == weights.shape and numbers.dtype == torch.int64 and weights.dtype == torch.float32
-    return experts_reference(
-        x, numbers, weights, gate_up, down, shape, gate_up_bias=gate_up_bias, down_bias=down_bias, slots=slots
-    )
+    run = experts_triton if x.is_cuda else experts_reference
+    return run(x, numbers, weights, gate_up, down, shape, gate_up_bias=gate_up_bias, down_bias=down_bias, slots=slots)

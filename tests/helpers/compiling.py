@@ -35,6 +35,8 @@ from offload_runtime_kernels.chunk_scores import chunk_scores_triton
 from offload_runtime_kernels.chunk_summaries import ChunkSummaries
 from offload_runtime_kernels.coded_bf16 import CodedRow
 from offload_runtime_kernels.coded_linear import coded_linear_triton
+from offload_runtime_kernels.experts import ExpertShape
+from offload_runtime_kernels.experts_triton import experts_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, BlockFormat
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
@@ -150,6 +152,23 @@ def linear_calls() -> Iterator[tuple[str, Call]]:
         if rows in (TILE_ROWS[0], TILE_ROWS[-1]):
             yield f"{name} added", partial(product_of, rows, m, 11008, dtype, tile, bias=True, add=True)
             yield f"{name} ragged", partial(product_of, rows, m, 576, dtype, tile)
+
+
+def route(tokens: int, shape: ExpertShape, choices: int, dtype: torch.dtype) -> None:
+    """Experts without biases whose weights are one matrix, of which nothing is read."""
+    hidden, inner = shape.hidden, shape.inner
+    gate_up, down = torch.empty(1, 2 * inner, hidden, dtype=dtype), torch.empty(1, hidden, inner, dtype=dtype)
+    chosen = ints(tokens, choices, dtype=torch.int64)
+    x = torch.empty(tokens, hidden, dtype=dtype)
+    experts_triton(x, chosen, torch.empty(tokens, choices), gate_up, down, shape, slots=ints(shape.num_experts))
+
+
+def expert_calls() -> Iterator[tuple[str, Call]]:
+    """Every tile, at the shapes of gpt-oss-120b and Qwen3-30B-A3B."""
+    gpt_oss = ExpertShape(128, 2880, 2880, limit=7.0, interleaved=True)
+    for dtype, tokens in product((BF16, FP32), (1, 16, 64, 1024, 8192)):
+        yield f"experts {tokens} {called(dtype)} gpt-oss", partial(route, tokens, gpt_oss, 4, dtype)
+        yield f"experts {tokens} {called(dtype)} qwen3", partial(route, tokens, ExpertShape(128, 2048, 768), 8, dtype)
 
 
 def blocks(form: BlockFormat, rows: int, columns: int) -> torch.Tensor:
@@ -321,8 +340,8 @@ def retrieval_calls() -> Iterator[tuple[str, Call]]:
 def calls(wanted: list[str]) -> Iterator[tuple[str, Call]]:
     """What is compiled: everything, or what has all the words of one of `wanted` in its name."""
     every = (
-        linear_calls, encoding_calls, gguf_linear_calls, scaled_linear_calls, attention_calls, sources_calls,
-        retrieval_calls,
+        linear_calls, encoding_calls, gguf_linear_calls, scaled_linear_calls, expert_calls, attention_calls,
+        sources_calls, retrieval_calls,
     )  # fmt: skip
     for name, call in (named for group in every for named in group()):
         if not wanted or any(set(words.split()) <= set(name.split()) for words in wanted):

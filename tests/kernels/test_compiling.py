@@ -25,8 +25,8 @@ WANTED = {
     86: LARGEST,
     89: (
         "linear 128 bfloat16", "linear 16 22016 bfloat16", "gguf_linear Q4_K 8", "gguf_linear Q6_K 8", "12-bit 8",
-        "scaled_linear uint4 1x128 True bfloat16", "scaled_linear FP8 bfloat16", "attention bfloat16",
-        "sources bfloat16", "scores bfloat16", "decode FP8",
+        "scaled_linear uint4 1x128 True bfloat16", "scaled_linear FP8 bfloat16", "experts gpt-oss",
+        "attention bfloat16", "sources bfloat16", "scores bfloat16", "decode FP8",
     ),
     120: LARGEST + ENCODED,
 }  # fmt: skip
@@ -35,7 +35,7 @@ OF_ENCODED = ("_gguf_linear_kernel", "_coded_linear_kernel", "_scaled_linear_ker
 # of matrices none; attention in 16 bits 368 (prompts, 256 channels, 8.9), in fp32 528 (windows, 128 channels, 9.0);
 # several sources 160; products of encoded matrices none.
 STACK_BYTES = {
-    "_linear_kernel": 64, "prefill_kernel": 512, "split_kernel": 640, "_sources_kernel": 512,
+    "_linear_kernel": 64, "_expert_kernel": 64, "prefill_kernel": 512, "split_kernel": 640, "_sources_kernel": 512,
     **dict.fromkeys(OF_ENCODED, 64),
 }  # fmt: skip
 

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from offload_runtime_kernels.experts import ExpertShape, exp_reference, experts, fma_reference, product_reference
+from offload_runtime_kernels.experts_triton import experts_triton
 from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from tests.helpers.kernel_conditions import KERNEL_DEVICE, poisoned_outputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SILU = ExpertShape(num_experts=6, hidden=40, inner=24)
@@ -53,6 +56,14 @@ class Problem:
         """The same of some rows."""
         index = list(rows)
         return replace(self, x=self.x[index], numbers=self.numbers[index], weights=self.weights[index])
+
+    def on(self, device: torch.device | str) -> Problem:
+        """The same on a device."""
+        first, second = self.biases
+        biases = (None, None) if first is None or second is None else (first.to(device), second.to(device))
+        names = ("x", "numbers", "weights", "gate_up", "down")
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
+        return replace(self, biases=biases, **moved)
 
     def solved(self, by: Any = experts) -> torch.Tensor:
         """What a function makes of it."""
@@ -145,3 +156,32 @@ def test_products_are_chains_over_ascending_columns(dtype: torch.dtype) -> None:
 def test_exponentials_are_within_two_units_of_the_last_place() -> None:
     x = torch.linspace(-87, 88, 100_001)
     torch.testing.assert_close(exp_reference(x).double(), x.double().exp(), atol=0.0, rtol=2.0**-22)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("shape", [SILU, CLAMPED])
+def test_kernel_matches_reference(shape: ExpertShape, rows: int) -> None:
+    problem = Problem.random(shape, rows, 3, FP32, bias=shape is CLAMPED).on(KERNEL_DEVICE)
+    slots = torch.arange(shape.num_experts, dtype=torch.int32, device=KERNEL_DEVICE)
+    with poisoned_outputs():
+        out = replace(problem, slots=slots).solved(experts_triton)
+    torch.testing.assert_close(out.cpu(), problem.on("cpu").solved(), atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("shape", "choices", "dtype"),
+    [
+        (ExpertShape(32, 320, 96), 8, BF16),
+        (ExpertShape(32, 320, 96, limit=7.0, interleaved=True), 4, BF16),
+        (SILU, 3, FP32),
+    ],
+)
+def test_kernels_have_the_bits_of_the_reference(shape: ExpertShape, choices: int, dtype: torch.dtype) -> None:
+    problem = Problem.random(shape, 300, choices, dtype, bias=shape.limit is not None)
+    expected, there = problem.solved(), problem.on("cuda")
+    for count in (1, 2, 7, 16, 17, 300):
+        with poisoned_outputs():
+            out = there.of(range(count)).solved()
+        assert torch.equal(out.cpu(), expected[:count])

@@ -1,0 +1,296 @@
+"""Kernels of routed experts: `experts` defines what they compute, and this is how.
+
+Rows are numbered by token and choice: row t k + c is token t's choice c, before and behind every product, so that
+nothing is gathered or scattered in memory. A program multiplies rows of one expert with some rows of its matrix, in
+steps of a few columns. The matrix units have no fp32: `tl.dot` of fp32 with `ieee` is a loop of multiply-adds over
+ascending columns, as long as the compiler may fuse (`enable_fp_fusion`); what must not depend on that is a `tl.fma`.
+
+Of few tokens a program finds the rows of its expert itself, in the choices, and goes through them a tile at a time: all
+programs of an expert but those of its first row have nothing to do. Of many, a kernel has sorted the rows by expert,
+stably, and an expert has programs for four times the rows that are due to it: more go around once more, fewer leave
+some with nothing to do. Neither waits for the host, and shapes follow from the number of tokens: graphs can hold them.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload_runtime_kernels._jit import (
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    overlap_options,
+    require_triton,
+    tl,
+    triton,
+)
+
+if TYPE_CHECKING:
+    from offload_runtime_kernels.experts import ExpertShape
+
+# Tokens of which programs find the rows of their experts themselves.
+FEW_TOKENS = 16
+
+# e^x = 2^n e^r, |r| <= ln 2 / 2: ln 2 in two parts, of which the first has nine bits, and Cephes' polynomial. Outside
+# of the range the nearest end is taken: result and 2^n stay normal numbers.
+LOG2_E = 1.44269504088896341
+LN2_PARTS = (0.693359375, -2.12194440e-4)
+EXP_TERMS = (
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1, 1.0, 1.0,
+)  # fmt: skip
+EXP_RANGE = (-87.0, 88.0)
+_LOG2_E = tl.constexpr(LOG2_E)
+_LN2_HIGH, _LN2_LOW = tl.constexpr(-LN2_PARTS[0]), tl.constexpr(-LN2_PARTS[1])
+_EXP_LOW, _EXP_HIGH = tl.constexpr(EXP_RANGE[0]), tl.constexpr(EXP_RANGE[1])
+_TERM_0, _TERM_1, _TERM_2, _TERM_3, _TERM_4, _TERM_5, _TERM_6, _TERM_7 = (tl.constexpr(term) for term in EXP_TERMS)
+
+
+@dataclass(frozen=True)
+class ExpertTile:
+    """How a product is cut: `rows` of an expert by `block` rows of its matrix, steps of `block_k` columns, of which
+    `num_stages` - 1 are loaded ahead."""
+
+    rows: int
+    block: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# By the most rows that an expert has of a pass on average; few tokens have the second.
+_TILES = {
+    0: ExpertTile(1, 32, 64, 1, 4), 1: ExpertTile(4, 32, 32, 1, 4), 8: ExpertTile(8, 64, 32, 2, 3),
+    64: ExpertTile(32, 64, 16, 4, 3), sys.maxsize: ExpertTile(64, 64, 16, 4, 3),
+}  # fmt: skip
+
+
+def default_tile(tokens: int, choices: int, num_experts: int) -> ExpertTile:
+    """How products of a pass of so many tokens are cut."""
+    if tokens <= FEW_TOKENS:
+        return _TILES[tokens > 1]
+    return next(tile for rows, tile in _TILES.items() if 1 < rows >= tokens * choices / num_experts)
+
+
+@jit
+def _exp(x):
+    x = tl.minimum(tl.maximum(x, _EXP_LOW), _EXP_HIGH)
+    n = tl.floor(tl.fma(x, _LOG2_E, 0.5))
+    r = tl.fma(n, _LN2_LOW, tl.fma(n, _LN2_HIGH, x))
+    power = tl.fma(r, _TERM_0, _TERM_1)
+    power = tl.fma(power, r, _TERM_2)
+    power = tl.fma(power, r, _TERM_3)
+    power = tl.fma(power, r, _TERM_4)
+    power = tl.fma(power, r, _TERM_5)
+    power = tl.fma(power, r, _TERM_6)
+    power = tl.fma(power, r, _TERM_7)
+    # Exact, so that it does not matter whether the compiler makes a multiply-add of this and an addition.
+    return power * ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@jit
+def _gated(gate, up, DTYPE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    if LIMIT is None:
+        h = tl.div_rn(gate, 1.0 + _exp(-gate)).to(DTYPE).to(tl.float32) * up
+    else:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        h = (up + 1.0) * tl.div_rn(gate, 1.0 + _exp(gate * -ALPHA))
+    return h
+
+
+@jit(do_not_specialize=("num_rows",))
+def _sort_kernel(
+    numbers_ptr, order_ptr, starts_ptr, num_rows, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """Write the rows of one expert, ascending, behind those of the ones before it, and where they start."""
+    if OVERLAP:
+        gdc_wait()
+    expert = tl.program_id(0)
+    start, end = 0, 0
+    for first in range(0, num_rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        number = tl.load(numbers_ptr + row, mask=row < num_rows, other=tl.num_programs(0))
+        start += tl.sum((number < expert).to(tl.int32))
+        end += tl.sum((number <= expert).to(tl.int32))
+    tl.store(starts_ptr + expert, start)
+    tl.store(starts_ptr + expert + 1, end)
+    for first in range(0, num_rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        own = (tl.load(numbers_ptr + row, mask=row < num_rows, other=-1) == expert).to(tl.int32)
+        tl.store(order_ptr + start + tl.cumsum(own) - own, row, mask=own > 0)
+        start += tl.sum(own)
+
+
+@jit(do_not_specialize=("num_tokens",))
+def _expert_kernel(
+    x_ptr, numbers_ptr, order_ptr, starts_ptr, pool_ptr, slots_ptr, bias_ptr, out_ptr, num_tokens, slot_stride,
+    HEIGHT: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr, CHOICE_BLOCK: tl.constexpr,
+    ROWS_OF_X: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows of x, one for every `ROWS_OF_X` rows, with some rows of their experts' matrices.
+
+    `FEW` is 1 for one token, `FEW_TOKENS` for few, and 0 for many."""
+    if OVERLAP:
+        gdc_wait()
+    dtype = out_ptr.dtype.element_ty
+    # The rows of the expert: how many, and of the first in which program they are.
+    if FEW:
+        own = tl.program_id(2)
+        expert = tl.load(numbers_ptr + own).to(tl.int32)
+        if FEW == 1:
+            count = 1
+        else:
+            token = tl.arange(0, FEW)
+            choice = tl.arange(0, CHOICE_BLOCK)[None, :]
+            listed = (token[:, None] < num_tokens) & (choice < CHOICES)
+            number = tl.load(numbers_ptr + token[:, None] * CHOICES + choice, mask=listed, other=-1)
+            same = (number == expert).to(tl.int32)
+            has = tl.sum(same, axis=1)
+            row_of = token * CHOICES + tl.sum(same * choice, axis=1)
+            rank = tl.cumsum(has) - has
+            earlier = tl.sum(tl.where(token < own // CHOICES, has, 0))
+            count = tl.where(earlier == 0, tl.sum(has), 0)
+    else:
+        expert = tl.program_id(2)
+        start = tl.load(starts_ptr + expert)
+        count = tl.load(starts_ptr + expert + 1) - start
+    slot = tl.load(slots_ptr + expert) if HAS_SLOTS else expert
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    # A gate and its up are neighbours in the tile. What lies behind the last row reads that row and stores nothing.
+    column = tl.minimum(lane, HEIGHT - 1)
+    if GATED and not INTERLEAVED:
+        column = column // 2 + column % 2 * (HEIGHT // 2)
+    k = tl.arange(0, BLOCK_K)
+    w_ptrs = pool_ptr + slot.to(tl.int64) * slot_stride + column[None, :] * K + k[:, None]
+    for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
+        wanted = first + tl.arange(0, ROWS)
+        real = (wanted < count)[:, None]
+        if FEW == 1:
+            row = own + tl.arange(0, ROWS)
+        elif FEW:
+            is_wanted = (rank[:, None] == wanted[None, :]) & (has[:, None] > 0)
+            row = tl.sum(tl.where(is_wanted, row_of[:, None], 0), axis=0)
+        else:
+            row = tl.load(order_ptr + start + wanted, mask=wanted < count, other=0)
+        x_ptrs = x_ptr + (row // ROWS_OF_X).to(tl.int64)[:, None] * K + k[None, :]
+        sums = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+        for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            if K % BLOCK_K == 0:
+                w = tl.load(w_ptrs + at)
+                x = tl.load(x_ptrs + at, mask=real, other=0.0)
+            else:
+                w = tl.load(w_ptrs + at, mask=(at + k < K)[:, None], other=0.0)
+                x = tl.load(x_ptrs + at, mask=real & (at + k < K)[None, :], other=0.0)
+            sums = tl.dot(x.to(tl.float32), w.to(tl.float32), sums, input_precision="ieee")
+        if HAS_BIAS:
+            sums += tl.load(bias_ptr + expert.to(tl.int64) * HEIGHT + column).to(tl.float32)[None, :]
+        y = sums.to(dtype)
+        if GATED:
+            gate, up = tl.split(tl.reshape(y.to(tl.float32), [ROWS, BLOCK // 2, 2]))
+            y = _gated(gate, up, dtype, LIMIT, ALPHA).to(dtype)
+            width = HEIGHT // 2
+            place = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+        else:
+            width = HEIGHT
+            place = lane
+        out_ptrs = out_ptr + row.to(tl.int64)[:, None] * width + place[None, :]
+        tl.store(out_ptrs, y, mask=real & (place < width)[None, :])
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@jit
+def _sum_kernel(
+    y_ptr, weights_ptr, out_ptr, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for choice in tl.static_range(CHOICES):
+        row = token * CHOICES + choice
+        y = tl.load(y_ptr + row * WIDTH + column, mask=column < WIDTH, other=0.0)
+        total = tl.fma(y.to(tl.float32), tl.load(weights_ptr + row), total)
+    tl.store(out_ptr + token * WIDTH + column, total.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
+
+
+_SORTED_TOGETHER = 1024
+_SUMMED_TOGETHER = 512
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The experts of a pass's rows, `numbers` [N, k], and how its products are cut."""
+
+    numbers: torch.Tensor
+    num_experts: int
+    tile: ExpertTile
+    order: torch.Tensor  # [N k] int32: the rows by expert, and [E + 1] where each one's start; of many tokens
+    starts: torch.Tensor
+
+    @classmethod
+    def of(cls, numbers: torch.Tensor, num_experts: int, tile: ExpertTile | None) -> Routes:
+        """Sort the rows of many tokens."""
+        tokens, num_rows = len(numbers), numbers.numel()
+        tile = tile or default_tile(tokens, num_rows // tokens, num_experts)
+        if tokens <= FEW_TOKENS:
+            return cls(numbers, num_experts, tile, numbers, numbers)
+        order, starts = (numbers.new_empty(size, dtype=torch.int32) for size in (num_rows, num_experts + 1))
+        _sort_kernel[(num_experts,)](
+            numbers, order, starts, num_rows, BLOCK=_SORTED_TOGETHER, num_warps=4, **overlap_options(numbers.device)
+        )
+        return cls(numbers, num_experts, tile, order, starts)
+
+    def product(
+        self, x: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor | None, bias: torch.Tensor | None, *,
+        gated: ExpertShape | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return [N k, out] of rows x, one a token or one a choice; or [N k, out / 2], `gated` as a shape says."""
+        (tokens, choices), (_, height, k), tile = self.numbers.shape, pool.shape, self.tile
+        num_rows, few = tokens * choices, tokens <= FEW_TOKENS
+        out = x.new_empty(num_rows, height // 2 if gated else height)
+        due = triton.cdiv(num_rows, self.num_experts * tile.rows)  # tiles, if all experts have as many rows
+        tiles = 1 if few else min(4 * due, triton.cdiv(tokens, tile.rows))
+        grid = (tiles, triton.cdiv(height, tile.block), num_rows if few else self.num_experts)
+        # Triton wants a pointer for every argument; an unused one may point anywhere.
+        _expert_kernel[grid](
+            x, self.numbers, self.order, self.starts, pool, x if slots is None else slots, x if bias is None else bias,
+            out, tokens, pool.stride(0),
+            HEIGHT=height, K=k, CHOICES=choices, CHOICE_BLOCK=triton.next_power_of_2(choices),
+            ROWS_OF_X=num_rows // len(x), FEW=0 if not few else FEW_TOKENS if tokens > 1 else 1, ROWS=tile.rows,
+            BLOCK=tile.block, BLOCK_K=tile.block_k, STAGES=tile.num_stages, HAS_SLOTS=slots is not None,
+            HAS_BIAS=bias is not None, GATED=gated is not None,
+            INTERLEAVED=gated is not None and gated.interleaved, LIMIT=gated and gated.limit,
+            ALPHA=gated.alpha if gated else 0.0, num_warps=tile.num_warps, enable_fp_fusion=True,
+            **overlap_options(x.device),
+        )  # fmt: skip
+        return out
+
+
+def experts_triton(
+    x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
+    shape: ExpertShape, *, gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None, tile: ExpertTile | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Triton version of `experts`; `tile` overrides how products are cut."""
+    require_triton("experts")
+    with torch.cuda.device_of(x):
+        routes = Routes.of(numbers, shape.num_experts, tile)
+        h = routes.product(x, gate_up, slots, gate_up_bias, gated=shape)
+        y = routes.product(h, down, slots, down_bias)
+        out = torch.empty_like(x)
+        (tokens, choices), width = numbers.shape, x.shape[1]
+        _sum_kernel[(tokens, triton.cdiv(width, _SUMMED_TOGETHER))](
+            y, weights, out, CHOICES=choices, WIDTH=width, BLOCK=_SUMMED_TOGETHER, num_warps=4,
+            **overlap_options(x.device),
+        )  # fmt: skip
+    return out
