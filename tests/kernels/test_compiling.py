@@ -25,7 +25,7 @@ WANTED = {
     86: LARGEST,
     89: (
         "linear 128 bfloat16", "linear 16 22016 bfloat16", "gguf_linear Q4_K 8", "gguf_linear Q6_K 8", "12-bit 8",
-        "scaled_linear uint4 1x128 True bfloat16", "scaled_linear FP8 bfloat16", "experts gpt-oss",
+        "scaled_linear uint4 1x128 True bfloat16", "scaled_linear FP8 bfloat16", "experts bfloat16 gpt-oss",
         "attention bfloat16", "sources bfloat16", "scores bfloat16", "decode FP8",
     ),
     120: LARGEST + ENCODED,
