@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
+from offload_runtime.weights.encoding import GgufBlocks
+from offload_runtime.weights.mxfp4 import mxfp4_rows, with_experts
+from offload_runtime.weights.safetensors import read_header
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, rows_of
 from tests.helpers.quantising import BF16, FORMATS, FP16, FP32, Format, fp8, packed_int, write_decoded, write_quantised
@@ -131,6 +136,61 @@ def test_blocks_of_fp8_are_what_transformers_decodes(scale: torch.dtype, tmp_pat
         assert torch.equal(rows_of(to, weights.views(to.layer)), expected)
 
 
+EXPERTS = "model.layers.0.mlp.experts."
+
+
+def write_experts(path: Path, experts: int, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """Random numbers as gpt-oss has them; returns what is stored."""
+    torch.manual_seed(0)
+    stored = dict[str, torch.Tensor]()
+    for name, height in (("gate_up", 2 * rows), ("down", rows)):
+        shape = (experts, height, columns // 32)
+        stored[f"{EXPERTS}{name}_proj_blocks"] = torch.randint(256, (*shape, 16), dtype=torch.uint8)
+        stored[f"{EXPERTS}{name}_proj_scales"] = torch.randint(228, shape, dtype=torch.uint8)
+    save_file(stored, path)
+    return stored
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_experts_in_mxfp4_are_what_transformers_decodes(device: str, tmp_path: Path) -> None:
+    """Two experts as large as gpt-oss', which are read in several pieces, by every power of two that is read. The sign
+    of zeros does not count."""
+    stored = write_experts(tmp_path / "model.safetensors", 2, 2880, 2880)
+    found, how = with_experts(read_header(tmp_path / "model.safetensors")), GgufBlocks("MXFP4")
+    assert len(found) == 6
+    for stack, parts in (("gate_up", ("gate", "up")), ("down", ("down",))):
+        blocks, scales = (stored[f"{EXPERTS}{stack}_proj_{what}"] for what in ("blocks", "scales"))
+        decoded = convert_moe_packed_tensors(blocks, scales, dtype=BF16).transpose(1, 2)
+        kept = torch.empty(2 * len(blocks[0]), how.row_bytes(2880), dtype=torch.uint8)
+        how.store_rows(mxfp4_rows(blocks, scales).flatten(0, 1), 2880, kept)
+        for number, (start, part) in product(range(2), enumerate(parts)):
+            tensor, rows = found[f"{EXPERTS}{number}.{part}_proj.weight"], slice(start, None, len(parts))
+            dense = torch.empty(2880, 2880, dtype=BF16, device=device)
+            raw = torch.empty(2880, how.row_bytes(2880), dtype=torch.uint8, device=device)
+            for out in (dense, raw):
+                tensor.fill(out)
+            assert torch.equal(dense.cpu(), decoded[number, rows])
+            assert torch.equal(raw.cpu(), kept.unflatten(0, (2, -1))[number, rows])
+            again = torch.empty_like(dense)
+            how.decode_rows(raw, again)
+            assert torch.equal(again, dense)
+
+
+def test_experts_in_mxfp4_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    stored = write_experts(path, 2, 4, 64)
+    blocks, scales = f"{EXPERTS}down_proj_blocks", f"{EXPERTS}down_proj_scales"
+    for changed, message in (
+        ({scales: stored[scales].clamp(min=228)}, "scales of .*experts.1.down_proj.weight are no numbers, or beyond"),
+        ({scales: stored[scales][:, :, :1].clone()}, "its scales are U8"),
+        ({blocks: stored[blocks].view(torch.int8)}, "down_proj_blocks is I8"),
+        ({scales: None}, "lacks the scales of .*down_proj_blocks"),
+    ):
+        save_file({name: each for name, each in {**stored, **changed}.items() if each is not None}, path)
+        with pytest.raises(CheckpointError, match=message):
+            with_experts(read_header(path))[f"{EXPERTS}1.down_proj.weight"].fill(torch.empty(4, 64))
+
+
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(tmp_path_factory.mktemp("packed"), "packed 4 bits, mixed")
@@ -148,7 +208,7 @@ PACKED_WEIGHTS = PACKED["config_groups"]["group_0"]["weights"]
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("mxfp4", "quantised \\('mxfp4'\\), which is not read: .*compressed-tensors, fp8, gptq, awq, or a GGUF file"),
+        ("hqq", "quantised \\('hqq'\\), which is not read: .*compressed-tensors, fp8, gptq, awq, mxfp4, or a GGUF"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised \\('bitsandbytes'\\)"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3, and only 4, 8 can be read"),
         ({"quant_method": "gptq"}, "bits None, and only 4, 8"),

@@ -314,7 +314,7 @@ class Encoding:
 # What is read, in the words of the format.
 KINDS = (*KIND_DTYPES, *FORMATS)
 _EXPONENT = 0x7C  # in the upper byte of an fp16
-_LARGEST_POWER = 127 + int(math.log2(LARGEST_SCALE))  # in a byte of E8M0
+LARGEST_POWER = 127 + int(math.log2(LARGEST_SCALE))  # in a byte of E8M0
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ class GgufBlocks(Format):
         form = FORMATS[self.kind]
         found = blocks.numpy().reshape(-1, form.nbytes)  # numpy lets other threads read and has none of its own
         if form.e2m1:
-            return not bool((found[:, 0] > _LARGEST_POWER).any())
+            return not bool((found[:, 0] > LARGEST_POWER).any())
         upper_bytes = [found[:, at + 1] for at in form.file_halves]
         return not any(bool((byte & _EXPONENT == _EXPONENT).any()) for byte in upper_bytes)
 

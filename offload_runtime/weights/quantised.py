@@ -12,6 +12,7 @@ is what the formats' own libraries make of a stored matrix:
 - AWQ: `(qweight - qzeros) * scales` in fp16 (AutoAWQ's `dequantize_gemm`).
 - FP8 of DeepSeek and Qwen: in fp32, then the model's dtype (DeepSeek-V3's `weight_dequant`, transformers'
   `Fp8Dequantize`). Their scales are kept in fp32, whatever they are stored in.
+- MXFP4 of gpt-oss' experts: see `weights.mxfp4`.
 
 Only weights are quantised here. Schemes that quantise activations too are run on their decoded weights, as transformers
 does with `dequantize=True`: that is nearer to the model they were made of, and their logits are others.
@@ -43,13 +44,15 @@ from offload_runtime.stream import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.encoding import aligned, scale_tensors, scaled_bytes
 from offload_runtime.weights.header import StoredTensor, damaged
 from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.mxfp4 import EXPERTS, MXFP4, with_experts
 
 # How elements are called in files, of which tensors may consist or parts of quantised ones.
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "I32": torch.int32,
+    "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8,
+    "I32": torch.int32,
 }  # fmt: skip
-METHODS = ("compressed-tensors", "fp8", "gptq", "awq")
+METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "mxfp4")
 _EMBEDDING = "model.embed_tokens"
 _SCALES = ("F16", "BF16", "F32")
 # Which of eight neighbouring rows each number in a word of AWQ is of, from the lowest bits on, and where a row's is.
@@ -91,11 +94,13 @@ class Scheme:
 @dataclass(frozen=True)
 class Quantisation:
     """What a `quantization_config` says: schemes by what they are for (modules' names, `re:` and an expression for
-    their beginning, or the class), which modules have none, and whether activations should be quantised too."""
+    their beginning, or the class), which modules have none, and whether activations should be quantised too; or that
+    experts are in MXFP4."""
 
-    groups: tuple[tuple[tuple[str, ...], Scheme], ...]
-    ignored: tuple[str, ...]
-    activations: bool
+    groups: tuple[tuple[tuple[str, ...], Scheme], ...] = ()
+    ignored: tuple[str, ...] = ()
+    activations: bool = False
+    mxfp4: bool = False
 
     def scheme(self, module: str) -> Scheme | None:
         """Return the scheme of the most exact words for a module; None if there are none."""
@@ -103,14 +108,16 @@ class Quantisation:
         exact = min(fitting, key=lambda pair: (pair[0] != module, pair[0][:3] != "re:"), default=(None, None))
         return exact[1]
 
-    def forms(self, config: ModelConfig, scale: torch.dtype) -> dict[str, ScaledFormat]:
+    def forms(self, config: ModelConfig, scale: torch.dtype) -> dict[str, str | ScaledFormat]:
         """Return how matrices are stored as far as can be said without looking at them, by transformers' name."""
-        found = dict[str, ScaledFormat]()
+        found = dict[str, str | ScaledFormat]()
         for name, to in checkpoint_tensors(config).items():
             module = name.removesuffix(".weight")
             scheme = self.scheme(module) if len(to.shape) == 2 and module != _EMBEDDING else None
             if scheme is not None and not any(_means(words, module) for words in self.ignored):
                 found[name] = scheme.form(to.shape, scale, scheme.ordered)
+            elif self.mxfp4 and len(to.shape) == 2 and ".mlp.experts." in name:
+                found[name] = MXFP4
         return found
 
 
@@ -141,6 +148,8 @@ def quantisation_of(settings: Mapping[str, Any], where: str) -> Quantisation | N
         )
     if method == "compressed-tensors":
         found = _compressed_tensors(fields)
+    elif method == "mxfp4":
+        found = Quantisation(mxfp4=True)
     else:
         scheme = {"fp8": _fp8, "gptq": _gptq, "awq": _awq}[method](fields)
         names = [name for key in ("modules_to_not_convert", "ignored_layers") for name in fields.items(key, str)]
@@ -461,7 +470,7 @@ def refuse_unsaid(where: str, stored: Mapping[str, StoredTensor]) -> None:
         CheckpointError: There are some.
     """
     parts = tuple(f".{part}" for part in (*_NUMBERS.values(), "weight_scale_inv") if part != "weight")
-    named = next((name for name in stored if name.endswith(parts)), None)
+    named = next((name for name in stored if name.endswith(parts) or EXPERTS.fullmatch(name)), None)
     if named is not None:
         raise CheckpointError(
             f"{where} is quantised ({shown(named)}), and neither its config.json nor a quantize_config.json says how: "
@@ -472,8 +481,9 @@ def refuse_unsaid(where: str, stored: Mapping[str, StoredTensor]) -> None:
 def gather(
     stored: Mapping[str, StoredTensor], config: ModelConfig, quantisation: Quantisation
 ) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint, in which one stands for all that is stored of a quantised matrix; what else a
-    module has of its own than a bias says how its activations were quantised, and is left out.
+    """Return the tensors of a checkpoint, in which one stands for all that is stored of a quantised matrix, and one for
+    each matrix of an expert; what else a module has of its own than a bias says how its activations were quantised, and
+    is left out.
 
     Raises:
         CheckpointError: Parts are missing, or of another shape or dtype; the embedding is quantised.
@@ -496,4 +506,5 @@ def gather(
             if part != "bias":
                 del found[f"{module}.{part}"]
         found[name] = _quantised(module, to.shape, scheme, own)
-    return {name: tensor for name, tensor in found.items() if not name.endswith((".k_scale", ".v_scale"))}
+    found = {name: tensor for name, tensor in found.items() if not name.endswith((".k_scale", ".v_scale"))}
+    return with_experts(found) if quantisation.mxfp4 else found

@@ -34,6 +34,7 @@ from offload_runtime.weights.header import (
     refuse_other_directory,
     refuse_other_file,
 )
+from offload_runtime.weights.mxfp4 import ExpertTensor
 from offload_runtime.weights.quantised import (
     DTYPES,
     QuantisedTensor,
@@ -287,7 +288,7 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _check_dtype(tensor: StoredTensor) -> None:
-    if tensor.dtype not in FLOATS and not isinstance(tensor, QuantisedTensor):
+    if tensor.dtype not in FLOATS and not isinstance(tensor, QuantisedTensor | ExpertTensor):
         raise CheckpointError(
             f"{tensor.path}: {tensor.name} is stored as {tensor.dtype}, and only {', '.join(FLOATS)} are read: "
             "use an unquantised checkpoint or a GGUF file"
@@ -326,11 +327,12 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
         message = "%s asks for quantised activations, or keys and values: only its weights are quantised here"
         warn(message, reference)
     tensors = match_tensors(directory, stored, config, _check_dtype, whole=whole)
-    kinds = {name: tensor.form for name, tensor in tensors.items() if isinstance(tensor, QuantisedTensor)}
+    quantised = QuantisedTensor | ExpertTensor
+    kinds = {name: tensor.form for name, tensor in tensors.items() if isinstance(tensor, quantised)}
     if whole and quantisation is not None and not kinds:
         raise CheckpointError(f"{directory} says that it is quantised, and none of its matrices is: fix config.json")
     fills: dict[str, Fill] = {
-        name: tensor.fill if isinstance(tensor, QuantisedTensor | _JoinedTensor) else partial(fill_from_file, tensor)
+        name: tensor.fill if isinstance(tensor, quantised | _JoinedTensor) else partial(fill_from_file, tensor)
         for name, tensor in tensors.items()
     }
     path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
