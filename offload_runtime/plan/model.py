@@ -160,7 +160,8 @@ class ModelPlan:
     @property
     def tree_positions(self) -> int:
         """Places in the cache of a draft that grows trees for what may become part of a sequence."""
-        return tree_positions(self.tree_nodes) if self.tree_nodes else 0
+        with_states = bool(self.config.deltas)
+        return tree_positions(self.tree_nodes, with_states=with_states) if self.tree_nodes else 0
 
     # --- weights
 

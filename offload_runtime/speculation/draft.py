@@ -157,7 +157,7 @@ class DraftRunner:
         self._spare = cache.spare_positions if self._own_window else range(0)
         self.num_places, self.rereads = len(self._spare), cache.step_tokens is not None
         self._depth = MOST_DELTA_DEPTH if self.rereads else MOST_DEPTH  # of paths in a step
-        self.most_depth = self._depth - 1 - _MOST_FED
+        self.most_depth = self._depth - self._most_fed(self.width(1))
         rows = max(STEP_ROWS, batch) if self.num_places else 0
         self._children = min(CHILDREN, vocab_size, runner.decoder.config.vocab_size)
         self._greedy = SlotSampling(batch, device)
@@ -227,7 +227,8 @@ class DraftRunner:
             for shape in captured_shapes(
                 count, width=self.width(count), depth=self._depth, capacity_tokens=self._capacity_tokens
             )
-            for make in ((self._nodes_step, self._greedy_step) if shape.width <= NARROW_ROWS else (self._nodes_step,))
+            for make in (self._nodes_step, self._greedy_step)
+            if make == self._nodes_step or shape.width <= NARROW_ROWS or self.rereads
         ]
         with self._graphs.eager():  # compiles
             for params in WARM_UP_SAMPLINGS:
@@ -418,6 +419,11 @@ class DraftRunner:
             answers[line.slot] = [_children(tokens[row], scores[row]) for row in rows]
         return answers
 
+    def _most_fed(self, width: int) -> int:
+        """Return the most tokens of a text that a step feeds besides nodes: a pass of their own would take as long."""
+        most = 1 + min(_MOST_FED, width - 1)
+        return max(most, width - NARROW_ROWS) if self.rereads else most
+
     def _line(self, slot: int, asked: Asked, width: int) -> StepLine:
         """Return the rows of one sequence, after the cache has caught up with most of its text."""
         text, nodes = asked.text, asked.nodes
@@ -425,8 +431,9 @@ class DraftRunner:
         asks_root = not nodes[0][1]
         if asks_root or (self.rereads and not self.texts.holds(slot, text)):
             # The root's own keys are written in any case, so that it always is the last of these rows.
-            fed = self.texts.catch_up(slot, text, 1 + min(_MOST_FED, width - 1))
-        nodes = nodes[asks_root:][: (min(width, NARROW_ROWS) if asked.greedy_places else width) - len(fed)]
+            fed = self.texts.catch_up(slot, text, self._most_fed(width))
+        is_narrow = asked.greedy_places and len(fed) <= 1 + _MOST_FED
+        nodes = nodes[asks_root:][: (min(width, NARROW_ROWS) if is_narrow else width) - len(fed)]
         paths = [[self._spare[place] for place in places] for _, places in nodes]
         assert all(path and len(path) <= self.most_depth for path in paths)
         end = len(text) - self.texts.starts[slot]
