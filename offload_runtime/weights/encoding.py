@@ -25,6 +25,7 @@ from offload_runtime_kernels import coded_bf16
 from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.encoded_linear import MOST_ROWS
+from offload_runtime_kernels.gather_rows import gather_rows
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks, decode_file_blocks, pack_rows
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import Activation, gated_product, linear
@@ -57,6 +58,11 @@ class NotCodable(Exception):
     """The values of a matrix are none that its encoding has room for."""
 
 
+def _rows(stored: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return rows by their numbers, on the device of these."""
+    return gather_rows(stored, index) if stored.device != index.device else stored.index_select(0, index)
+
+
 @dataclass(frozen=True, eq=False)
 class Weight:
     """One tensor of a block: a matrix [M, K] with its bias, or a vector. It looks at the block's bytes, wherever they
@@ -83,8 +89,9 @@ class Weight:
         return rows.nbytes
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Return the decoded rows of a matrix [M, K]: [N, K] for integers [N] on its device."""
-        return self.stored.index_select(0, index)
+        """Return the decoded rows of a matrix [M, K]: [N, K] for integers [N] on its device, or on a GPU that reads
+        it where it is page-locked."""
+        return _rows(self.stored, index)
 
     def linear(
         self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: Activation | None = None
@@ -190,9 +197,9 @@ class StackedWeight(Weight):
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         (part,) = self.parts
-        out = torch.empty(len(index), self.shape[1], dtype=self.dtype, device=self.stored.device)
+        out = torch.empty(len(index), self.shape[1], dtype=self.dtype, device=index.device)
         stored = part.stored.view(-1, part.format.row_bytes(self.shape[1]))
-        part.format.decode_rows(stored.index_select(0, index), out)
+        part.format.decode_rows(_rows(stored, index), out)
         return out
 
     def linear(
