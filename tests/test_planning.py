@@ -66,9 +66,11 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
     target, placement = plan.target, plan.placement
     # Weights are on the device or on the host, and the device's share of a draft is all of it.
     host = plan.host
-    resident = parts.get("resident layers", 0) + parts["embedding and head"]
+    resident = parts.get("resident layers", 0) + parts.get("head", 0) + parts.get("embedding and head", 0)
     streamed = len(placement.streamed_layers) * target.layer_bytes
-    assert resident + streamed == ModelLayout.of(target.config, target.dtype).total_bytes
+    own = target.layout.embedding.total_bytes if "embedding" in host else 0
+    assert own <= host.get("embedding", 0) < own + 4096 and ("head" in parts) == (own > 0)
+    assert resident + streamed + own == ModelLayout.of(target.config, target.dtype).total_bytes
     on_host = host.get("streamed layers", 0) + host.get("staged layers", 0)
     assert streamed <= on_host <= streamed + 4096 * len(placement.streamed_layers)
     # Layers are staged only for want of page-locked memory, and then for not much less than there is.

@@ -15,6 +15,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.weights import (
+    EMBEDDING,
     CheckpointSource,
     MatricesNotCodable,
     checkpoint_tensors,
@@ -68,7 +69,7 @@ def test_every_bit_is_loaded(source: CheckpointSource, uncoded: frozenset[str]) 
     for name, to in checkpoint_tensors(source.config()).items():
         found, expected = (rows_of(to, each.views(to.layer)) for each in (weights, plain))
         assert torch.equal(bits(found), bits(expected)), name
-    embedding, index = weights.views(None)["embedding"], torch.tensor([5, 0, 5, 300])
+    embedding, index = weights.views(EMBEDDING)["embedding"], torch.tensor([5, 0, 5, 300])
     assert torch.equal(embedding.rows(index), embedding.dense[index])
     kinds, raw_bytes = layout.bytes_by_kind, sum(rows * 2 * columns for rows, columns in [(128, 256), (256, 512)])
     vectors_bytes = (2 * LAYERS + 1) * 256 * 2

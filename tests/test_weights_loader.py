@@ -13,7 +13,7 @@ import transformers
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.stream import HostArena
-from offload_runtime.weights import ModelLayout, checkpoint_tensors, open_checkpoint
+from offload_runtime.weights import EMBEDDING, ModelLayout, checkpoint_tensors, open_checkpoint
 from offload_runtime.weights.loader import passing_bytes
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain
 from tests.helpers.page_locking import LimitedRegistrar
@@ -57,7 +57,7 @@ def test_packed_tensors_are_the_modules_weights_side_by_side(directory, dtype):
         assert set(views) == set(expected)
         for name, tensor in expected.items():
             assert torch.equal(views[name].dense, tensor.to(dtype)), (index, name)
-    shared = {name: weight.dense for name, weight in weights.views(None).items()}
+    shared = {name: weight.dense for block in (None, EMBEDDING) for name, weight in weights.views(block).items()}
     assert torch.equal(shared["embedding"], model.model.embed_tokens.weight.to(dtype))
     assert torch.equal(shared["final_norm"], model.model.norm.weight.to(dtype))
     assert torch.equal(shared["lm_head"], model.lm_head.weight.to(dtype))

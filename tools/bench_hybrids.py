@@ -166,7 +166,8 @@ def checks_of(prefill: dict[str, Any], memory: dict[str, Any]) -> list[Check]:
         "keys and values": (memory["reserved"]["target: KV cache"], planned["KV cache"]),
     }
     if memory["held_bytes"] is not None:
-        lasting = sum(planned.get(name, 0) for name in ("embedding and head", "resident layers", "KV cache", "states"))
+        names = ("embedding and head", "head", "resident layers", "KV cache", "states")
+        lasting = sum(planned.get(name, 0) for name in names)
         pairs["weights and caches, as the allocator has them"] = memory["held_bytes"], lasting
         claim = "of the planned work space what the allocator gave out, beyond weights and caches"
         found.append(Check(claim, memory["worked_bytes"] / planned["workspace"], 1.0, at_least=False))

@@ -48,6 +48,7 @@ from offload_runtime.stream import (
 )
 from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights import (
+    EMBEDDING,
     CheckpointSource,
     HostWeights,
     SharedVocabulary,
@@ -275,7 +276,7 @@ class LoadedModel:
     def pinned_bytes(self) -> int:
         """Page-locked host memory of the weights and the staging rings."""
         rings = [arena for card in self.cards for arena, _ in card.staged.rings]
-        return sum(arena.pinned_bytes for arena in (*self.weights.layers.values(), *rings))
+        return sum(arena.pinned_bytes for arena in (*self.weights.arenas.values(), *rings))
 
     def end_copies(self) -> None:
         """Before anything that is copied is let go of."""
@@ -314,23 +315,25 @@ def load_model(
     report = None if on_progress is None else partial(on_progress, f"{name} weights")
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
+    if registrar is not None and plan.embedding_on_host:
+        pin.add(EMBEDDING)
     device = cards[0].budget.device
-    # What stays on a device, by layer, that of None for embedding and head: uint8 each.
+    # What stays on a device, by layer, that of None for the head: uint8 each.
     held: dict[int | None, torch.Tensor] = {}
     for one, own in zip(cards, plan.cards, strict=False):  # a draft is on the first
-        kept = own.placement.resident_layers
-        sizes = [own.layout.layer_bytes[index] for index in kept]
-        if kept:  # cut from one allocation, as the allocator rounds each up
-            blocks = one.budget.allocate(f"{name}: resident layers", sum(sizes)).split(sizes)
-            held |= zip(kept, blocks, strict=True)
-        if own.has_head:
-            held[None] = one.budget.allocate(f"{name}: embedding and head", own.layout.shared.total_bytes)
+        around = dict.fromkeys(own.head_parts, [None] if own.embedding_on_host else [None, EMBEDDING])
+        for what, kept in {"resident layers": own.placement.resident_layers, **around}.items():
+            sizes = [own.layout.block(index).total_bytes for index in kept]
+            if kept:  # cut from one allocation, as the allocator rounds each up
+                held |= zip(kept, one.budget.allocate(f"{name}: {what}", sum(sizes)).split(sizes), strict=True)
     weights = load_weights(
         source, plan.layout, onto=held, pin=pin, registrar=registrar, pinned_bytes=pinned_bytes, on_progress=report,
         coding_device=device,
     )  # fmt: skip
     undo.callback(weights.close)
     if device.type == "cuda":
+        if plan.embedding_on_host:
+            undo.callback(torch.cuda.synchronize, device)  # passes may be reading rows
         torch.cuda.empty_cache()  # of what passed through
     limited = pinned_bytes is not None
     return connect_model(weights, held, plan, cards, name=name, registrar=registrar, undo=undo, limited=limited)
@@ -368,12 +371,14 @@ def connect_model(
     nothing, arenas = torch.empty(0, dtype=torch.uint8), weights.layers
     streamer = LayerStreamer(
         [weights.block(index) if index in arenas else nothing for index in range(plan.config.num_layers)],
-        {index: block for index, block in held.items() if index is not None},
+        {index: held[index] for index in plan.placement.resident_layers},
         [CardRing(one.engine, *rings) for one, *rings in zip(loaded, buffers, kv_buffers, strict=True)], owners=owners,
         make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratches[owners[layer]]),
         kv=cache if isinstance(cache, HostKVCache) and any(kv_buffers) else None,
     )  # fmt: skip
-    decoder = Decoder(plan.config, layout.shared.views(held[None], scratches[0]), partition)
+    embedding = held[EMBEDDING] if EMBEDDING in held else weights.block(EMBEDDING)
+    shared = layout.shared.views(held[None], scratches[0]) | layout.embedding.views(embedding)
+    decoder = Decoder(plan.config, shared, partition)
     plan = replace(plan, placements=tuple(memory.placement for memory in memories))
     # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
     fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None

@@ -25,7 +25,7 @@ from offload_runtime.runners.model_runner import workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import MOST_LEVELS
-from offload_runtime.stream import PAGE_BYTES, RingShape
+from offload_runtime.stream import PAGE_BYTES, HostArena, RingShape
 from offload_runtime.weights import ModelLayout
 
 # Where nothing is staged.
@@ -85,7 +85,8 @@ class ModelPlan:
 
     `cache` is `full` (on the device), `host` (in host memory, but for the layers that the placement keeps) or, of a
     draft, `retrieval` or `streaming`, whose sizes are those of `options`, as are those of what a retrieval verifier
-    reads of a target's. A prefill that `borrows` may take the memory of retrieved chunks.
+    reads of a target's. A prefill that `borrows` may take the memory of retrieved chunks. An `embedding_on_host`, which
+    is not the head too, is page-locked, and passes read its rows there.
     """
 
     config: ModelConfig
@@ -102,6 +103,7 @@ class ModelPlan:
     tree_nodes: int = 0  # most nodes of the trees that a draft grows
     step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
     card: int = 0
+    embedding_on_host: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,6 +179,18 @@ class ModelPlan:
     def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Add up some packed layers in host memory, which is given out in whole pages."""
         return sum(-(-self.layout.layer_bytes[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
+
+    @property
+    def head_parts(self) -> Parts:
+        """What lies around the layers takes of the device."""
+        nbytes, own_bytes = self.layout.shared.total_bytes, self.layout.embedding.total_bytes
+        parts = {"head": nbytes} if self.embedding_on_host else {"embedding and head": nbytes + own_bytes}
+        return Parts(parts if self.has_head else {})
+
+    @property
+    def host_embedding_bytes(self) -> int:
+        """Host memory of the embedding."""
+        return HostArena.rounded(self.layout.embedding.total_bytes) if self.embedding_on_host and self.has_head else 0
 
     def scratch_bytes(self, device_type: str) -> int:
         """The largest matrix that is decoded before a product."""

@@ -1,7 +1,7 @@
 """The plan of a run: of every way to place it that fits, the one that is predicted to be the fastest.
 
 Open are how quantised weights are kept, room for trees, the draft's cache, whether there is a retrieval verifier, where
-keys and values live, and which layers stay on the device of which card. Fixed parts come first (embedding and head,
+keys and values and the embedding live, and which layers stay on the device of which card. Fixed parts come first (head,
 draft, workspace); what is left of a device holds the ring and as many resident layers as fit. What may not be
 page-locked is staged through rings. A plan and a run search here alike.
 """
@@ -190,7 +190,8 @@ def _tree_rooms(request: RuntimeConfig) -> list[int]:
 
 def _candidates(plan: RunPlan) -> Iterator[RunPlan]:
     """Yield every cache that the draft may get, with and without a retrieval verifier, and both places for the target's
-    keys and values; nothing is placed yet."""
+    keys and values, and for an embedding that is not the head: it is on the host where passes bring less of a model
+    that the device has no room for. Nothing is placed yet."""
     draft, mode, kv, nodes = plan.draft, plan.request.speculation.mode, plan.request.kv, plan.tree_room
     drafts = [draft]
     if draft is not None:
@@ -201,10 +202,13 @@ def _candidates(plan: RunPlan) -> Iterator[RunPlan]:
         if is_open and draft.streaming_tokens < draft.context_tokens:  # all of it takes memory from the target
             drafts.append(replace(draft, cache="streaming"))
     verified = (mode == "triforce",) if mode != "auto" or draft is None or nodes else (False, True)
-    for one, verifies, place in product(drafts, verified, ("gpu", "host") if kv == "auto" else (kv,)):
+    places, untied = ("gpu", "host") if kv == "auto" else (kv,), bool(plan.target.layout.embedding.tensors)
+    for one, verifies, place, on_host in product(drafts, verified, places, (False, True) if untied else (False,)):
         borrows = verifies and plan.target.batch == 1  # else another sequence may be decoding
         cache = "host" if place == "host" else "full"
-        target = replace(plan.target, cache=cache, borrows=borrows, verified=verifies)
+        target = replace(
+            plan.target, cache=cache, borrows=borrows, verified=verifies, embedding_on_host=on_host
+        )  # fmt: skip
         yield replace(plan, draft=one, has_verifier=verifies, target=target)
 
 
@@ -465,13 +469,14 @@ def _stage(plan: RunPlan) -> RunPlan:
         BudgetError: Not even the rings that staging takes may be locked.
     """
     limit_bytes, name, cards = plan.limits.pinned_bytes, plan.limits.pinned_name, plan.target.cards
+    fixed = +model.Parts({"rows between cards": plan.transfer_bytes, "embedding": plan.target.host_embedding_bytes})
     needed = [_streamed_from_bytes(card) for card in cards]
     limits: list[int | None] = [None] * len(cards)
-    if limit_bytes is not None and sum(needed) > limit_bytes - plan.transfer_bytes:
+    if limit_bytes is not None and sum(needed) > limit_bytes - fixed.total():
         least = [with_staging_rings(card, 0) if n else card.placement for card, n in zip(cards, needed, strict=True)]
-        left_bytes = limit_bytes - plan.transfer_bytes - sum(one.ring_bytes for one in least)
+        left_bytes = limit_bytes - fixed.total() - sum(one.ring_bytes for one in least)
         if left_bytes < 0:
-            raise _cannot_stage(least, limit_bytes, name, plan.transfer_bytes)
+            raise _cannot_stage(least, limit_bytes, name, fixed)
         limits = [one.ring_bytes + left_bytes * n // sum(needed) for one, n in zip(least, needed, strict=True)]
     placed = (place_staged(card, limit, name) for card, limit in zip(cards, limits, strict=True))
     return plan.with_placements(*placed)
@@ -535,13 +540,15 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     return replace(ringed, staged_layers=staged, staged_kv_layers=staged_kv)
 
 
-def _cannot_stage(least: Iterable[Placement], limit_bytes: int, name: str, transfer_bytes: int = 0) -> ShortageError:
-    """Say that not even the least rings of some cards can be page-locked, beside what rows pass through."""
+def _cannot_stage(
+    least: Iterable[Placement], limit_bytes: int, name: str, fixed: model.Parts | None = None
+) -> ShortageError:
+    """Say that not even the least rings of some cards can be page-locked, with what is `fixed`."""
     rings = [(one.h2d_ring.nbytes, one.d2h_ring.nbytes) for one in least]
     parts = +model.Parts(
         {
             "a ring to stage layers through": sum(h2d for h2d, _ in rings),
-            "rows between cards": transfer_bytes,
+            **(fixed or {}),
             "pieces to write the KV cache through": sum(d2h for _, d2h in rings),
         }
     )

@@ -172,7 +172,9 @@ def limits_of(machine: MachineProfile, request: RuntimeConfig) -> MemoryLimits:
 # all of it was on the card, 1.57 beside streamed layers; 0.81 and 0.82 while it was read).
 PROCESS_BYTES, _LOADING_PROCESS_BYTES = 1_620_000_000, 840_000_000
 
-_PAGE_LOCKED = ("streamed layers", "staging ring", "KV cache", "pieces to write KV through", "rows between cards")
+_PAGE_LOCKED = (
+    "streamed layers", "embedding", "staging ring", "KV cache", "pieces to write KV through", "rows between cards"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -184,7 +186,7 @@ class RunPlan:
     Trees of `tree_room` nodes have room.
 
     Layers may be dealt out to several cards: then device memory is that of all of them together, and `cards` are plans
-    of what each has. The draft, embedding and head are on the first.
+    of what each has. The draft and what lies around the layers are on the first.
     """
 
     request: RuntimeConfig
@@ -260,7 +262,7 @@ class RunPlan:
         return +Parts(
             {
                 "CUDA context": self.limits.cards[0].reserved_bytes,
-                "embedding and head": target.layout.shared.total_bytes if target.has_head else 0,
+                **target.head_parts,
                 "resident layers": target.bytes_of_layers(placement.resident_layers),
                 "ring of layers": placement.num_buffers * target.layer_bytes,
                 **target.kv_parts,
@@ -328,6 +330,7 @@ class RunPlan:
             {
                 "streamed layers": target.host_bytes_of_layers(placement.streamed_layers) - staged_bytes,
                 "staged layers": staged_bytes,
+                "embedding": target.host_embedding_bytes,
                 "staging ring": sum(one.h2d_ring.nbytes for one in rings),
                 "KV cache": target.host_kv_bytes - staged_kv_bytes,
                 "staged KV cache": staged_kv_bytes,
@@ -359,9 +362,11 @@ class RunPlan:
         """Host memory while the target's weights are read, part by part, or the draft's, if that is more."""
         streamed = self.placement.streamed_layers
         held_bytes = sum(model.layout.total_bytes for model in self.models) - self.target.bytes_of_layers(streamed)
+        held_bytes -= self.target.host_embedding_bytes
         return +Parts(
             {
                 "streamed layers": self.target.host_bytes_of_layers(streamed),
+                "embedding": self.target.host_embedding_bytes,
                 "weights on their way": self.passing_bytes,
                 "weights that a GPU would hold": held_bytes if self.on_cpu else 0,
                 "Python and libraries": _LOADING_PROCESS_BYTES,

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         share_vocabulary,
     )
     from offload_runtime.weights.encoding import Weight
-    from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
+    from offload_runtime.weights.layout import EMBEDDING, ModelLayout, checkpoint_tensors
     from offload_runtime.weights.loader import HostWeights, MatricesNotCodable, load_weights
     from offload_runtime.weights.neighbours import FoundDraft, UsualDraft, find_drafts, usual_draft
     from offload_runtime.weights.sources import describe_model, fetch_demo_model, open_checkpoint
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "checkpoint": "CheckpointSource DescribedModel SharedVocabulary sampling_defaults share_vocabulary",
     "encoding": "Weight",
-    "layout": "ModelLayout checkpoint_tensors",
+    "layout": "EMBEDDING ModelLayout checkpoint_tensors",
     "loader": "HostWeights MatricesNotCodable load_weights",
     "neighbours": "FoundDraft UsualDraft find_drafts usual_draft",
     "sources": "describe_model fetch_demo_model open_checkpoint",

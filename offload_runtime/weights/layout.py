@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -24,6 +24,9 @@ from offload_runtime.models.layers import DecoderLayer, Tensor
 from offload_runtime.sizes import format_bytes
 from offload_runtime.weights.encoding import DTYPE_KINDS, CodedBf16, Encoding, Format, Weight, aligned, format_of
 
+# What stands for the number of a layer where a block is that of an embedding which is not the head: passes read few of
+# its rows, so that it may stay on the host.
+EMBEDDING = -1
 # Decoded at a time at least, of a larger head: all of SmolLM2's, so that its steps take fewer kernels.
 _HEAD_SLICE_BYTES = 64 << 20
 
@@ -150,11 +153,13 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """The blocks of a model: one for each layer, and one of what all layers share. `dtype` is what it computes in."""
+    """The blocks of a model: one for each layer, one of what all layers share, and that of an `embedding` which is not
+    the head, else empty. `dtype` is what it computes in."""
 
     dtype: torch.dtype
     layers: tuple[PackedLayout, ...]
     shared: PackedLayout
+    embedding: PackedLayout
 
     @classmethod
     def of(
@@ -193,7 +198,12 @@ class ModelLayout:
             return PackedLayout.of(_placed(layer.tensors(), number), encode)
 
         blocks = (block(layer, number if kinds or coded else None) for number, layer in enumerate(config.layers))
-        return cls(dtype, tuple(blocks), PackedLayout.of(_placed(config.shared_tensors()), encode))
+        placed = _shared(config)
+        shared, embedding = (
+            PackedLayout.of({name: to for name, to in placed.items() if to.layer == number}, encode)
+            for number in (None, EMBEDDING)
+        )
+        return cls(dtype, tuple(blocks), shared, embedding)
 
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
@@ -209,13 +219,13 @@ class ModelLayout:
     @property
     def total_bytes(self) -> int:
         """Return bytes of all blocks."""
-        return sum(self.layer_bytes) + self.shared.total_bytes
+        return sum(self.layer_bytes) + self.shared.total_bytes + self.embedding.total_bytes
 
     @cached_property
     def bytes_by_kind(self) -> dict[str, int]:
         """Return bytes by the names of how they are stored, the most first."""
         found = Counter[str]()
-        for spec in (spec for block in (*self.layers, self.shared) for spec in block.tensors):
+        for spec in (spec for block in (*self.layers, self.shared, self.embedding) for spec in block.tensors):
             found.update(spec.encoding.bytes_by_kind(spec.shape))
         return dict(found.most_common())
 
@@ -253,20 +263,21 @@ class ModelLayout:
     def head(self) -> PackedLayout:
         """Return the `lm_head`, or the embedding where it is tied."""
         specs = {spec.name: spec for spec in self.shared.tensors}
-        spec = specs.get("lm_head", specs["embedding"])
+        spec = specs.get("lm_head") or specs["embedding"]
         return PackedLayout((spec,), spec.nbytes)
 
     def block(self, layer: int | None) -> PackedLayout:
-        """Return the block of a layer, or with None the shared one."""
-        return self.shared if layer is None else self.layers[layer]
+        """Return the block of a layer, with None the shared one, or `EMBEDDING`'s."""
+        return self.shared if layer is None else self.embedding if layer == EMBEDDING else self.layers[layer]
 
 
 @dataclass(frozen=True)
 class Destination:
     """Where one checkpoint tensor goes: rows `[row_start, row_end)` of a packed tensor.
 
-    `layer` is None for what all layers share (embedding, final norm, lm_head). `shape` is the checkpoint tensor's;
-    `dtype` the one that it is kept in, where it is not the model's; `share` that of the packed one that a token uses.
+    `layer` is None for what all layers share (final norm, and lm_head or the embedding that it is), and `EMBEDDING` for
+    an embedding of its own. `shape` is the checkpoint tensor's; `dtype` the one that it is kept in, where it is not the
+    model's; `share` that of the packed one that a token uses.
     """
 
     layer: int | None
@@ -290,12 +301,21 @@ def _placed(parts: Iterable[Tensor], layer: int | None = None) -> dict[str, Dest
     return placed
 
 
+def _shared(config: ModelConfig) -> dict[str, Destination]:
+    """Return where what lies around the layers goes, by transformers' name."""
+    placed, tied = _placed(config.shared_tensors()), config.tie_word_embeddings
+    return {
+        name: replace(to, layer=EMBEDDING) if to.packed == "embedding" and not tied else to
+        for name, to in placed.items()
+    }
+
+
 def checkpoint_tensors(config: ModelConfig) -> dict[str, Destination]:
     """Return every checkpoint tensor the model needs, by transformers' name, and where it goes.
 
     Together the destinations cover every element of every packed tensor exactly once.
     """
-    table = _placed(config.shared_tensors())
+    table = _shared(config)
     for number, layer in enumerate(config.layers):
         table |= _placed(layer.tensors(), number)
     return table

@@ -26,7 +26,7 @@ from offload_runtime.stream import PIECE_BYTES, HostArena, Registrar, Staging
 from offload_runtime.weights import quantised
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.encoding import NotCodable, Weight
-from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
+from offload_runtime.weights.layout import EMBEDDING, ModelLayout, checkpoint_tensors
 
 # Page faults of fresh arenas and the copy out of the page cache keep a core busy with 1 to 3 GB/s. Where torch makes
 # something of what is read in host memory, it has threads of its own in each of these.
@@ -76,7 +76,7 @@ class HostWeights:
 
     Attributes:
         layout: How the blocks are packed; its bytes are without the rounding of the arenas to pages.
-        arenas: By decoder layer; that of None has embedding, final norm and lm_head.
+        arenas: By decoder layer, that of None has final norm and lm_head, and `EMBEDDING`'s an embedding of its own.
         load_seconds: Wall-clock time of reading, converting, copying and page-locking.
     """
 
@@ -93,7 +93,7 @@ class HostWeights:
     @property
     def layers(self) -> dict[int, HostArena]:
         """Return the arenas of decoder layers."""
-        return {layer: arena for layer, arena in self.arenas.items() if layer is not None}
+        return {layer: arena for layer, arena in self.arenas.items() if layer not in (None, EMBEDDING)}
 
     def block(self, layer: int | None) -> torch.Tensor:
         """Return the packed bytes of a layer, or with None of the shared block: uint8, host."""
@@ -127,9 +127,9 @@ def load_weights(
         layout: How its blocks are packed, and the dtype that the model computes in; stored values are converted.
         onto: Where blocks belong that do not stay in host memory, by layer, that of None the shared one: uint8 of
             their bytes, on any device.
-        pin: Indices of the layers to page-lock: those that are streamed. The shared block never is.
-        registrar: Locks them as they are complete, and what weights pass through on their way to a GPU, until the
-            system refuses; layers that it has not locked in the end stay pageable.
+        pin: Blocks to page-lock: layers that are streamed, and an embedding whose rows are read on the host.
+        registrar: Locks the embedding first, in one piece, layers as they are complete, and what weights pass through
+            on their way to a GPU, until the system refuses; layers that it has not locked in the end stay pageable.
         pinned_bytes: Most of both that is page-locked at once; None: no limit.
         on_progress: Called from this thread with (bytes written, bytes of all weights).
         coding_device: Where matrices are coded, or brought in order, that are not kept as they are in the file; on its
@@ -138,16 +138,18 @@ def load_weights(
     Raises:
         MatricesNotCodable: Of some that the layout codes; says which. Nothing stays allocated.
         CheckpointError: A file ended early.
-        BudgetError: Not enough memory. Nothing stays allocated.
+        BudgetError: Not enough memory, or the embedding could not be locked. Nothing stays allocated.
     """
     started, onto = time.perf_counter(), onto or {}
-    names: dict[int | None, str] = {None: "embedding and lm_head"}
+    names: dict[int | None, str] = {None: "lm_head", EMBEDDING: "the embedding"}
     names |= {layer: f"layer {layer}" for layer in range(len(layout.layers))}
-    kept = {layer: name for layer, name in names.items() if layer not in onto}
+    kept = {layer: name for layer, name in names.items() if layer not in onto and layout.block(layer).tensors}
     arenas = {layer: HostArena(layout.block(layer).total_bytes, name=name) for layer, name in kept.items()}
     weights = HostWeights(source.config(), layout, arenas)
     left_bytes = math.inf if pinned_bytes is None else max(0, pinned_bytes - sum(arenas[one].nbytes for one in pin))
     try:
+        if EMBEDDING in pin:
+            arenas[EMBEDDING].pin(registrar)
         with Staging(coding_device, registrar, left_bytes) as staging:
             refused = _fill(weights, source, onto, set(pin), registrar, on_progress, staging)
         if staging.locked_bytes:  # which the system may have refused those for

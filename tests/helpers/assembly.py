@@ -17,7 +17,7 @@ from offload_runtime.runners import Decoder, ModelRunner, decide
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.stream import CopyEngine, DeviceBudget, Registrar, Staging, make_copy_engine
 from offload_runtime.stream.queue import CardRing, LayerStreamer
-from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors
+from offload_runtime.weights import EMBEDDING, CheckpointSource, ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import HostWeights, load_weights
 from tests.helpers.models import model_config_from_transformers
 
@@ -151,6 +151,8 @@ def make_runner(
         kv=cache if isinstance(cache, HostKVCache) else None,
     )
     shared = layout.shared.views(weights.block(None).to(device), scratch)
+    if EMBEDDING in weights.arenas:
+        shared |= layout.embedding.views(weights.block(EMBEDDING).to(device))
     rope = RopeTable(config, device)
     runner = ModelRunner(Decoder(config, shared), streamer, cache, rope, chunk_tokens)
     return Assembled(runner, engine, weights)

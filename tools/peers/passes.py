@@ -64,9 +64,8 @@ def weight_bytes_of(runtime: Runtime) -> dict[str, Any]:
     and all by how they are stored."""
     plan = runtime.plan.target
     layout, streamed = plan.layout, plan.placement.streamed_layers
-    shared = {spec.name: spec.nbytes for spec in layout.shared.tensors}
     return {
-        "read_bytes_per_pass": sum(layout.layer_bytes) + shared.get("lm_head", shared["embedding"]),
+        "read_bytes_per_pass": sum(layout.layer_bytes) + layout.head.total_bytes,
         "streamed_bytes_per_pass": sum(layout.layer_bytes[index] for index in streamed),
         "streamed_elements": sum(layout.layers[index].matrix_elements for index in streamed),
         "bytes_by_kind": layout.bytes_by_kind,
