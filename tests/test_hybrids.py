@@ -350,6 +350,12 @@ def test_a_plan_counts_all_states_and_a_run_takes_no_more(hybrid: Path) -> None:
             for slot in (0, 1):
                 prefill(loaded.engine.target.runner, slot, [5] * 70)
         assert cache.anchor_bytes == pytest.approx(loaded.plan.host["states to go back to"], rel=0.02)
+    for how, taken in (("tree", ""), ("TriForce", "rows of the retrieval verifier")):
+        with Runtime.load(hybrid, draft=hybrid, max_batch=2, **DRAFTING[how], **ASKED) as loaded:
+            reserved, parts = loaded.engine.budgets[0].reservations, loaded.plan.device
+            drafts = sum(nbytes for name, nbytes in reserved.items() if name.startswith("draft: KV cache"))
+            assert drafts == parts["draft KV cache"]
+            assert reserved["target: KV cache: states"] + reserved.get(taken, 0) == parts["states"]
 
 
 def test_states_of_a_long_context_take_host_memory_that_may_be_refused(tmp_path: Path) -> None:
