@@ -53,8 +53,8 @@ def test_json_has_the_same_in_bytes_and_seconds() -> None:
 
 
 def test_options_reach_the_plan() -> None:
-    plain = planned("llama-3.1-8b", "--draft", "none", "--context", "8192", "--resident-layers", "4", "--kv", "gpu")
-    assert len(plain["layers"]["weights_resident"]) == 4 and plain["by_acceptance"] == [] and plain["gamma"] == 0
+    plain = planned("llama-3.1-8b", "--draft", "none", "--context", "8192", "--resident-layers", "8", "--kv", "gpu")
+    assert len(plain["layers"]["weights_resident"]) == 8 and plain["by_acceptance"] == [] and plain["gamma"] == 0
     batch = planned("llama-3.1-8b", "--batch", "3", "--context", "8192", "--gamma", "7", "--vram", "23GB")
     assert (batch["batch"], batch["gamma"], batch["device_memory"]["limit_bytes"]) == (3, 7, 23 * 10**9)
     wide = planned("llama-3.1-8b", "--dtype", "fp32", "--context", "4096")
