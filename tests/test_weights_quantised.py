@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -174,6 +175,44 @@ def test_experts_in_mxfp4_are_what_transformers_decodes(device: str, tmp_path: P
             again = torch.empty_like(dense)
             how.decode_rows(raw, again)
             assert torch.equal(again, dense)
+
+
+def test_a_mixture_in_mxfp4_is_read_as_its_decoded_copy(tmp_path: Path) -> None:
+    """And one whose weights are not there yet is described as it will be."""
+    config = Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    settings = {**config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"], "dtype": "bfloat16"}
+    stored, decoded = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, parameter in Qwen3MoeForCausalLM(config).state_dict().items():
+        decoded[name] = parameter.to(BF16)
+        if ".experts." not in name:
+            stored[name] = decoded[name]
+            continue
+        shape = (*parameter.shape[:2], parameter.shape[2] // 32)
+        blocks, scales = torch.randint(256, (*shape, 16), dtype=torch.uint8), torch.full(shape, 120, dtype=torch.uint8)
+        stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        rows = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
+        halves = (rows[:, 0::2], rows[:, 1::2]) if "gate_up" in name else (rows,)  # transformers' own have halves
+        decoded[name] = torch.cat(halves, dim=1).contiguous()
+    sources = []
+    for tensors, quantised in ((stored, {"quantization_config": {"quant_method": "mxfp4"}}), (decoded, {})):
+        path = tmp_path / str(len(sources))
+        path.mkdir()
+        save_file(tensors, path / "model.safetensors")
+        (path / "config.json").write_text(json.dumps({**settings, **quantised}))
+        sources.append(open_checkpoint(path))
+    assert set(sources[0].kinds.values()) == {"MXFP4"} and len(sources[0].kinds) == 12
+    first, second = (load_weights(source, source.layout(BF16)) for source in sources)
+    for to in checkpoint_tensors(config=sources[0].config()).values():
+        assert torch.equal(rows_of(to, first.views(to.layer)), rows_of(to, second.views(to.layer)))
+    (tmp_path / "0" / "model.safetensors").unlink()
+    assert describe_model(tmp_path / "0").kinds == sources[0].kinds
+    save_file(stored, tmp_path / "0" / "model.safetensors")
+    (tmp_path / "0" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"neither its config\.json nor"):
+        open_checkpoint(tmp_path / "0")
 
 
 def test_experts_in_mxfp4_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ Decode = Callable[[torch.Tensor, torch.Tensor], object]
 _SHAPES = ((4096, 11008), (57344, 8192))
 # Of products: qkv, o, gate and up together, down.
 _PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-_PRODUCT_KINDS, _PRODUCT_ROWS = ("Q4_K", "Q8_0", "Q4_0", "Q6_K"), (1, 8, 16)
+_PRODUCT_KINDS, _PRODUCT_ROWS = ("Q4_K", "Q8_0", "Q4_0", "Q6_K", "MXFP4"), (1, 8, 16)
 # Of AWQ and GPTQ, of compressed-tensors, FP8 of blocks and of rows, and int8.
 _SCALED = (
     ScaledFormat("uint4", 1, 128, torch.float16, 1, zeros=True), ScaledFormat("uint4", 1, 128, torch.bfloat16, 8),
