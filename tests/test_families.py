@@ -41,6 +41,7 @@ PROMPT = 70
 # Of the largest logit: what sums in another order may come to, more where attention is sharp (Gemma 4 does not scale
 # it) or adds up in states, and by less than what tokens are as good as equal.
 LOGITS_ERROR = dict.fromkeys(("gemma4_text", "qwen3_5_text", "qwen3_next", "olmo_hybrid"), 1e-4)
+LOGITS_ERROR["qwen3_5_moe_text"] = 5e-4  # of one position of a hundred, where all of them have some 2e-6
 GREEDY_MARGIN = dict.fromkeys(LOGITS_ERROR, 2e-4)
 
 families = pytest.mark.parametrize("family", CONFIGURATIONS)
@@ -177,10 +178,9 @@ def test_every_way_to_run_gives_the_tokens_of_plain_decoding(family: str, tmp_pa
     write_noisy_copy(target, noisy, noise=0.02)
     expected, config = _answers(target, draft="none", kv="gpu"), open_checkpoint(target).config()
     assert len(set(map(tuple, expected))) == 3
-    drafts = "ngram" if config.deltas else noisy  # they draft for no one
     for name, options in WAYS.items():
-        assert _answers(target, **{"draft": drafts, **options}) == expected, name
-    limited = config.deltas or any(window is not None for window in config.layer_windows)
+        assert _answers(target, **{"draft": noisy, **options}) == expected, name
+    limited = any(window is not None for window in config.layer_windows)
     triforce = {
         "gamma": 4,
         "speculation": SpeculationOptions("triforce", budget_tokens=64, chunk_size=8, gamma_draft=2),

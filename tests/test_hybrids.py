@@ -423,7 +423,7 @@ def test_what_such_models_cannot_do_is_refused_before_loading(hybrid: Path) -> N
     with pytest.raises(OptionError, match="cannot let go of tokens, which are in its states: use --draft-cache full"):
         Runtime.load(hybrid, draft=hybrid, speculation=streaming, **ASKED)
     sizes = family_model(FAMILY, 1).config.to_dict() | {"model_type": FAMILY}
-    kinds, of_next = sizes["layer_types"], {"model_type": "qwen3_next", "architectures": None}
+    kinds = sizes["layer_types"]
     assert len(kinds) == 4
     for changes, message in (
         ({"linear_num_key_heads": 2, "linear_num_value_heads": 3}, "3 heads of values cannot share 2 of keys evenly"),
@@ -432,7 +432,6 @@ def test_what_such_models_cannot_do_is_refused_before_loading(hybrid: Path) -> N
         ({"layer_types": ["mamba"] * 4}, "only linear_attention and full_attention"),
         ({"layer_types": kinds[:1] * 4}, "none of 4 layers attends"),
         ({"full_attention_interval": 3}, r"layer 1 is full_attention by layer_types and linear_attention by .* 3"),
-        ({**of_next, "num_experts": 8, "mlp_only_layers": [0]}, "qwen3_next' is a mixture of experts"),
     ):
         with pytest.raises((CheckpointError, UnsupportedArchitectureError), match=message):
             model_config_from_json({**sizes, **changes}, "config.json")

@@ -1,6 +1,6 @@
 """Qwen 3.5 and 3.6, dense: three layers of four are gated delta layers, the fourth attends, with a gate behind it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import Fields, shown
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.gated_delta import USUAL_MODULES, DeltaModules, GatedDelta
-from offload_runtime.models.layers import DecoderLayer
+from offload_runtime.models.layers import DecoderLayer, RowMixer
 from offload_runtime.models.reading import attention_of, decoder, mlp_of, num_layers, rope
 from offload_runtime.models.registry import Family, less_one
 
@@ -73,17 +73,22 @@ def linear_layers(fields: Fields, interval: int = 4) -> list[int]:
     return found
 
 
-def hybrid_of(fields: Fields, modules: DeltaModules = USUAL_MODULES) -> ModelConfig:
-    """What Qwen3-Next without experts is, too."""
+def hybrid_of(fields: Fields, mlps: Sequence[RowMixer], modules: DeltaModules = USUAL_MODULES) -> ModelConfig:
+    """Layers with these MLPs, of which some attend and the others are gated delta layers of such `modules`."""
     plain, bias = attention_of(fields, norm_offset=1.0), fields.flag("attention_bias")
+    linear = linear_layers(fields)
     rotary = rope(fields, plain.head_dim, partial=True)
     attention = replace(
         plain, qkv_bias=bias, o_bias=bias, qk_norm="head", gated=True, rotation=rotary.rotation()
     )  # fmt: skip
-    layer = DecoderLayer(attention, mlp_of(fields))
     delta = GatedDelta(plain.hidden_size, plain.norm, delta_of(fields), plain.norm.eps, modules)
-    others = dict.fromkeys(linear_layers(fields), replace(layer, attention=delta))
-    return decoder(fields, layer, ropes=(rotary,), others=others)
+    mixers = [attention if layer not in linear else delta for layer in range(len(mlps))]
+    layers = dict(enumerate(map(DecoderLayer, mixers, mlps)))
+    return decoder(fields, layers[mixers.index(attention)], ropes=(rotary,), others=layers)
+
+
+def _model(fields: Fields) -> ModelConfig:
+    return hybrid_of(fields, [mlp_of(fields)] * num_layers(fields))
 
 
 def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
@@ -94,8 +99,8 @@ def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
             f"{fields.where}: ssm.inner_size {size} are no whole channels of {heads} heads of values: convert it again"
         )
     count = fields.integer("block_count") - fields.integer("nextn_predict_layers", 0, at_least=0)
-    recurrent = fields.values.get("qwen35.attention.recurrent_layers")
-    kinds = {"layer_types": [_KINDS[not one] for one in recurrent[:count]]} if isinstance(recurrent, list) else {}
+    recurrent = fields.items("attention.recurrent_layers", bool)
+    kinds = {"layer_types": [_KINDS[not one] for one in recurrent[:count]]} if recurrent else {}
     return {
         "num_hidden_layers": count,
         "attention_bias": any(name.endswith(".attn_q.bias") for name in names),
@@ -110,7 +115,7 @@ def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
 
 
 FAMILY = Family(
-    hybrid_of,
+    _model,
     {
         "head_dim": 256, "num_key_value_heads": 4, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,

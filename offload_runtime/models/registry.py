@@ -48,7 +48,11 @@ FAMILIES = {  # by transformers' model_type, which is the name of the file
     "glm4": FamilyNames("GLM-4", "Glm4ForCausalLM", ("glm4",)),
     "phi3": FamilyNames("Phi-3, Phi-4", "Phi3ForCausalLM", ("phi3",)),
     "qwen3_5_text": FamilyNames("Qwen3.5, Qwen3.6", "Qwen3_5ForCausalLM", ("qwen35",)),
-    "qwen3_next": FamilyNames("Qwen3-Next without experts", "Qwen3NextForCausalLM", ()),
+    "qwen3_5_moe_text": FamilyNames(
+        "Qwen3.5's and Qwen3.6's mixtures", "Qwen3_5MoeForCausalLM", ("qwen35moe",), experts=True
+    ),
+    "qwen3_next": FamilyNames("Qwen3-Next", "Qwen3NextForCausalLM", (), experts=True),
+    "glm4_moe": FamilyNames("GLM-4.5 to 4.7", "Glm4MoeForCausalLM", ("glm4moe",), experts=True),
     "olmo_hybrid": FamilyNames("OLMo hybrid", "OlmoHybridForCausalLM", ()),
     "ministral3": FamilyNames("Ministral 3", "Ministral3ForCausalLM", ("mistral3",)),
     "qwen3_moe": FamilyNames("Qwen3's mixtures of experts", "Qwen3MoeForCausalLM", ("qwen3moe",), experts=True),

@@ -37,7 +37,8 @@ from offload_runtime.weights.tokenizer import end_token_ids, gguf_tokenizer, ggu
 _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
-_CONVOLUTION = ".ssm_conv1d.weight"  # without the dimension of one that transformers has
+# Without a dimension of one that transformers has, by where that is.
+_DROPPED = {".ssm_conv1d.weight": 1, ".ffn_gate_inp_shexp.weight": 0}
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
 
@@ -198,7 +199,7 @@ def _stored_names(header: GgufHeader, config: ModelConfig) -> Callable[[str], st
     def stored_name(name: str) -> str:
         if found := _EXPERT.fullmatch(name):
             return f"{names.get_name(f'{found[1]}.{found[3]}')}.{found[2]}.weight"
-        name = name.replace(".dt_bias", ".dt_proj.bias")
+        name = name.replace(".dt_bias", ".dt_proj.bias").replace("_correction_bias", "_correction.bias")
         stem, _, suffix = name.rpartition(".")
         if suffix in ("weight", "bias"):
             return f"{names.get_name(stem)}.{suffix}"
@@ -206,6 +207,14 @@ def _stored_names(header: GgufHeader, config: ModelConfig) -> Callable[[str], st
         return stored if stored in header.tensors else f"{stored}.weight"
 
     return stored_name
+
+
+def _with_dropped(tensor: StoredTensor) -> StoredTensor:
+    """Return a tensor with the dimension of one that llama.cpp leaves out, if it does."""
+    at = next((at for end, at in _DROPPED.items() if tensor.name.endswith(end)), None)
+    if at is None or len(tensor.shape) != 2 - (at == 0):
+        return tensor
+    return replace(tensor, shape=(*tensor.shape[:at], 1, *tensor.shape[at:]))
 
 
 def _of_experts(tensor: StoredTensor) -> Iterable[StoredTensor]:
@@ -236,10 +245,10 @@ def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSo
     stored_name = _stored_names(header, config)
     of_drafter = tuple(f"blk.{n}." for n in range(config.num_layers, header.of_model().integer("block_count")))
     read = {
-        part.name: replace(part, shape=(part.shape[0], 1, *part.shape[1:])) if name.endswith(_CONVOLUTION) else part
+        part.name: part
         for name, one in header.tensors.items()
         if not name.startswith(of_drafter)
-        for part in _of_experts(one)
+        for part in _of_experts(_with_dropped(one))
     }
     tensors = match_tensors(header.fields.where, read, config, _check_kind, stored_name, whole=whole)
     for name, tensor in tensors.items():

@@ -198,16 +198,31 @@ def _qwen3_5_text(draw: random.Random) -> Any:
 
 
 def _qwen3_next(draw: random.Random) -> Any:
-    sizes = _hybrid(draw)
-    dense = {"num_experts": 0} if draw.random() < 0.5 else {"mlp_only_layers": [*range(sizes["num_hidden_layers"])]}
-    return transformers.Qwen3NextConfig(**sizes, **dense)
+    sizes = _experts(draw, _hybrid(draw)) | {"shared_expert_intermediate_size": draw.choice((16, 48))}
+    sparse = draw.choice(({}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"num_experts": 0}))
+    return transformers.Qwen3NextConfig(**sizes | sparse, norm_topk_prob=draw.random() < 0.7)
+
+
+def _qwen3_5_moe_text(draw: random.Random) -> Any:
+    sizes = _experts(draw, _hybrid(draw)) | {"shared_expert_intermediate_size": draw.choice((16, 48))}
+    return transformers.Qwen3_5MoeTextConfig(**sizes)
+
+
+def _glm4_moe(draw: random.Random) -> Any:
+    sizes = _experts(draw, _any_width(draw, _alike(draw)), "n_routed_experts")
+    rope = {"rope_type": "default", "rope_theta": _theta(draw), "partial_rotary_factor": draw.choice((0.25, 0.5))}
+    return transformers.Glm4MoeConfig(
+        **sizes, first_k_dense_replace=draw.choice((0, 1)), n_shared_experts=draw.choice((1, 2)),
+        norm_topk_prob=draw.random() < 0.7, routed_scaling_factor=draw.choice((1.0, 2.5)),
+        use_qk_norm=draw.random() < 0.5, attention_bias=draw.random() < 0.5, rope_parameters=rope,
+    )  # fmt: skip
 
 
 def _experts(draw: random.Random, sizes: dict[str, Any], count: str = "num_experts") -> dict[str, Any]:
     """Experts that are no wider than usual MLPs."""
     number = draw.choice((3, 4, 8))
     return sizes | {
-        "num_hidden_layers": draw.choice((2, 3)),
+        "num_hidden_layers": len(sizes.get("layer_types", ())) or draw.choice((2, 3)),
         "moe_intermediate_size": draw.choice((24, 32, 40)), count: number,
         "num_experts_per_tok": draw.choice((1, 2, 3)),
     }  # fmt: skip
@@ -240,12 +255,13 @@ CONFIGURATIONS: dict[str, Callable[[random.Random], Any]] = {
     "olmo3": _olmo3, "granite": _granite, "gemma2": _gemma2, "gemma3_text": _gemma3_text, "gemma4_text": _gemma4_text,
     "glm4": _glm4, "cohere2": _cohere2, "phi3": _phi3, "ministral3": _ministral3,
     "qwen3_5_text": _qwen3_5_text, "qwen3_next": _qwen3_next, "olmo_hybrid": _olmo_hybrid, "qwen3_moe": _qwen3_moe,
-    "mixtral": _mixtral,
+    "mixtral": _mixtral, "qwen3_5_moe_text": _qwen3_5_moe_text, "glm4_moe": _glm4_moe,
 }  # fmt: skip
 # llama.cpp's architectures, most of which have the same name; those of two hybrids it has not, or not without experts.
 ARCHITECTURES = {family: family for family in CONFIGURATIONS if family not in ("qwen3_next", "olmo_hybrid")} | {
     "mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "ministral3": "mistral3",
-    "qwen3_5_text": "qwen35", "qwen3_moe": "qwen3moe", "mixtral": "llama",
+    "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "glm4_moe": "glm4moe", "qwen3_moe": "qwen3moe",
+    "mixtral": "llama",
 }  # fmt: skip
 
 
@@ -273,6 +289,8 @@ def family_model(family: str, seed: int, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
                 buffer.copy_(0.8 + 0.1 * torch.randn(1, generator=generator))
+            elif name.endswith("correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
@@ -317,7 +335,7 @@ def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, An
     elif family == "cohere2":
         writer.add_logit_scale(config.logit_scale)
         writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
-    elif family in ("glm4", "phi3"):
+    elif family in ("glm4", "glm4_moe", "phi3"):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(int(head_dim * full["partial_rotary_factor"]))
     elif family == "gemma4_text":
@@ -334,12 +352,20 @@ def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, An
     elif family == "ministral3":
         writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
-    elif family == "qwen3_5_text":
-        return _metadata_of_hybrid(writer, config)
-    if count := getattr(config, "num_local_experts", None):
+    if count := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         writer.add_expert_count(count)
         writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", 0) or config.intermediate_size)
+    if family == "glm4_moe":
+        writer.add_expert_shared_count(config.n_shared_experts)
+        writer.add_leading_dense_block_count(config.first_k_dense_replace)
+        writer.add_expert_weights_norm(config.norm_topk_prob)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if family == "qwen3_5_moe_text":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if family.startswith("qwen3_5"):
+        return _metadata_of_hybrid(writer, config)
     if full["rope_type"] != "longrope":
         return {}
     writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
@@ -354,7 +380,8 @@ def _metadata_of_hybrid(writer: gguf.GGUFWriter, config: Any) -> dict[str, Any]:
     interval = recurs.index(False) + 1
     writer.add_full_attention_interval(interval)
     if recurs != [(layer + 1) % interval != 0 for layer in range(count)]:
-        writer.add_array(f"{writer.arch}.attention.recurrent_layers", [*recurs, False][: count + (count + 1) % 2])
+        drafting = writer.arch == "qwen35" and not count % 2
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", [*recurs, False][: count + drafting])
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -362,7 +389,7 @@ def _metadata_of_hybrid(writer: gguf.GGUFWriter, config: Any) -> dict[str, Any]:
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
     writer.add_rope_dimension_sections([11, 11, 10, 0])
-    if count % 2:
+    if count % 2 or writer.arch != "qwen35":
         return {}
     writer.add_nextn_predict_layers(1)
     hidden, size = config.hidden_size, config.intermediate_size
@@ -454,16 +481,18 @@ def write_family(
         vectors = {"rope_freqs.weight": (plain / model.model.rotary_emb.inv_freq).tolist()}
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
-    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    ends = ("layer_scalar", "correction_bias")
+    scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(ends)]
     for name, parameter in [*_unstacked(model), *scalars]:
         values = parameter.detach().numpy()
         if family.startswith(("gemma2", "gemma3")) and name.endswith("norm.weight"):
             values = values + 1
         if family in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
             values = interleaved(values, head_dim)
-        if family == "qwen3_5_text":
+        if family.startswith("qwen3_5"):
             name, values = _of_hybrid(name, values, config)
         name += ".weight" if name.endswith("layer_scalar") else ""
+        name = name.replace("_correction_bias", "_correction.bias")
         quant = kind if values.ndim > 1 and values.shape[-1] % 32 == 0 else F32
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored, f"llama.cpp's {arch} has no {name}"
