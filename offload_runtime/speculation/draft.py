@@ -8,8 +8,7 @@ behind them. A chain is the tree of width one, whose every level is the same ste
 of the known text, its last token included, lie at their own positions; those of a node in a spare position behind all
 others of the cache, for as long as the node lives. So a tree that grows and a text that grows never touch, nodes that
 survive are never written again, and a path that came true is copied to its positions in one launch (`adopt`), or read
-again by a draft whose layers have states. What is known of a text but has no keys yet rides along in the first step
-behind it.
+again where layers have states. What is known of a text but has no keys yet rides along in the first step behind it.
 """
 
 from __future__ import annotations
@@ -222,11 +221,10 @@ class DraftRunner:
         cache.begin_window([], [])  # a step is about all sequences; the last pass may have read a single prompt
         count, greedy = self._batch, [self._spare[:1]] * self._batch
         nothing = [StepLine(s, [], [], [], [], fed=0, first=0, committed=0) for s in range(count)]
+        sizes = {"width": self.width(count), "depth": self._depth, "capacity_tokens": self._capacity_tokens}
         steps = [
             (make, shape)
-            for shape in captured_shapes(
-                count, width=self.width(count), depth=self._depth, capacity_tokens=self._capacity_tokens
-            )
+            for shape in captured_shapes(count, **sizes)
             for make in (self._nodes_step, self._greedy_step)
             if make == self._nodes_step or shape.width <= NARROW_ROWS or self.rereads
         ]
@@ -271,10 +269,9 @@ class DraftRunner:
         kept = self.texts.num_kept(length)
         if kept > self._capacity_tokens:
             return 0
-        most, step_tokens = WINDOW_CAPACITY_TOKENS - REWRITTEN_TOKENS, self._runner.cache.step_tokens
-        if step_tokens is not None:  # besides what a first step feeds
-            most = min(most, step_tokens - MOST_LEVELS - REWRITTEN_TOKENS)
-        return min(self._max_tokens_with_draft - kept + 1, most)
+        step_tokens, most = self._runner.cache.step_tokens, WINDOW_CAPACITY_TOKENS
+        most = most if step_tokens is None else min(most, step_tokens - MOST_LEVELS)
+        return min(self._max_tokens_with_draft - kept + 1, most - REWRITTEN_TOKENS)
 
     def width(self, num_sequences: int) -> int:
         """Return the most rows of each sequence in a step over trees that serves so many."""
@@ -391,7 +388,8 @@ class DraftRunner:
         """
         width = self.width(len(asked))
         lines = [self._line(slot, one, width) for slot, one in asked.items()]
-        self._runner.cache.begin_window(list(asked), [line.fed for line in lines])
+        # States stand where rows begin, whatever these are, so that there is one graph of each shape.
+        self._runner.cache.begin_window(list(asked), [0 if self.rereads else line.fed for line in lines])
         further = min(len(one.greedy_places) for one in asked.values())
         ends = [line.positions[-1] + 1 for line in lines]
         frequency_set = self._runner.rope.frequency_set
@@ -421,14 +419,12 @@ class DraftRunner:
 
     def _most_fed(self, width: int) -> int:
         """Return the most tokens of a text that a step feeds besides nodes: a pass of their own would take as long."""
-        most = 1 + min(_MOST_FED, width - 1)
-        return max(most, width - NARROW_ROWS) if self.rereads else most
+        return max(1 + min(_MOST_FED, width - 1), width - NARROW_ROWS if self.rereads else 0)
 
     def _line(self, slot: int, asked: Asked, width: int) -> StepLine:
         """Return the rows of one sequence, after the cache has caught up with most of its text."""
-        text, nodes = asked.text, asked.nodes
+        text, nodes, asks_root = asked.text, asked.nodes, not asked.nodes[0][1]
         fed: Sequence[int] = ()
-        asks_root = not nodes[0][1]
         if asks_root or (self.rereads and not self.texts.holds(slot, text)):
             # The root's own keys are written in any case, so that it always is the last of these rows.
             fed = self.texts.catch_up(slot, text, self._most_fed(width))
@@ -439,15 +435,12 @@ class DraftRunner:
         end = len(text) - self.texts.starts[slot]
         indices = list(range(end - len(fed), end))
         return StepLine(
-            slot,
-            tokens=[min(token, self.texts.last_token) for token in (*fed, *(token for token, _ in nodes))],
+            slot, tokens=[min(token, self.texts.last_token) for token in (*fed, *(token for token, _ in nodes))],
             positions=[*indices, *(end - 1 + len(path) for path in paths)],
             cache_positions=[*indices, *(path[-1] for path in paths)],
             paths=[*(indices[: row + 1] for row in range(len(fed))), *([*indices, *path] for path in paths)],
-            fed=len(fed),
-            first=len(fed) - asks_root,
-            committed=end - len(fed),
-        )
+            fed=len(fed), first=len(fed) - asks_root, committed=end - len(fed),
+        )  # fmt: skip
 
     def _shape(self, lines: Sequence[StepLine], width: int, further: int) -> BatchShape:
         depth = max(1, *(len(path) for line in lines for path in line.paths)) + further
