@@ -240,7 +240,7 @@ class Rolling:
         for block in range(num_blocks(len(self.expected))):
             layout = BlockLayout.of(WINDOWED, torch.float32, whole=block >= first_whole)
             saved.append(layout.views(torch.empty(layout.nbytes, dtype=torch.uint8)))
-            self.cache.save_block(0, block, saved[-1])
+            self.cache.save_block(0, block, saved[-1], length=self.cache.length(0))
         return saved
 
     def restore(self, saved: Sequence[SavedBlock], expected: Sequence[int]) -> None:
@@ -353,7 +353,7 @@ class PlayedOnHost:
         layout = BlockLayout.of(CONFIG, torch.float32)
         saved = [layout.views(torch.empty(layout.nbytes, dtype=torch.uint8)) for _ in range(num_blocks(len(kept)))]
         for block, to in enumerate(saved):
-            self.cache.save_block(0, block, to)
+            self.cache.save_block(0, block, to, length=self.cache.length(0))
         self.cut(0)
         self.grow(600)
         self.cut(0)

@@ -35,7 +35,7 @@ FAMILY, GREEDY = "qwen3_5_text", {"max_new_tokens": 24, "ignore_eos": True, "tem
 ASKED: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "context": 900}
 TWO_LAYERS: dict[str, Any] = {
     "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
-    "linear_num_value_heads": 1,
+    "linear_num_value_heads": 2,
 }  # fmt: skip
 LONG = "the quick brown fox jumps over the lazy dog, and then over another one. " * 10
 
@@ -146,6 +146,21 @@ def test_a_session_goes_on_behind_its_last_state(hybrid: Path, runtime: Runtime,
         reply = _say(other.load_conversation(tmp_path / "chat.json"), "and then?")
     assert reply.tokens == expected.tokens
     assert reply.stats.kept_tokens > 300 and not reply.stats.kept_tokens % 64
+
+
+def test_a_session_saved_behind_undo_has_the_states_of_what_is_left(
+    hybrid: Path, runtime: Runtime, tmp_path: Path
+) -> None:
+    chat = runtime.conversation()
+    _say(chat, LONG[:90])
+    _say(chat, LONG[:40])
+    chat.undo()
+    chat.save(tmp_path / "chat.json")
+    expected = _say(chat, "and then?")
+    with Runtime.load(hybrid, draft="none", **ASKED) as other:
+        loaded = other.load_conversation(tmp_path / "chat.json")
+        reply = _say(loaded, "and then?")
+    assert reply.tokens == expected.tokens and reply.stats.kept_tokens > 0
 
 
 def test_a_session_of_another_chunk_size_is_refused(runtime: Runtime, tmp_path: Path) -> None:

@@ -183,13 +183,14 @@ class KVCache:
             self._states.truncate(slot, length)
         return length
 
-    def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
-        """Copy layers of a block with committed tokens to host memory; waits for it."""
+    def save_block(self, slot: int, block: int, to: SavedBlock, *, length: int) -> None:
+        """Copy layers of a block, of which the first `length` tokens of a sequence have some, to host memory; waits for
+        it."""
         for layer in to.keys() & self._num_blocks.keys():
             to[layer][0].copy_(self._block(layer, slot, block), non_blocking=True)
         self._wait()
         if self._states is not None:
-            end = min((block + 1) * BLOCK_TOKENS, self._lengths[slot])
+            end = min((block + 1) * BLOCK_TOKENS, length)
             self._states.save(slot, self._states.saves(slot, end), to)
 
     def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:

@@ -395,9 +395,9 @@ class HostKVCache(KVCache):
         self.truncate(slot, self._lengths[slot])
         self.blocks.grow(slot, length // BLOCK_TOKENS, in_background=True)  # at once: long runs are fast copies
 
-    def save_block(self, slot: int, block: int, to: SavedBlock) -> None:
+    def save_block(self, slot: int, block: int, to: SavedBlock, *, length: int) -> None:
         self.writes.settle(slot, block)
-        super().save_block(slot, block, to)
+        super().save_block(slot, block, to, length=length)
 
     def _block(self, layer: int, slot: int, block: int) -> torch.Tensor:
         if layer in self._of_layers:

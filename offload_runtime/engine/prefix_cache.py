@@ -160,11 +160,11 @@ class SavedCache:
         kind = f"{self.kind(store)} {frequencies}"
         return list(zip(block_names(kind, tokens), block_names(f"{kind} without windows", tokens), strict=True))
 
-    def save(self, store: BlockStore, slot: int, blocks: Mapping[str, BlockLayout]) -> None:
-        """Save those of a slot's blocks that are not there yet. Raises as `BlockStore.save`."""
+    def save(self, store: BlockStore, slot: int, blocks: Mapping[str, BlockLayout], length: int) -> None:
+        """Save those blocks of a slot's first `length` tokens that are not there yet. Raises as `BlockStore.save`."""
         if any(name not in store for name in blocks):
             self._synchronize()
-        store.save(blocks, partial(self.model.runner.cache.save_block, slot))
+        store.save(blocks, partial(self.model.runner.cache.save_block, slot, length=length))
 
     def restore(self, store: BlockStore, slot: int, tokens: Sequence[int], blocks: Mapping[str, BlockLayout]) -> None:
         """Bring a slot, which holds some of these tokens or none, to all of them. What came before an error stays.
@@ -297,7 +297,7 @@ class PrefixCache:
                     break
             if held > kept:
                 try:
-                    one.save(store, slot, blocks)
+                    one.save(store, slot, blocks, held)
                 except (StorageError, BudgetError) as error:
                     logging.getLogger(__name__).warning("%s", error)
 

@@ -83,7 +83,7 @@ def save_session(
             stored = cache.find(files, tokens, saved.prompt_tokens)
             count = max(count, len(stored) * BLOCK_TOKENS)  # where another call has used the cache since
             blocks = cache.blocks(files, tokens[:count], saved.prompt_tokens, slot)
-            cache.save(files, slot, blocks)
+            cache.save(files, slot, blocks, count)
             held_by[name], needed = count, [*needed, *blocks]
         record = {**conversation, "session": {
             "name": Path(caches["target"].source.reference).name, "made_with": caches["target"].made_with,

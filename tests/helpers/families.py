@@ -299,6 +299,8 @@ def family_model(family: str, seed: int, **changes: Any) -> Any:
                 parameter.copy_(0.5 * noise)
             else:
                 parameter.copy_(1.5 * noise * parameter.shape[-1] ** -0.5)
+            if name.endswith("A_log"):
+                parameter.copy_(-4 + noise)  # states matter for some hundreds of tokens
     return model
 
 
