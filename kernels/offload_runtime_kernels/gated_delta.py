@@ -13,7 +13,10 @@ vector of i:
     u_i = sum_j t_ij v_j - (sum_j t_ij e^{G_j} k_j)^T S             of a full chunk, and the state behind it:
     S' = e^{G_63} S + sum_j e^{G_63 - G_j} k_j u_j^T
 
-So most of the work knows nothing of the state. Sums over j of t, r and o are chains of fp32 multiply-adds in the order
+In the words of flash-linear-attention: `inverses` are rows of (I + A)^-1 diag(beta), `decays` the cumulative sums of g,
+what is `solved` of a chunk its w and u, and states that are `passed` its h.
+
+Most of the work knows nothing of the state. Sums over j of t, r and o are chains of fp32 multiply-adds in the order
 of positions, to which rows of no concern add exact zeros. Sums over channels, and those of a full chunk, have the same
 terms in any company: tensor cores add them, over three TF32 parts, in an order that is one for every tile. So a row's
 bits depend on its path and its positions alone: prompts, however they are cut, windows and trees have the same, and
@@ -313,7 +316,7 @@ def gated_delta(
             that is full to its end.
 
     Returns:
-        [B * T, H_v * D_v] in the dtype of the inputs; rows that are not there are zeros or anything finite.
+        [B * T, H_v * D_v] in the dtype of the inputs; rows that are not there are undefined.
     """
     if inputs.is_cuda:
         return gated_delta_triton(inputs, gates, weights, memory, rows, shape, keeps=keeps)

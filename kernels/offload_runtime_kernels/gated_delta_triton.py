@@ -690,8 +690,8 @@ def gated_delta_triton(
     q, k = (inputs.new_empty(num_rows, shape.key_heads, shape.key_dim) for _ in range(2))
     v, out = (inputs.new_empty(num_rows, shape.value_heads, shape.value_dim) for _ in range(2))
     decays, betas = memory.decays.new_empty(2, num_rows, shape.value_heads)
-    # A row's products with keys before it, as these enter the equation of its pseudo-value and its result; then what
-    # these are in terms of values.
+    # A row's products beta e^{G_i - G_j} k_i . k_j and e^{G_i - G_j} q_i . k_j, which `_inverses_kernel` overwrites by
+    # its t and r (see `gated_delta`).
     subtracted, added = decays.new_empty(2, num_rows, shape.value_heads, CHUNK_TOKENS)
     where = (rows.memory_rows, rows.starts, rows.counts, rows.positions, ancestors)
     where_from = (rows.memory_rows, rows.starts, rows.bases, rows.counts, rows.positions, ancestors)

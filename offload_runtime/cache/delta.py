@@ -344,6 +344,7 @@ class DeltaStates:
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget everything behind the first `length` tokens of a sequence, which it `keeps`."""
+        self._release(self._left.pop(slot, []))
         if self._is_lost[slot] or length < self._base(slot):
             for card in self._cards:
                 card.stack.states[:, slot] = 0

@@ -144,8 +144,8 @@ class DraftKVState:
     def _set_length(self, slot: int, length: int) -> None:
         """Let the cache hold the sequence's first `length` tokens, whose keys have been written."""
         cache, length = self._runner.cache, length - self.starts[slot]
-        if length < cache.length(slot):
-            cache.truncate(slot, length)
+        if length <= cache.length(slot):
+            cache.truncate(slot, length)  # which also clears what a prompt that broke off has left
         else:
             cache.commit(slot, length - cache.length(slot))
 

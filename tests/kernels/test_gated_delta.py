@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Sequence
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -98,6 +99,21 @@ def _check_cuts(layer: _Layer, count: int) -> None:
             assert torch.equal(left.states, memory.states)
 
 
+def _check_lag(layer: _Layer, count: int) -> None:
+    """Windows behind a state that stays where it is, as of a draft's steps, and two of them over one memory row."""
+    expected, _ = layer.read([count], as_prompts=True)
+    for width in (1, 2):
+        memory = layer.memory()
+        layer.run(memory, range(62), _rows(0, 0, 62, layer.device), keeps=True)
+        for at in range(62, count - width + 1, width):
+            rows = replace(_rows(at, 0, width, layer.device), lag=(at + width - 1) // CHUNK_TOKENS)
+            each = {field.name: getattr(rows, field.name) for field in fields(rows)}
+            twice = {name: torch.cat((one, one)) for name, one in each.items() if isinstance(one, torch.Tensor)}
+            out = layer.run(memory, [*range(at, at + width)] * 2, replace(rows, **twice))
+            assert torch.equal(out[:width], expected[at : at + width]), (width, at)
+            assert torch.equal(out[width:], out[:width])
+
+
 def _check_tree(layer: _Layer, start: int, parents: Sequence[int]) -> None:
     paths = _paths(parents)
     depth = max(map(len, paths))
@@ -138,6 +154,7 @@ def test_it_is_the_recurrence_of_transformers() -> None:
 
 def test_prompts_windows_and_single_tokens_have_the_same_bits() -> None:
     _check_cuts(_Layer(SMALL, 150, torch.float32, "cpu"), 150)
+    _check_lag(_Layer(SMALL, 132, torch.float32, "cpu"), 132)
 
 
 @pytest.mark.parametrize(("start", "parents"), TREES)
@@ -186,6 +203,7 @@ def test_kernels_agree_with_plain_torch() -> None:
 def test_a_gpu_has_the_same_bits_however_a_text_comes(dtype: torch.dtype) -> None:
     layer = _Layer(LARGE, 330, dtype, "cuda")
     _check_cuts(layer, 330)
+    _check_lag(layer, 196)
     for start, parents in TREES:
         _check_tree(layer, start, parents)
     wide = [-1, *(random.Random(3).randrange(max(0, node - 20), node) for node in range(1, 180))]
