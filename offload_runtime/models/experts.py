@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -34,25 +34,29 @@ class Experts:
     Attributes:
         expert: What each of them is.
         count, chosen: How many there are, and how many a row goes through.
-        scores: What the router's logits become: a softmax or a sigmoid of all, by which experts are chosen.
+        scores: What the router's logits become: a softmax or a sigmoid of all, by which experts are chosen, or a
+            softmax of those that are chosen by their logits.
         corrected: Whether experts are chosen by their scores and a learnt bias, which their weights do not have.
         normed: Whether the weights of those that are chosen sum to 1.
         scale: What the weights are multiplied by.
         rounds: Whether weights are rounded to the dtype that the model computes in.
         router_dtype: What the router's logits are computed in; None: in the model's.
         shared: What every row has beside them.
+        swiglu: gpt-oss' activation, its alpha and limit, in place of the expert's; then the router has a bias, and so
+            have experts, in which gates and ups take turns.
     """
 
     expert: GatedMLP
     count: int
     chosen: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "softmax of the chosen"] = "softmax"
     corrected: bool = False
     normed: bool = True
     scale: float = 1.0
     rounds: bool = True
     router_dtype: torch.dtype | None = None
     shared: Shared | None = None
+    swiglu: tuple[float, float] | None = None
 
     @property
     def output(self) -> None:
@@ -74,7 +78,12 @@ class Experts:
         """`router` [E, H] and its `correction` [E]; `experts_gate_up` [E * 2I, H], of each expert the gate first;
         `experts_down` [E * H, I]; of the shared one `shared_gate_up`, `shared_down` and `shared_gate` [1, H]."""
         hidden, inner, share = self.expert.hidden_size, self.expert.intermediate_size, self.chosen / self.count
-        yield Tensor("router", "mlp.gate.weight", (self.count, hidden), self.router_dtype)
+        if self.swiglu is not None:
+            yield from projections("router", {"mlp.router": self.count}, hidden, bias=True)
+            for part, size in (("gate_up", 2 * inner), ("down", hidden)):
+                yield Tensor(f"{part}_biases", f"mlp.experts.{part}_proj_bias", (self.count, size), None, share)
+        else:
+            yield Tensor("router", "mlp.gate.weight", (self.count, hidden), self.router_dtype)
         if self.corrected:
             yield Tensor("correction", "mlp.gate.e_score_correction_bias", (self.count,), torch.float32)
         for packed, names, shape in (
@@ -96,7 +105,14 @@ class Experts:
         hidden, inner = self.expert.hidden_size, self.expert.intermediate_size
         gate_up = weights["experts_gate_up"].dense.view(self.count, 2 * inner, hidden)
         down = weights["experts_down"].dense.view(self.count, hidden, inner)
-        out = experts(x, *self._choose(x, weights), gate_up, down, ExpertShape(self.count, hidden, inner))
+        shape, biases = ExpertShape(self.count, hidden, inner), dict[str, torch.Tensor]()
+        if self.swiglu is not None:
+            alpha, limit = self.swiglu
+            shape = replace(shape, limit=limit, alpha=alpha)
+            in_turn = weights["gate_up_biases"].dense.view(self.count, inner, 2)
+            biases["gate_up_bias"] = in_turn.transpose(1, 2).reshape(self.count, 2 * inner)
+            biases["down_bias"] = weights["down_biases"].dense
+        out = experts(x, *self._choose(x, weights), gate_up, down, shape, **biases)
         if self.shared is not None:
             inside = weights["shared_gate_up"].linear(x, gated=self.shared.mlp.activation)
             beside = weights["shared_down"].linear(inside)
@@ -108,11 +124,15 @@ class Experts:
     def _choose(self, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row, [N, k] int64 ascending, of equal ones the first, and their weights, [N, k] fp32."""
         logits = weights["router"].linear(x if self.router_dtype is None else x.to(self.router_dtype)).float()
-        scores = torch.softmax(logits, dim=-1) if self.scores == "softmax" else torch.sigmoid(logits)
+        scores = logits
+        if self.scores != "softmax of the chosen":
+            scores = torch.softmax(logits, dim=-1) if self.scores == "softmax" else torch.sigmoid(logits)
         ranked = scores + weights["correction"].dense if self.corrected else scores
         best = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen]
         numbers = best.sort(dim=-1).values
         chosen = scores.gather(1, numbers)
+        if self.scores == "softmax of the chosen":
+            chosen = torch.softmax(chosen, dim=-1)
         if self.normed:
             total = chosen[:, :1]
             for at in range(1, self.chosen):  # in one order, however many rows there are

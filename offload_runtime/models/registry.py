@@ -52,6 +52,7 @@ FAMILIES = {  # by transformers' model_type, which is the name of the file
         "Qwen3.5's and Qwen3.6's mixtures", "Qwen3_5MoeForCausalLM", ("qwen35moe",), experts=True
     ),
     "qwen3_next": FamilyNames("Qwen3-Next", "Qwen3NextForCausalLM", (), experts=True),
+    "gpt_oss": FamilyNames("gpt-oss", "GptOssForCausalLM", (), experts=True),
     "glm4_moe": FamilyNames("GLM-4.5 to 4.7", "Glm4MoeForCausalLM", ("glm4moe",), experts=True),
     "olmo_hybrid": FamilyNames("OLMo hybrid", "OlmoHybridForCausalLM", ()),
     "ministral3": FamilyNames("Ministral 3", "Ministral3ForCausalLM", ("mistral3",)),
@@ -93,6 +94,7 @@ class Family:
         joined: By the ends of transformers' names, those of the tensors that checkpoints have in place of one, whose
             rows follow one another.
         renamed: What parts of transformers' names are of the parts that checkpoints have in their place.
+        transposed: Whether checkpoints have all experts as [E, columns, rows], gates and ups taking turns.
         of_gguf: From the metadata of a GGUF file about the model, and the names of its tensors, to what a `config.json`
             would say besides what `config_from_gguf` reads of all files: sizes, epsilon, window and which layers slide,
             biases, rotation.
@@ -107,6 +109,7 @@ class Family:
     text_sizes: Mapping[str, int] = field(default_factory=dict)
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    transposed: bool = False
     of_gguf: Callable[[Fields, Collection[str]], Mapping[str, Any]] = _nothing
     rope_of_gguf: Callable[[Fields, dict[str, Any]], dict[str, Any]] | None = None
     gguf_interleaved: bool = False
@@ -234,7 +237,7 @@ _REASONS = (
     _Reason("has latent attention, which does not run", ("kv_lora_rank", "attention.kv_lora_rank")),
     _Reason("is a mixture of experts of a kind that does not run", (
         "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_count"), (
-        "gpt-oss", "gpt_oss", "dbrx", "grok", "llama4", "arctic")),
+        "gpt-oss", "dbrx", "grok", "llama4", "arctic")),
     _Reason("has gated delta layers, which run, and others, which do not", (
         "linear_num_value_heads", "ssm.state_size")),
     _Reason("has embeddings for each layer, which do not run", (

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +23,7 @@ import torch
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import MOST, Fields, HeaderError, shortened, shown
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.registry import family_named, language_settings, model_config_from_json
+from offload_runtime.models.registry import Family, family_named, language_settings, model_config_from_json
 from offload_runtime.stream import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
 from offload_runtime.weights.encoding import Fill
@@ -53,11 +53,34 @@ _STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _COMPARED_BYTES = 8 << 20
 
 
-def renamed(where: object, stored: Mapping[str, StoredTensor], parts: Mapping[str, str]) -> dict[str, StoredTensor]:
+@dataclass(frozen=True)
+class _TransposedTensor(StoredTensor):
+    """A matrix whose rows are, from `start` on, every `step`th column of what is stored."""
+
+    start: int
+    step: int
+
+    def fill(self, out: torch.Tensor, staging: Staging | None = None) -> None:
+        """Fill `out` as `fill_from_file` does, through memory of its own."""
+        stored = torch.empty(self.shape[1], self.step * self.shape[0], dtype=DTYPES[self.dtype])
+        self.read_into(stored.view(-1).view(torch.uint8).numpy().data)
+        out.copy_(stored[:, self.start :: self.step].t())
+
+
+def _transposed(tensor: StoredTensor, names: Sequence[str]) -> Iterator[StoredTensor]:
+    """Return the matrices of each expert of [E, columns, rows of all of them in turn]; names as of `of_experts`."""
+    for number, one in enumerate(tensor.of_experts("#")):
+        shape, step = (one.shape[-1] // len(names), *one.shape[-2:-1]), len(names)
+        for start, name in enumerate(names):
+            called = name.replace("#", str(number))
+            yield _TransposedTensor(one.path, called, one.dtype, shape, one.offset_bytes, one.nbytes, start, step)
+
+
+def renamed(where: object, stored: Mapping[str, StoredTensor], family: Family) -> dict[str, StoredTensor]:
     """Return the tensors of the language model by their usual names, `model.layers.0...` and `lm_head...`, whatever
     comes before: nothing in what a base model saved, `language_model.model.` or `model.language_model.` in models that
     read images. The head may lie beside the model, in it, or further out. Others keep their names. Those of layers have
-    `parts` of their names replaced, and experts that are stored as one tensor become one of each.
+    parts of their names replaced as the family says, and experts that are stored as one tensor become one of each.
 
     Raises:
         CheckpointError: It holds several language models, or heads of one.
@@ -80,10 +103,12 @@ def renamed(where: object, stored: Mapping[str, StoredTensor], parts: Mapping[st
         if heads and name.startswith(heads[0]):
             name = "lm_head." + name.removeprefix(heads[0])
         elif name.startswith(prefix) and _OF_MODEL.match(rest):
-            name = "model." + ".".join(parts.get(part, part) for part in rest.split("."))
+            name = "model." + ".".join(family.renamed.get(part, part) for part in rest.split("."))
         if stack := _STACKED.fullmatch(name):
             ends = ("gate_proj", "up_proj") if stack[2] == "gate_up_proj" else ("down_proj",)
-            found |= {one.name: one for one in tensor.of_experts(*(f"{stack[1]}.#.{end}.weight" for end in ends))}
+            called = [f"{stack[1]}.#.{end}.weight" for end in ends]
+            parts = _transposed(tensor, called) if family.transposed else tensor.of_experts(*called)
+            found |= {one.name: one for one in parts}
         else:
             found[name] = replace(tensor, name=name)
     return found
@@ -312,7 +337,7 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
         _require_files(directory, paths)
     in_files = {name: tensor for path in paths if path.exists() for name, tensor in read_header(path).items()}
     family = family_named(settings["model_type"])
-    stored, config = with_head(renamed(where, joined(in_files, family.joined), family.renamed), config)
+    stored, config = with_head(renamed(where, joined(in_files, family.joined), family), config)
     if quantisation is None:
         refuse_unsaid(where, stored)
     else:  # one stands for all that is stored of a quantised matrix
@@ -332,7 +357,9 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
     if whole and quantisation is not None and not kinds:
         raise CheckpointError(f"{directory} says that it is quantised, and none of its matrices is: fix config.json")
     fills: dict[str, Fill] = {
-        name: tensor.fill if isinstance(tensor, quantised | _JoinedTensor) else partial(fill_from_file, tensor)
+        name: tensor.fill
+        if isinstance(tensor, quantised | _JoinedTensor | _TransposedTensor)
+        else partial(fill_from_file, tensor)
         for name, tensor in tensors.items()
     }
     path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))

@@ -250,15 +250,25 @@ def _olmo_hybrid(draw: random.Random) -> Any:
     })  # fmt: skip
 
 
+def _gpt_oss(draw: random.Random) -> Any:
+    sizes = _experts(draw, _any_width(draw, _alike(draw)), "num_local_experts") | {"num_hidden_layers": 3}
+    del sizes["moe_intermediate_size"]
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False,
+            "beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": _theta(draw)}  # fmt: skip
+    return transformers.GptOssConfig(**sizes, sliding_window=draw.choice((5, 40)), rope_parameters=yarn)
+
+
 CONFIGURATIONS: dict[str, Callable[[random.Random], Any]] = {
     "llama": _llama, "mistral": _mistral, "qwen2": _qwen2, "qwen3": _qwen3, "smollm3": _smollm3, "olmo2": _olmo2,
     "olmo3": _olmo3, "granite": _granite, "gemma2": _gemma2, "gemma3_text": _gemma3_text, "gemma4_text": _gemma4_text,
     "glm4": _glm4, "cohere2": _cohere2, "phi3": _phi3, "ministral3": _ministral3,
     "qwen3_5_text": _qwen3_5_text, "qwen3_next": _qwen3_next, "olmo_hybrid": _olmo_hybrid, "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral, "qwen3_5_moe_text": _qwen3_5_moe_text, "glm4_moe": _glm4_moe,
+    "gpt_oss": _gpt_oss,
 }  # fmt: skip
-# llama.cpp's architectures, most of which have the same name; those of two hybrids it has not, or not without experts.
-ARCHITECTURES = {family: family for family in CONFIGURATIONS if family not in ("qwen3_next", "olmo_hybrid")} | {
+# llama.cpp's architectures, most of which have the same name, of families that are read from its files.
+_NO_FILES = ("qwen3_next", "olmo_hybrid", "gpt_oss")
+ARCHITECTURES = {family: family for family in CONFIGURATIONS if family not in _NO_FILES} | {
     "mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "ministral3": "mistral3",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "glm4_moe": "glm4moe", "qwen3_moe": "qwen3moe",
     "mixtral": "llama",
