@@ -10,13 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from offload_runtime import Runtime
 from offload_runtime.errors import CheckpointError
 from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import GatedMLP
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.weights import ModelLayout, open_checkpoint
 from offload_runtime.weights.encoding import Weight
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_config, family_model
 from tests.helpers.models import load_plain
 
@@ -88,3 +89,17 @@ def test_plans_count_the_experts_that_a_token_uses() -> None:
     assert block.moved_bytes(rows=1) == pytest.approx(around + 2 * each * 2, rel=1e-3)
     assert 6 * each * 2 < block.moved_bytes(rows=4) - around < 8 * each * 2  # some have the same
     assert block.moved_bytes(rows=4096) == block.total_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
+def test_on_a_gpu_tokens_are_those_of_plain_decoding(family: str, tmp_path: Path) -> None:
+    family_model(family, 1, max_position_embeddings=1024).save_pretrained(tmp_path)
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    prompts = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 420, 40)]
+    found = []
+    for ways in ({"draft": "none", "kv": "gpu"}, {"draft": "ngram", "gamma": 5, "kv": "host", "resident_layers": 0}):
+        with Runtime.load(tmp_path, device="cuda:0", vram="8GB", context=500, max_batch=3, **ways) as runtime:
+            results = runtime.generate_batch(prompts, max_new_tokens=24, ignore_eos=True, temperature=0.0)
+            found.append([result.tokens for result in results])
+    assert found[0] == found[1]
