@@ -44,7 +44,13 @@ LOGITS_ERROR = dict.fromkeys(("gemma4_text", "qwen3_5_text", "qwen3_next", "olmo
 LOGITS_ERROR["qwen3_5_moe_text"] = 5e-4  # of one position of a hundred, where all of them have some 2e-6
 GREEDY_MARGIN = dict.fromkeys(LOGITS_ERROR, 2e-4)
 
+# Of each kind of layers one runs in every way each time.
+RUN_OFTEN = ("llama", "gemma3_text", "gemma4_text", "qwen3_5_text", "qwen3_moe")
+
 families = pytest.mark.parametrize("family", CONFIGURATIONS)
+run_families = pytest.mark.parametrize(
+    "family", [pytest.param(one, marks=[] if one in RUN_OFTEN else pytest.mark.slow) for one in CONFIGURATIONS]
+)
 seeds = pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[] if seed < OFTEN else pytest.mark.slow) for seed in range(ALL)]
 )
@@ -169,7 +175,7 @@ def _answers(target: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -
         return [result.tokens for result in runtime.generate_batch(prompts, **GREEDY)]
 
 
-@families
+@run_families
 def test_every_way_to_run_gives_the_tokens_of_plain_decoding(family: str, tmp_path: Path) -> None:
     tokenizer, target, noisy = byte_level_tokenizer(), tmp_path / "model", tmp_path / "noisy"
     model = family_model(family, 1, max_position_embeddings=1024)
@@ -196,7 +202,7 @@ def _say(conversation: Conversation, text: str) -> GenerationResult:
     return reply.result
 
 
-@families
+@run_families
 def test_a_session_goes_on_as_if_it_had_never_ended(family: str, tmp_path: Path) -> None:
     family_model(family, 2, max_position_embeddings=1024).save_pretrained(tmp_path)
     byte_level_tokenizer().save_pretrained(tmp_path)

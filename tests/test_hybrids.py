@@ -202,7 +202,9 @@ def _check_drafts(runtime: Runtime, expected: Sequence[Sequence[int]], gamma: in
         assert passes <= -(-len(tokens) // (gamma + 1)) + 1 and min(accepted[:gamma]) >= 0.6 * passes
 
 
-@pytest.mark.parametrize("how", DRAFTING)
+@pytest.mark.parametrize(
+    "how", [pytest.param(one, marks=[] if one == "tree" else pytest.mark.slow) for one in DRAFTING]
+)
 def test_a_hybrid_that_drafts_for_itself_is_always_right(hybrid: Path, expected: list[list[int]], how: str) -> None:
     with Runtime.load(hybrid, draft=hybrid, max_batch=3, **DRAFTING[how], **ASKED) as loaded:
         _check_drafts(loaded, expected, DRAFTING[how]["gamma"])
@@ -346,6 +348,7 @@ def test_what_is_damaged_of_a_saved_state_is_read_again(hybrid: Path, tmp_path: 
                 file.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_states_stay_every_4096_tokens_in_slots_and_saved_blocks(tmp_path: Path) -> None:
     family_model(FAMILY, 1, max_position_embeddings=8192, **TWO_LAYERS).save_pretrained(tmp_path)
     byte_level_tokenizer().save_pretrained(tmp_path)

@@ -450,10 +450,10 @@ def _solve_kernel(
             tl.store(solved_ptr + of_solved, solved)
 
 
-@jit(do_not_specialize=("width", "depth", "num_tokens", "num_chunks"))
+@jit(do_not_specialize=("width", "depth", "num_tokens", "num_states"))
 def _states_kernel(
     k_ptr, decays_ptr, kept_keys_ptr, kept_decays_ptr, solved_ptr, states_ptr, passed_ptr, rows_ptr, starts_ptr,
-    bases_ptr, counts_ptr, positions_ptr, ancestors_ptr, width, depth, num_tokens, num_chunks,
+    bases_ptr, counts_ptr, positions_ptr, ancestors_ptr, width, depth, num_tokens, num_states,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     KEY_BLOCK: tl.constexpr, TILED: tl.constexpr, BLOCK: tl.constexpr, WIDTH_BLOCK: tl.constexpr, TREE: tl.constexpr,
     KEEPS: tl.constexpr,
@@ -478,7 +478,7 @@ def _states_kernel(
     decays_ptr += head
     kept_decays_ptr += head
     states_ptr += (memory_row * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
-    passed_ptr += (b.to(tl.int64) * num_chunks * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
+    passed_ptr += (b.to(tl.int64) * num_states * VALUE_HEADS + head) * KEY_DIM * VALUE_DIM
     source_ptr = states_ptr
     target_ptr = passed_ptr
     if KEEPS:
@@ -488,7 +488,7 @@ def _states_kernel(
     for number in range(_num_full(positions_ptr, b, start, base, count, width, WIDTH_BLOCK, TREE, KEEPS)):
         chunk_start = (base + number) * _CHUNK
         leads_on = _leads_on(positions_ptr, b, count, base + number + 1, width, WIDTH_BLOCK, TREE)
-        row = ((b * num_chunks + number).to(tl.int64) * VALUE_HEADS + head) * _CHUNK + p
+        row = ((b * num_states + number).to(tl.int64) * VALUE_HEADS + head) * _CHUNK + p
         u = tl.load(solved_ptr + row[:, None] * dims + (KEY_DIM + column)[None, :])
         end = chunk_start + _CHUNK - 1
         last = _rows_of_path(ancestors_ptr, leads_on, end, end >= start, first_row, start, depth, TREE)
@@ -590,10 +590,10 @@ def _asked_kernel(
             tl.store(asked_ptr + place, asked, mask=inside[:, None])
 
 
-@jit(do_not_specialize=("width", "depth", "num_tokens", "num_chunks"))
+@jit(do_not_specialize=("width", "depth", "num_tokens", "num_states"))
 def _results_kernel(
     asked_ptr, v_ptr, reads_ptr, out_ptr, kept_values_ptr, states_ptr, passed_ptr, rows_ptr, starts_ptr, bases_ptr,
-    counts_ptr, positions_ptr, ancestors_ptr, width, depth, num_tokens, num_chunks,
+    counts_ptr, positions_ptr, ancestors_ptr, width, depth, num_tokens, num_states,
     VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, TREE: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
@@ -635,7 +635,7 @@ def _results_kernel(
                 of_token = ((other_row * VALUE_HEADS + head) * VALUE_DIM)[:, None] + column[None, :]
                 values = tl.load(v_ptr + of_token, mask=there[:, None], other=0.0).to(tl.float32)
                 out = tl.dot(read, values, out, input_precision=_CHAIN)
-            number = b * num_chunks + chunk - base
+            number = b * num_states + chunk - base
             if KEEPS:
                 state_ptr = passed_ptr
             else:

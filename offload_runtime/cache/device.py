@@ -140,6 +140,8 @@ class KVCache:
             self._ends[slot] = self._lengths[slot] + count
             check_capacity(self._ends[slot], self.max_tokens_with_draft)
             self._written[slot] = max(self._written[slot], self._ends[slot])
+        for slot in slots:
+            self._make_room(slot, self._ends[slot])
         self._rows = slice(None)
         if self._states is not None:
             self._states.begin(dict(zip(slots, counts, strict=True)), prompts)
@@ -152,10 +154,14 @@ class KVCache:
         """
         check_capacity(self._lengths[slot] + count, self.capacity_tokens)
         assert self.keeps(slot, self._lengths[slot]) == self._lengths[slot], "its windows reach what is not there"
+        self._make_room(slot, self._lengths[slot] + count, in_background=True)
         self._written[slot] = max(self._written[slot], self._lengths[slot] + count)
         self._rows = slice(slot, slot + 1)
         if self._states is not None:
             self._states.begin({slot: count}, [slot])
+
+    def _make_room(self, slot: int, length: int, *, in_background: bool = False) -> None:
+        """Reserve what a sequence of so many tokens needs besides memory of the device. Raises as `begin_window`."""
 
     def keeps(self, slot: int, length: int) -> int:
         """Return to how many of the first `length` tokens of a sequence it could be cut: any number. There are none

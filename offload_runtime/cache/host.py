@@ -240,7 +240,6 @@ class HostKVCache(KVCache):
         self._abandon_prefill()
         start, total = self._lengths[slot], self._lengths[slot] + count
         super().begin_prefill(slot, count)
-        self.blocks.grow(slot, total // BLOCK_TOKENS, in_background=True)
         if not self._ring:
             return
         self.writes.drain()  # the blocks behind `start` are read back
@@ -305,7 +304,6 @@ class HostKVCache(KVCache):
         self._abandon_prefill()
         super().begin_window(slots, counts, prompts)
         for slot in slots:
-            self.blocks.grow(slot, self._ends[slot] // BLOCK_TOKENS)
             self._enter_blocks(slot, self.blocks.num_blocks(slot))
         self.writes.collect()
         self._window = tuple(slots)
@@ -318,6 +316,9 @@ class HostKVCache(KVCache):
             if first > self.writes.arrived[slot]:
                 self.writes.drain()
             self._ring_from[slot] = first
+
+    def _make_room(self, slot: int, length: int, *, in_background: bool = False) -> None:
+        self.blocks.grow(slot, length // BLOCK_TOKENS, in_background=in_background)
 
     def recent_blocks(self, slot: int) -> range:
         """The open block, a full one before it, and what the announced window reaches. All before are on the host."""

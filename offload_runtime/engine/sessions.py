@@ -80,9 +80,10 @@ def save_session(
     with session_files(path) as files:
         for name, cache in caches.items():
             count = cache.num_held(slot, tokens if cache.draft_state is not None else tokens[:held])
+            own = slot if count else None
             stored = cache.find(files, tokens, saved.prompt_tokens)
             count = max(count, len(stored) * BLOCK_TOKENS)  # where another call has used the cache since
-            blocks = cache.blocks(files, tokens[:count], saved.prompt_tokens, slot)
+            blocks = cache.blocks(files, tokens[:count], saved.prompt_tokens, own)
             cache.save(files, slot, blocks, count)
             held_by[name], needed = count, [*needed, *blocks]
         record = {**conversation, "session": {

@@ -106,6 +106,11 @@ class ModelConfig:
         """Elements that a row of a pass takes on its way through the largest layer, but for the residual stream."""
         return max(layer.row_elements for layer in set(self.layers))
 
+    @cached_property
+    def crossing_bytes(self) -> int:
+        """Bytes that a pass takes for each sequence whose rows go over the end of a gated delta layer's chunk."""
+        return max((one.crossing_bytes for one in self.deltas.values()), default=0)
+
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of keys and values that one token holds over all layers."""
         return sum(self.kv_elements) * element_bytes

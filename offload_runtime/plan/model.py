@@ -403,7 +403,7 @@ class ModelPlan:
         sampled_rows = min(rows, max(MOST_FILTERED_ROWS, self.step_rows or 0))
         return workspace_bytes(
             self.config, self.dtype.itemsize, chunk_tokens=self.chunk_tokens, context_tokens=self.context_tokens,
-            rows=rows, sampled_rows=sampled_rows, has_head=self.has_head, mixes=self.mixes,
+            batch=self.batch, rows=rows, sampled_rows=sampled_rows, has_head=self.has_head, mixes=self.mixes,
         )  # fmt: skip
 
 

@@ -252,9 +252,8 @@ def captured_pass_bytes(config: ModelConfig, element_bytes: int, batch: int) -> 
     rows = CAPTURED_ROWS
     inputs = 4 * (packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * config.num_angles)
     activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
-    crossing = batch * max((one.crossing_bytes for one in config.deltas.values()), default=0)
     logits = rows * config.vocab_size * element_bytes
-    return step_graph_bytes(config.num_layers) + inputs + logits + activations + crossing
+    return step_graph_bytes(config.num_layers) + inputs + logits + activations + batch * config.crossing_bytes
 
 
 def step_graph_bytes(num_layers: int, most_graphs: int = MOST_GRAPHS) -> int:
@@ -277,7 +276,7 @@ def step_activation_bytes(
     """
     row, paths_bytes = config.hidden_size + config.row_elements, 0
     for delta in {*config.deltas.values()} if depth else ():
-        paths_bytes = rows * (depth * delta.row_elements * element_bytes + 2 * delta.crossing_bytes)
+        paths_bytes = rows * (depth * delta.row_elements * element_bytes + 3 * delta.crossing_bytes)
     logits = rows * config.vocab_size * (element_bytes + 6 * 4)  # fp32 copies while sampling with filters
     return max(_LEAST_ROWS, rows) * row * element_bytes + paths_bytes + (logits if has_head else 0)
 

@@ -65,8 +65,8 @@ def most_prompt_tokens(chunk_tokens: int, context_tokens: int) -> int:
 
 
 def workspace_bytes(
-    config: ModelConfig, element_bytes: int, *, chunk_tokens: int, context_tokens: int, rows: int, sampled_rows: int,
-    has_head: bool = True, mixes: bool = False,
+    config: ModelConfig, element_bytes: int, *, chunk_tokens: int, context_tokens: int, batch: int, rows: int,
+    sampled_rows: int, has_head: bool = True, mixes: bool = False,
 ) -> int:  # fmt: skip
     """Return the device bytes of the activations of the largest pass.
 
@@ -75,7 +75,8 @@ def workspace_bytes(
         element_bytes: Of its dtype.
         chunk_tokens: Pieces of a prompt.
         context_tokens: Longest prompt (its residual stream is held through a layer-major prefill).
-        rows: Of a decoding window.
+        batch: Sequences.
+        rows: Of their decoding windows.
         sampled_rows: Of these, rows that tokens are sampled from at once.
         has_head: Whether logits are made here.
         mixes: Whether a pass reads several prompts besides windows.
@@ -86,7 +87,8 @@ def workspace_bytes(
     angles = 4 * tokens * config.num_angles * 4  # cos, sin and their making, fp32
     # fp32 copies while sampling with filters
     logits = (rows * element_bytes + sampled_rows * 6 * 4) * config.vocab_size if has_head else 0
-    passing = chunk * element_bytes + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
+    crossing = batch * config.crossing_bytes if rows > batch else 0
+    passing = chunk * element_bytes + crossing + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
     return stream * element_bytes + int(_WORKSPACE_MARGIN * passing) + _LIBRARY_WORKSPACE_BYTES
 
 
