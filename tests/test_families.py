@@ -35,7 +35,7 @@ from tests.helpers.families import (
 from tests.helpers.models import all_logits, load_plain, model_config_from_transformers, rows_of
 
 # Configurations of each family by default, by the slow tests, and asked for: FAMILY_SEEDS=30 before a family lands.
-OFTEN, SLOW = 1, 4
+OFTEN, SLOW = 1, 2
 ALL = int(os.environ.get("FAMILY_SEEDS", SLOW))
 PROMPT = 70
 # Of the largest logit: what sums in another order may come to, more where attention is sharp (Gemma 4 does not scale
