@@ -50,10 +50,18 @@ class _Anchor:
 
 @dataclass(eq=False)
 class _CardStates:
-    """Those of a card's layers, stacked; of each slot, as steps find them, its committed tokens and the chunk at whose
-    beginning its state stands, [2, slots] int32; what rows of steps brought, inputs and
-    decays of all layers or one, [L, slots * S + 1, C]; where the running pass's rows stand, once a layer has asked for
-    that; and host memory of anchors that are no more, which copies on the card's stream may still read or write."""
+    """What a card keeps.
+
+    Attributes:
+        number: Of the card.
+        layers: Its gated delta layers.
+        stack: Their memory, stacked.
+        numbers: Of each slot, as steps find them, its committed tokens and the chunk at whose beginning its state
+            stands, [2, slots] int32.
+        steps: What rows of steps brought, inputs and decays of all layers or one, each [L, slots * S + 1, C].
+        running: Where the running pass's rows stand, once a layer has asked for that.
+        free: Host memory of anchors that are gone, which copies on the card's stream may still read or write.
+    """
 
     number: int
     layers: tuple[int, ...]
@@ -193,7 +201,8 @@ class DeltaStates:
                 card.steps.append(memory.view(count, rows, elements))
 
     def of_layer(self, layer: int, rows: Rows, *, in_step: bool) -> DeltaPass:
-        """What `LayerCache.delta` says. Rows of a step are those that it is about alone."""
+        """What `LayerCache.delta` says. Rows `in_step` are guesses, whose paths are read again from the committed
+        tokens."""
         card, memory = self._of_layers[layer]
         prompt = rows.prompt
         if card.running is None or card.running[0] is not rows:
@@ -387,11 +396,11 @@ class DeltaStates:
             for target, source in zip(self._at(layer, slot, length), sources, strict=True):
                 target.copy_(source, non_blocking=non_blocking)
 
-    def _at(self, layer: int, row: int, length: int) -> list[torch.Tensor]:
-        """What a memory row has of a layer behind so many tokens, the beginning of a chunk: its state, and the inputs
+    def _at(self, layer: int, slot: int, length: int) -> list[torch.Tensor]:
+        """What a slot has of a layer behind so many tokens, the beginning of a chunk: its state, and the inputs
         of the tokens before there that a convolution reads behind it."""
         memory, end = self._of_layers[layer][1], (length - 1) % self._tokens + 1  # a multiple of 64
-        return [memory.states[row], memory.inputs[row, end + 1 - self._shape.taps : end]]
+        return [memory.states[slot], memory.inputs[slot, end + 1 - self._shape.taps : end]]
 
     # --- anchors
 
@@ -405,11 +414,11 @@ class DeltaStates:
             self._drop(slot, others[:1])
         return _Anchor(length, in_an_answer)
 
-    def _copy(self, layer: int, row: int, anchor: _Anchor) -> None:
-        """Copy a layer's state from a memory row to an anchor, on the current stream of its card."""
+    def _copy(self, layer: int, slot: int, anchor: _Anchor) -> None:
+        """Copy a layer's state from a slot to an anchor, on the current stream of its card."""
         card = self._of_layers[layer][0]
         anchor.arenas[layer] = card.free.pop() if card.free else self._new_arena(layer, card)
-        for target, source in zip(self._views(anchor)[layer], self._at(layer, row, anchor.length), strict=True):
+        for target, source in zip(self._views(anchor)[layer], self._at(layer, slot, anchor.length), strict=True):
             target.copy_(source, non_blocking=True)
 
     def _new_arena(self, layer: int, card: _CardStates) -> HostArena:

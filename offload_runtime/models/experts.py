@@ -115,10 +115,10 @@ class Experts:
         out = experts(x, *self._choose(x, weights), gate_up, down, shape, **biases)
         if self.shared is not None:
             inside = weights["shared_gate_up"].linear(x, gated=self.shared.mlp.activation)
-            beside = weights["shared_down"].linear(inside)
+            of_shared = weights["shared_down"].linear(inside)
             if self.shared.gated:
-                beside = beside.mul_(torch.sigmoid(weights["shared_gate"].linear(x)))
-            out.add_(beside)
+                of_shared = of_shared.mul_(torch.sigmoid(weights["shared_gate"].linear(x)))
+            out.add_(of_shared)
         return out
 
     def _choose(self, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
