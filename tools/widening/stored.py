@@ -96,7 +96,8 @@ def heavy_tailed(count: int, generator: torch.Generator) -> torch.Tensor:
 
 def fp8_numbers(count: int, generator: torch.Generator) -> torch.Tensor:
     """E4M3 numbers that scales of 1 / `_FP8_STD` bring to std 0.02, as uint8 [count, 1]."""
-    normal = torch.randn(count, generator=generator).mul_(_FP8_STD)
+    most = torch.finfo(torch.float8_e4m3fn).max  # beyond it torch makes NaN
+    normal = torch.randn(count, generator=generator).mul_(_FP8_STD).clamp_(-most, most)
     return normal.to(torch.float8_e4m3fn).view(torch.uint8).view(count, 1)
 
 
