@@ -19,7 +19,15 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_runtime_kernels.experts_triton import EXP_RANGE, EXP_TERMS, LN2_PARTS, LOG2_E, experts_triton
+from offload_runtime_kernels.experts_triton import (
+    EXP_RANGE,
+    EXP_TERMS,
+    LN2_PARTS,
+    LOG2_E,
+    combine_experts_triton,
+    expert_rows_triton,
+)
+from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS, FORMATS, KIND_DTYPES, decode_blocks
 
 _COPIED_ELEMENTS = 1 << 24  # weights and sums that the reference has in fp32 at a time, unless one expert is larger
 
@@ -35,8 +43,6 @@ class ExpertShape:
         limit: None for silu(gate) * up; otherwise gpt-oss' (up + 1) * gate * sigmoid(alpha gate), with gate at most
             `limit`, and up between its negative and itself.
         alpha: Of that.
-        interleaved: A gate's row of the weight, and of its bias, is followed by its up's; otherwise all gates come
-            first, and then the ups.
     """
 
     num_experts: int
@@ -44,7 +50,50 @@ class ExpertShape:
     inner: int
     limit: float | None = None
     alpha: float = 1.702
-    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class StoredMatrices:
+    """A matrix of every expert, each in a buffer: what is read of a pool.
+
+    Args:
+        data: uint8 [S, rows * row_bytes]: a buffer's bytes side by side, at an address that 16 divides.
+        encoding: How a matrix is stored, row after row: "F32", "F16" or "BF16" as its elements, or as blocks of one of
+            `gguf_blocks.FORMATS`, rows in planes as `pack_rows` makes them.
+        rows: Of a matrix.
+        columns: Likewise.
+    """
+
+    data: torch.Tensor
+    encoding: str
+    rows: int
+    columns: int
+
+    def __post_init__(self) -> None:
+        assert self.data.dtype == torch.uint8 and self.data.shape[1] == self.rows * self.row_bytes
+        assert self.data.stride(1) == 1 and (len(self.data) == 1 or self.data.stride(0) % 16 == 0)
+
+    @classmethod
+    def of(cls, matrices: torch.Tensor) -> StoredMatrices:
+        """Look at [S, rows, columns], each matrix contiguous."""
+        data = matrices.flatten(1).view(torch.uint8)
+        return cls(data, DTYPE_KINDS[matrices.dtype], *matrices.shape[1:])
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a stored row."""
+        if self.encoding in FORMATS:
+            return FORMATS[self.encoding].row_bytes(self.columns)
+        return self.columns * KIND_DTYPES[self.encoding].itemsize
+
+    def decoded(self, buffers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the matrices in some buffers, [A, rows, columns]."""
+        stored, shape = self.data[buffers], (len(buffers), self.rows, self.columns)
+        if self.encoding not in FORMATS:
+            return stored.view(KIND_DTYPES[self.encoding]).view(shape).to(dtype)
+        out = torch.empty(shape, dtype=dtype, device=stored.device)
+        decode_blocks(stored.view(-1, self.row_bytes), FORMATS[self.encoding], out.view(-1, self.columns))
+        return out
 
 
 def fma_reference(a: torch.Tensor, b: torch.Tensor | float, c: torch.Tensor | float) -> torch.Tensor:
@@ -89,11 +138,8 @@ def gated_reference(gate_up: torch.Tensor, shape: ExpertShape) -> torch.Tensor:
 
     Without a limit the activation is rounded to that dtype before it is multiplied; with one everything is fp32.
     """
-    dtype, parts = gate_up.dtype, gate_up.float()
-    if shape.interleaved:
-        gate, up = parts[:, ::2], parts[:, 1::2]
-    else:
-        gate, up = parts.chunk(2, dim=-1)
+    dtype = gate_up.dtype
+    gate, up = gate_up.float().chunk(2, dim=-1)
     if shape.limit is None:
         return ((gate / (1 + exp_reference(-gate))).to(dtype).float() * up).to(dtype)
     gate, up = gate.clamp(max=shape.limit), up.clamp(-shape.limit, shape.limit)
@@ -101,26 +147,26 @@ def gated_reference(gate_up: torch.Tensor, shape: ExpertShape) -> torch.Tensor:
 
 
 def product_reference(
-    x: torch.Tensor, numbers: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor | None, bias: torch.Tensor | None
-) -> torch.Tensor:
+    x: torch.Tensor, numbers: torch.Tensor, matrices: StoredMatrices, slots: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:  # fmt: skip
     """Return [R, out]: rows x [R, K], each multiplied with the matrix of its expert, of `numbers` [R].
 
     Columns are taken one after the other, for all rows of some experts at once.
     """
-    (_, height, k), dtype = pool.shape, x.dtype
+    (height, k), dtype = (matrices.rows, matrices.columns), x.dtype
     out = x.new_empty(x.shape[0], height)
     chosen, of_row, counts = numbers.unique(return_inverse=True, return_counts=True)
     ranks = torch.empty_like(of_row)  # of a row among those of its expert
-    ranks[of_row.argsort(stable=True)] = torch.cat([torch.arange(count) for count in counts.tolist()])
-    together = max(1, _COPIED_ELEMENTS // (height * max(k, int(counts.max()))))
+    ranks[of_row.argsort(stable=True)] = torch.cat([torch.arange(count) for count in (0, *counts.tolist())])
+    together = max(1, _COPIED_ELEMENTS // (height * max(k, *counts.tolist(), 1)))
     for first in range(0, len(chosen), together):
         some = chosen[first : first + together]
         own = ((of_row >= first) & (of_row < first + together)).nonzero()[:, 0]
         place = (of_row[own] - first, ranks[own])
         rows = x.new_zeros(len(some), int(counts[first : first + together].max()), k)
         rows[place] = x[own]
-        places = some if slots is None else slots[some].long()
-        sums = _chains(rows, pool[places])
+        sums = _chains(rows, matrices.decoded(some if slots is None else slots[some].long(), dtype))
         if bias is not None:
             sums += bias[some].float()[:, None]
         out[own] = sums[place].to(dtype)
@@ -142,44 +188,69 @@ def _chains(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     return sums
 
 
-def experts_reference(
-    x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    shape: ExpertShape, *, gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Plain torch version of `experts`, on a CPU."""
-    n, k = numbers.shape
-    rows = numbers.flatten()
-    h = gated_reference(product_reference(x.repeat_interleave(k, dim=0), rows, gate_up, slots, gate_up_bias), shape)
-    y = product_reference(h, rows, down, slots, down_bias).view(n, k, shape.hidden)
-    out = torch.zeros(n, shape.hidden)
-    for choice in range(k):
+def expert_rows_reference(
+    x: torch.Tensor, numbers: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices, shape: ExpertShape, *,
+    slots: torch.Tensor | None, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, out: torch.Tensor,
+) -> None:  # fmt: skip
+    """Plain torch version of `expert_rows`, on a CPU."""
+    rows, inputs = numbers.flatten(), x.repeat_interleave(numbers.shape[1], dim=0)
+    here = torch.arange(len(rows)) if slots is None else (slots[rows] >= 0).nonzero()[:, 0]
+    h = gated_reference(product_reference(inputs[here], rows[here], gate_up, slots, gate_up_bias), shape)
+    out.view(len(rows), -1)[here] = product_reference(h, rows[here], down, slots, down_bias)
+
+
+def combine_experts_reference(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Plain torch version of `combine_experts`, on a CPU."""
+    out = torch.zeros(len(y), y.shape[2])
+    for choice in range(y.shape[1]):
         out = fma_reference(y[:, choice].float(), weights[:, choice, None], out)
-    return out.to(x.dtype)
+    return out.to(y.dtype)
 
 
-def experts(
-    x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    shape: ExpertShape, *, gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Return what the chosen experts make of rows, [N, H] in the dtype of x, on the current stream.
+def expert_rows(
+    x: torch.Tensor, numbers: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices, shape: ExpertShape, *,
+    out: torch.Tensor, slots: torch.Tensor | None = None, gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write what each chosen expert makes of its row, rounded to the dtype of x; enqueued on the current stream.
 
     Args:
         x: [N, H], contiguous.
         numbers: [N, k] int64, contiguous: the experts of every row, ascending, none of them twice.
-        weights: [N, k] fp32, contiguous: what the result of each is multiplied with.
-        gate_up: [S, 2I, H] in the dtype of x, each expert contiguous: as `shape` says, gates first or interleaved.
-        down: [S, H, I], likewise.
+        gate_up: [2I, H] of an expert, gates first.
+        down: [H, I].
         shape: Of these.
-        gate_up_bias: [E, 2I] by the expert's number, in the order of the rows of `gate_up`, or None.
+        out: [N, k, H] in the dtype of x, contiguous. Rows of experts that lie nowhere are left as they are.
+        slots: [E] int32: in which buffer an expert's matrices lie, of both, or -1 where they lie in none; None where
+            all lie at the expert's number.
+        gate_up_bias: [E, 2I] by the expert's number, gates first, in the dtype of x, or None.
         down_bias: [E, H] or None.
-        slots: [E] int32: where an expert's matrices lie in `gate_up` and `down`, of which only those of chosen ones are
-            read; None where they lie at the expert's number.
     """
-    assert x.is_contiguous() and numbers.is_contiguous() and weights.is_contiguous()
-    assert gate_up.shape[1:] == (2 * shape.inner, shape.hidden) and down.shape[1:] == (shape.hidden, shape.inner)
-    assert gate_up[0].is_contiguous() and down[0].is_contiguous() and x.dtype == gate_up.dtype == down.dtype
-    assert numbers.shape == weights.shape and numbers.dtype == torch.int64 and weights.dtype == torch.float32
-    run = experts_triton if x.is_cuda else experts_reference
-    return run(x, numbers, weights, gate_up, down, shape, gate_up_bias=gate_up_bias, down_bias=down_bias, slots=slots)
+    assert x.is_contiguous() and numbers.is_contiguous() and numbers.dtype == torch.int64
+    assert (gate_up.rows, gate_up.columns) == (2 * shape.inner, shape.hidden)
+    assert (down.rows, down.columns) == (shape.hidden, shape.inner)
+    assert out.shape == (*numbers.shape, shape.hidden) and out.dtype == x.dtype and out.is_contiguous()
+    run = expert_rows_triton if x.is_cuda else expert_rows_reference
+    run(x, numbers, gate_up, down, shape, slots=slots, gate_up_bias=gate_up_bias, down_bias=down_bias, out=out)
+
+
+def combine_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum over the choices of each row, [N, H] in the dtype of y; enqueued on the current stream.
+
+    Args:
+        y: [N, k, H], contiguous: what `expert_rows` has written.
+        weights: [N, k] fp32, contiguous: what each is multiplied with.
+    """
+    assert y.is_contiguous() and weights.is_contiguous()
+    assert y.shape[:2] == weights.shape and weights.dtype == torch.float32
+    return (combine_experts_triton if y.is_cuda else combine_experts_reference)(y, weights)
+
+
+def experts(
+    x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices,
+    shape: ExpertShape, *, gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return what `combine_experts` makes of `expert_rows`, [N, H], where every expert lies at its number."""
+    y = x.new_empty(*numbers.shape, shape.hidden)
+    expert_rows(x, numbers, gate_up, down, shape, out=y, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    return combine_experts(y, weights)

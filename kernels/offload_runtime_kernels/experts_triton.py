@@ -28,9 +28,10 @@ from offload_runtime_kernels._jit import (
     tl,
     triton,
 )
+from offload_runtime_kernels.gguf_blocks import KIND_DTYPES
 
 if TYPE_CHECKING:
-    from offload_runtime_kernels.experts import ExpertShape
+    from offload_runtime_kernels.experts import ExpertShape, StoredMatrices
 
 # Tokens of which programs find the rows of their experts themselves.
 FEW_TOKENS = 16
@@ -132,7 +133,7 @@ def _expert_kernel(
     HEIGHT: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr, CHOICE_BLOCK: tl.constexpr,
     ROWS_OF_X: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of x, one for every `ROWS_OF_X` rows, with some rows of their experts' matrices.
 
@@ -161,11 +162,14 @@ def _expert_kernel(
         expert = tl.program_id(2)
         start = tl.load(starts_ptr + expert)
         count = tl.load(starts_ptr + expert + 1) - start
-    slot = tl.load(slots_ptr + expert) if HAS_SLOTS else expert
+    slot = expert
+    if HAS_SLOTS:
+        slot = tl.load(slots_ptr + expert)
+        count = tl.where(slot < 0, 0, count)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # A gate and its up are neighbours in the tile. What lies behind the last row reads that row and stores nothing.
     column = tl.minimum(lane, HEIGHT - 1)
-    if GATED and not INTERLEAVED:
+    if GATED:
         column = column // 2 + column % 2 * (HEIGHT // 2)
     k = tl.arange(0, BLOCK_K)
     w_ptrs = pool_ptr + slot.to(tl.int64) * slot_stride + column[None, :] * K + k[:, None]
@@ -251,13 +255,13 @@ class Routes:
         return cls(numbers, num_experts, tile, order, starts)
 
     def product(
-        self, x: torch.Tensor, pool: torch.Tensor, slots: torch.Tensor | None, bias: torch.Tensor | None, *,
-        gated: ExpertShape | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Return [N k, out] of rows x, one a token or one a choice; or [N k, out / 2], `gated` as a shape says."""
-        (tokens, choices), (_, height, k), tile = self.numbers.shape, pool.shape, self.tile
-        num_rows, few = tokens * choices, tokens <= FEW_TOKENS
-        out = x.new_empty(num_rows, height // 2 if gated else height)
+        self, x: torch.Tensor, matrices: StoredMatrices, slots: torch.Tensor | None, bias: torch.Tensor | None,
+        out: torch.Tensor, *, gated: ExpertShape | None = None,
+    ) -> None:  # fmt: skip
+        """Write [N k, rows] of x, a row of a token or of a choice; or [N k, rows / 2], `gated` as a shape says."""
+        (tokens, choices), tile = self.numbers.shape, self.tile
+        num_rows, few, height = tokens * choices, tokens <= FEW_TOKENS, matrices.rows
+        pool = matrices.data.view(KIND_DTYPES[matrices.encoding])
         due = triton.cdiv(num_rows, self.num_experts * tile.rows)  # tiles, if all experts have as many rows
         tiles = 1 if few else min(4 * due, triton.cdiv(tokens, tile.rows))
         grid = (tiles, triton.cdiv(height, tile.block), num_rows if few else self.num_experts)
@@ -265,32 +269,37 @@ class Routes:
         _expert_kernel[grid](
             x, self.numbers, self.order, self.starts, pool, x if slots is None else slots, x if bias is None else bias,
             out, tokens, pool.stride(0),
-            HEIGHT=height, K=k, CHOICES=choices, CHOICE_BLOCK=triton.next_power_of_2(choices),
+            HEIGHT=height, K=matrices.columns, CHOICES=choices, CHOICE_BLOCK=triton.next_power_of_2(choices),
             ROWS_OF_X=num_rows // len(x), FEW=0 if not few else FEW_TOKENS if tokens > 1 else 1, ROWS=tile.rows,
             BLOCK=tile.block, BLOCK_K=tile.block_k, STAGES=tile.num_stages, HAS_SLOTS=slots is not None,
-            HAS_BIAS=bias is not None, GATED=gated is not None,
-            INTERLEAVED=gated is not None and gated.interleaved, LIMIT=gated and gated.limit,
+            HAS_BIAS=bias is not None, GATED=gated is not None, LIMIT=gated and gated.limit,
             ALPHA=gated.alpha if gated else 0.0, num_warps=tile.num_warps, enable_fp_fusion=True,
             **overlap_options(x.device),
         )  # fmt: skip
-        return out
 
 
-def experts_triton(
-    x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
-    shape: ExpertShape, *, gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
-    slots: torch.Tensor | None = None, tile: ExpertTile | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Triton version of `experts`; `tile` overrides how products are cut."""
+def expert_rows_triton(
+    x: torch.Tensor, numbers: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices, shape: ExpertShape, *,
+    slots: torch.Tensor | None, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, out: torch.Tensor,
+    tile: ExpertTile | None = None,
+) -> None:  # fmt: skip
+    """Triton version of `expert_rows`; `tile` overrides how products are cut."""
     require_triton("experts")
     with torch.cuda.device_of(x):
         routes = Routes.of(numbers, shape.num_experts, tile)
-        h = routes.product(x, gate_up, slots, gate_up_bias, gated=shape)
-        y = routes.product(h, down, slots, down_bias)
-        out = torch.empty_like(x)
-        (tokens, choices), width = numbers.shape, x.shape[1]
+        h = x.new_empty(numbers.numel(), shape.inner)
+        routes.product(x, gate_up, slots, gate_up_bias, h, gated=shape)
+        routes.product(h, down, slots, down_bias, out)
+
+
+def combine_experts_triton(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Triton version of `combine_experts`."""
+    require_triton("experts")
+    tokens, choices, width = y.shape
+    out = y.new_empty(tokens, width)
+    with torch.cuda.device_of(y):
         _sum_kernel[(tokens, triton.cdiv(width, _SUMMED_TOGETHER))](
             y, weights, out, CHOICES=choices, WIDTH=width, BLOCK=_SUMMED_TOGETHER, num_warps=4,
-            **overlap_options(x.device),
+            **overlap_options(y.device),
         )  # fmt: skip
     return out

@@ -31,6 +31,9 @@ UNITS_BYTES = 64  # of two units, which the lanes of a row load at once
 _ROW_ALIGNMENT_BYTES = 16
 _DECODED_ROWS = 32  # of a program
 _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
+# What elements in a dtype are called in files.
+DTYPE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+KIND_DTYPES = {kind: dtype for dtype, kind in DTYPE_KINDS.items()}
 _CODE_BOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the numbers
 # Its numbers and 128, four in a word.

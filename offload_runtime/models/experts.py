@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from offload_runtime_kernels.experts import ExpertShape, experts
+from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, experts
 
 from offload_runtime.models.layers import GatedMLP, Tensor, Weights, Work, product_operations, projections
 
@@ -103,8 +103,8 @@ class Experts:
     def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
         """[N, H] -> [N, H]."""
         hidden, inner = self.expert.hidden_size, self.expert.intermediate_size
-        gate_up = weights["experts_gate_up"].dense.view(self.count, 2 * inner, hidden)
-        down = weights["experts_down"].dense.view(self.count, hidden, inner)
+        gate_up = StoredMatrices.of(weights["experts_gate_up"].dense.view(self.count, 2 * inner, hidden))
+        down = StoredMatrices.of(weights["experts_down"].dense.view(self.count, hidden, inner))
         shape, biases = ExpertShape(self.count, hidden, inner), dict[str, torch.Tensor]()
         if self.swiglu is not None:
             alpha, limit = self.swiglu

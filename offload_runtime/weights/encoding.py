@@ -26,7 +26,14 @@ from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.gather_rows import gather_rows
-from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks, decode_file_blocks, pack_rows
+from offload_runtime_kernels.gguf_blocks import (
+    DTYPE_KINDS,
+    FORMATS,
+    KIND_DTYPES,
+    decode_blocks,
+    decode_file_blocks,
+    pack_rows,
+)
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import Activation, gated_product, linear
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
@@ -34,9 +41,6 @@ from offload_runtime_kernels.scaled_rows import LARGEST_SCALE, ScaledFormat, Sca
 
 from offload_runtime.stream import Staging
 
-# What elements in a dtype are called in files.
-DTYPE_KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-KIND_DTYPES = {kind: dtype for dtype, kind in DTYPE_KINDS.items()}
 ALIGNMENT_BYTES = 256  # what cudaMalloc guarantees; keeps every view fit for vector loads and TMA
 
 

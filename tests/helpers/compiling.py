@@ -35,8 +35,8 @@ from offload_runtime_kernels.chunk_scores import chunk_scores_triton
 from offload_runtime_kernels.chunk_summaries import ChunkSummaries
 from offload_runtime_kernels.coded_bf16 import CodedRow
 from offload_runtime_kernels.coded_linear import coded_linear_triton
-from offload_runtime_kernels.experts import ExpertShape
-from offload_runtime_kernels.experts_triton import experts_triton
+from offload_runtime_kernels.experts import ExpertShape, StoredMatrices
+from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, BlockFormat
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
@@ -158,14 +158,17 @@ def route(tokens: int, shape: ExpertShape, choices: int, dtype: torch.dtype) -> 
     """Experts without biases whose weights are one matrix, of which nothing is read."""
     hidden, inner = shape.hidden, shape.inner
     gate_up, down = torch.empty(1, 2 * inner, hidden, dtype=dtype), torch.empty(1, hidden, inner, dtype=dtype)
-    chosen = ints(tokens, choices, dtype=torch.int64)
-    x = torch.empty(tokens, hidden, dtype=dtype)
-    experts_triton(x, chosen, torch.empty(tokens, choices), gate_up, down, shape, slots=ints(shape.num_experts))
+    chosen, y = ints(tokens, choices, dtype=torch.int64), torch.empty(tokens, choices, hidden, dtype=dtype)
+    expert_rows_triton(
+        torch.empty(tokens, hidden, dtype=dtype), chosen, StoredMatrices.of(gate_up), StoredMatrices.of(down), shape,
+        slots=ints(shape.num_experts), gate_up_bias=None, down_bias=None, out=y,
+    )  # fmt: skip
+    combine_experts_triton(y, torch.empty(tokens, choices))
 
 
 def expert_calls() -> Iterator[tuple[str, Call]]:
     """Every tile, at the shapes of gpt-oss-120b and Qwen3-30B-A3B."""
-    gpt_oss = ExpertShape(128, 2880, 2880, limit=7.0, interleaved=True)
+    gpt_oss = ExpertShape(128, 2880, 2880, limit=7.0)
     for dtype, tokens in product((BF16, FP32), (1, 16, 64, 1024, 8192)):
         yield f"experts {tokens} {called(dtype)} gpt-oss", partial(route, tokens, gpt_oss, 4, dtype)
         yield f"experts {tokens} {called(dtype)} qwen3", partial(route, tokens, ExpertShape(128, 2048, 768), 8, dtype)

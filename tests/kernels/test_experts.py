@@ -10,8 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from offload_runtime_kernels.experts import ExpertShape, exp_reference, experts, fma_reference, product_reference
-from offload_runtime_kernels.experts_triton import experts_triton
+from offload_runtime_kernels.experts import (
+    ExpertShape,
+    StoredMatrices,
+    combine_experts,
+    exp_reference,
+    expert_rows,
+    experts,
+    fma_reference,
+    product_reference,
+)
+from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
 from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -20,7 +29,7 @@ from tests.helpers.kernel_conditions import KERNEL_DEVICE, poisoned_outputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SILU = ExpertShape(num_experts=6, hidden=40, inner=24)
-CLAMPED = replace(SILU, limit=7.0, interleaved=True)
+CLAMPED = replace(SILU, limit=7.0)
 
 
 @dataclass(frozen=True)
@@ -31,8 +40,8 @@ class Problem:
     x: torch.Tensor
     numbers: torch.Tensor
     weights: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: StoredMatrices
+    down: StoredMatrices
     biases: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
     slots: torch.Tensor | None = None
 
@@ -50,7 +59,8 @@ class Problem:
         weights = chosen.values.gather(1, order.indices)
         gate_up, down = normal(number, 2 * inner, hidden), normal(number, hidden, inner)
         biases = (normal(number, 2 * inner), normal(number, hidden)) if bias else (None, None)
-        return cls(shape, normal(rows, hidden), order.values, weights, gate_up, down, biases)
+        x = normal(rows, hidden)
+        return cls(shape, x, order.values, weights, StoredMatrices.of(gate_up), StoredMatrices.of(down), biases)
 
     def of(self, rows: Sequence[int]) -> Problem:
         """The same of some rows."""
@@ -61,25 +71,36 @@ class Problem:
         """The same on a device."""
         first, second = self.biases
         biases = (None, None) if first is None or second is None else (first.to(device), second.to(device))
-        names = ("x", "numbers", "weights", "gate_up", "down")
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in names}
-        return replace(self, biases=biases, **moved)
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in ("x", "numbers", "weights")}
+        stored = {
+            name: replace(matrices, data=matrices.data.to(device))
+            for name, matrices in (("gate_up", self.gate_up), ("down", self.down))
+        }
+        slots = None if self.slots is None else self.slots.to(device)
+        return replace(self, biases=biases, slots=slots, **moved, **stored)
 
-    def solved(self, by: Any = experts) -> torch.Tensor:
-        """What a function makes of it."""
+    def rows(self, by: Any = expert_rows) -> torch.Tensor:
+        """What a function makes of every choice."""
+        out = self.x.new_full((*self.numbers.shape, self.shape.hidden), torch.nan)
         options = {"gate_up_bias": self.biases[0], "down_bias": self.biases[1], "slots": self.slots}
-        out = by(self.x, self.numbers, self.weights, self.gate_up, self.down, self.shape, **options)
-        assert isinstance(out, torch.Tensor)
+        by(self.x, self.numbers, self.gate_up, self.down, self.shape, out=out, **options)
         return out
+
+    def solved(self) -> torch.Tensor:
+        """What comes of it."""
+        return combine_experts(self.rows(), self.weights)
 
 
 def test_is_what_transformers_computes() -> None:
     mixtral = MixtralConfig(hidden_size=SILU.hidden, intermediate_size=SILU.inner, num_local_experts=SILU.num_experts)
     theirs = MixtralExperts(mixtral)
     problem = Problem.random(SILU, 9, 3, FP32)
-    theirs.load_state_dict({"gate_up_proj": problem.gate_up, "down_proj": problem.down})
+    every = torch.arange(SILU.num_experts)
+    gate_up, down = (matrices.decoded(every, FP32) for matrices in (problem.gate_up, problem.down))
+    theirs.load_state_dict({"gate_up_proj": gate_up, "down_proj": down})
     expected = theirs(problem.x, problem.numbers, problem.weights).detach()
-    torch.testing.assert_close(problem.solved(), expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+    found = experts(problem.x, problem.numbers, problem.weights, problem.gate_up, problem.down, SILU)
+    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
 
 
 def test_is_what_transformers_computes_of_gpt_oss() -> None:
@@ -88,10 +109,15 @@ def test_is_what_transformers_computes_of_gpt_oss() -> None:
     )
     theirs = GptOssExperts(config)
     problem = Problem.random(CLAMPED, 9, 3, FP32, bias=True)
+    every = torch.arange(CLAMPED.num_experts)
+    gate_up, down = (matrices.decoded(every, FP32) for matrices in (problem.gate_up, problem.down))
     gate_up_bias, down_bias = problem.biases
+    assert gate_up_bias is not None
+    # Gates and ups take turns there.
+    in_turn = torch.arange(2 * CLAMPED.inner).view(2, -1).T.flatten()
     theirs.load_state_dict({
-        "gate_up_proj": problem.gate_up.mT, "gate_up_proj_bias": gate_up_bias,
-        "down_proj": problem.down.mT, "down_proj_bias": down_bias,
+        "gate_up_proj": gate_up[:, in_turn].mT, "gate_up_proj_bias": gate_up_bias[:, in_turn],
+        "down_proj": down.mT, "down_proj_bias": down_bias,
     })  # fmt: skip
     expected = theirs(problem.x, problem.numbers, problem.weights).detach()
     torch.testing.assert_close(problem.solved(), expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
@@ -106,21 +132,25 @@ def test_a_row_has_the_same_bits_in_any_company(shape: ExpertShape, dtype: torch
         assert torch.equal(problem.of(rows).solved(), expected[list(rows)])
 
 
+def pooled(problem: Problem, slots: list[int]) -> Problem:
+    """The same with experts in buffers of a pool, which are as long as an expert, or in none."""
+    size = problem.gate_up.data.shape[1]
+    pool = torch.full((max(slots) + 1, size + problem.down.data.shape[1]), 255, dtype=torch.uint8)  # NaN
+    for number, slot in enumerate(slots):
+        if slot >= 0:
+            pool[slot] = torch.cat([problem.gate_up.data[number], problem.down.data[number]])
+    gate_up, down = replace(problem.gate_up, data=pool[:, :size]), replace(problem.down, data=pool[:, size:])
+    return replace(problem, gate_up=gate_up, down=down, slots=torch.tensor(slots, dtype=torch.int32))
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_experts_may_lie_in_a_pool_of_units(dtype: torch.dtype) -> None:
+def test_experts_may_lie_in_a_pool_or_elsewhere(dtype: torch.dtype) -> None:
     problem = Problem.random(SILU, 5, 2, dtype)
-    problem = replace(problem, numbers=problem.numbers.clamp(max=3) + torch.tensor([0, 1]))  # of 0 to 4
-    slots = torch.tensor([6, 1, 0, 3, 5, 99], dtype=torch.int32)  # 99: expert 5 is not there
-    size = problem.gate_up[0].numel()
-    units = torch.full((7, size + problem.down[0].numel()), torch.nan, dtype=dtype)
-    for number in range(5):
-        units[slots[number]] = torch.cat([problem.gate_up[number].flatten(), problem.down[number].flatten()])
-    gate_up, down = (
-        units[:, :size].view(7, *problem.gate_up.shape[1:]),
-        units[:, size:].view(7, *problem.down.shape[1:]),
-    )
-    pooled = replace(problem, gate_up=gate_up, down=down, slots=slots)
-    assert torch.equal(pooled.solved(), problem.solved())
+    there = (problem.numbers != 1) & (problem.numbers != 5)
+    found = pooled(problem, [6, -1, 0, 3, 5, -1]).rows()
+    assert bool(there.any()) and torch.equal(found[there], problem.rows()[there])
+    assert bool((~there).any()) and bool(found[~there].isnan().all())
+    assert bool(pooled(problem, [-1, -1, -1, -1, -1, 0]).rows()[problem.numbers != 5].isnan().all())
 
 
 def _fmaf(values: torch.Tensor) -> torch.Tensor:
@@ -146,7 +176,8 @@ def test_products_are_chains_over_ascending_columns() -> None:
     numbers = problem.numbers[:, 0]
     expected = torch.zeros(3, 2 * SILU.inner)
     for row, number in enumerate(numbers.tolist()):
-        for x, w in zip(problem.x[row], problem.gate_up[number].T, strict=True):
+        (matrix,) = problem.gate_up.decoded(torch.tensor([number]), FP32)
+        for x, w in zip(problem.x[row], matrix.T, strict=True):
             expected[row] = _fmaf(torch.stack([x.expand_as(w), w, expected[row]], dim=1))
     assert torch.equal(product_reference(problem.x, numbers, problem.gate_up, None, None), expected)
 
@@ -155,7 +186,8 @@ def test_products_are_chains_over_ascending_columns() -> None:
 def test_products_in_16_bits_are_those_chains_too(dtype: torch.dtype) -> None:
     problem = Problem.random(ExpertShape(2, 512, 1024), 8, 1, dtype)
     numbers = problem.numbers[:, 0]
-    expected = product_reference(problem.x.float(), numbers, problem.gate_up.float(), None, None).to(dtype)
+    exact = StoredMatrices.of(problem.gate_up.decoded(torch.arange(2), FP32))
+    expected = product_reference(problem.x.float(), numbers, exact, None, None).to(dtype)
     assert torch.equal(product_reference(problem.x, numbers, problem.gate_up, None, None), expected)
 
 
@@ -168,11 +200,16 @@ def test_exponentials_are_within_two_units_of_the_last_place() -> None:
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("shape", [SILU, CLAMPED])
 def test_kernel_matches_reference(shape: ExpertShape, rows: int) -> None:
-    problem = Problem.random(shape, rows, 3, FP32, bias=shape is CLAMPED).on(KERNEL_DEVICE)
-    slots = torch.arange(shape.num_experts, dtype=torch.int32, device=KERNEL_DEVICE)
+    problem = pooled(Problem.random(shape, rows, 3, FP32, bias=shape is CLAMPED), [2, 1, -1, 3, 5, 0])
+    there = problem.on(KERNEL_DEVICE)
     with poisoned_outputs():
-        out = replace(problem, slots=slots).solved(experts_triton)
-    torch.testing.assert_close(out.cpu(), problem.on("cpu").solved(), atol=1e-4, rtol=1e-5)
+        found = there.rows(expert_rows_triton)
+        total = combine_experts_triton(found, there.weights)
+    expected = problem.rows()
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-4, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(
+        total.cpu(), combine_experts(expected, problem.weights), atol=1e-4, rtol=1e-5, equal_nan=True
+    )
 
 
 @pytest.mark.gpu
@@ -180,7 +217,7 @@ def test_kernel_matches_reference(shape: ExpertShape, rows: int) -> None:
     ("shape", "choices", "dtype"),
     [
         (ExpertShape(32, 320, 96), 8, BF16),
-        (ExpertShape(32, 320, 96, limit=7.0, interleaved=True), 4, BF16),
+        (ExpertShape(32, 320, 96, limit=7.0), 4, BF16),
         (SILU, 3, FP32),
     ],
 )

@@ -11,11 +11,11 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from kernel_cases.case import DEVICE, Case, Cases, random_bf16
-from offload_runtime_kernels.experts import ExpertShape, experts
+from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, experts
 
 # By model: the shape and the experts of a token.
 MODELS = {
-    "gpt-oss-120b": (ExpertShape(128, 2880, 2880, limit=7.0, interleaved=True), 4),
+    "gpt-oss-120b": (ExpertShape(128, 2880, 2880, limit=7.0), 4),
     "Qwen3-30B-A3B": (ExpertShape(128, 2048, 768), 8),
 }
 _INPUTS = 8  # choices of their own, of experts that caches do not hold
@@ -30,6 +30,7 @@ def make_experts(model: str, rows: int) -> Case:
     drawn = torch.rand(_INPUTS, rows, shape.num_experts, device=DEVICE).topk(choices, dim=-1)
     numbers, weights = drawn.indices.sort(dim=-1).values, drawn.values.softmax(dim=-1)
     chosen = [one.unique().tolist() for one in numbers]
+    stored = StoredMatrices.of(gate_up), StoredMatrices.of(down)
     expert_bytes = 2 * 3 * shape.inner * shape.hidden
 
     def reference(index: int) -> torch.Tensor:
@@ -43,7 +44,7 @@ def make_experts(model: str, rows: int) -> Case:
 
     return Case(
         configuration={"model": model, "rows": rows, "experts": sum(map(len, chosen)) / _INPUTS},
-        kernel=lambda index: experts(x, numbers[index], weights[index], gate_up, down, shape), reference=reference,
+        kernel=lambda index: experts(x, numbers[index], weights[index], *stored, shape), reference=reference,
         num_inputs=_INPUTS, moved_bytes=sum(map(len, chosen)) * expert_bytes // _INPUTS,
         operations=rows * choices * expert_bytes, reference_in_graph=False,
     )  # fmt: skip
