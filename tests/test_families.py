@@ -225,7 +225,8 @@ def test_a_quantised_file_streams_as_it_is_stored(family: str, tmp_path: Path) -
     model = family_model(family, seed, max_position_embeddings=1024, **KNOWN.get(family, {}))
     words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
     tokens = [*words, *NO_TOKENS[len(words) :]]
-    path = write_family(tmp_path / "m.gguf", family, model, kind=gguf.GGMLQuantizationType.Q8_0, tokens=tokens)
+    kind = gguf.GGMLQuantizationType.MXFP4 if family == "gpt_oss" else gguf.GGMLQuantizationType.Q8_0
+    path = write_family(tmp_path / "m.gguf", family, model, kind=kind, tokens=tokens)
     tokenizer.save_pretrained(tmp_path)
     decoded = _answers(path, PROMPTS[::2], draft="none", kv="gpu", weights="decoded")
     stored = _answers(path, PROMPTS[::2], draft="ngram", kv="host", resident_layers=0, weights="stored")

@@ -202,7 +202,7 @@ def test_other_files_say_what_they_are(content: Any, words: str, plain: Path, tm
         ("llama", lambda w: w.add_type("imatrix"), "importance matrix"),
         ("grok", lambda w: (w.add_expert_count(8), w.add_expert_used_count(2)), "mixture of experts.*Qwen3"),
         ("flux", lambda w: None, "makes images"),
-        ("qwen3next", lambda w: w.add_ssm_state_size(128), "hybrid"),
+        ("kimi-linear", lambda w: w.add_ssm_state_size(128), "linear attention of another kind"),
         ("deepseek2", lambda w: w.add_kv_lora_rank(512), "latent attention"),
         ("gemma3n", lambda w: w.add_uint32("gemma3n.embedding_length_per_layer_input", 256), "for each layer"),
         ("t5", lambda w: None, "encoder-decoder"),

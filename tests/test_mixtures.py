@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,7 +19,7 @@ from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.weights import ModelLayout, open_checkpoint
 from offload_runtime.weights.encoding import Weight
 from tests.helpers.engine import byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.families import family_config, family_model
+from tests.helpers.families import family_config, family_model, write_family
 from tests.helpers.models import load_plain
 
 LAYER = Experts(GatedMLP(32, 16), 8, 3)
@@ -75,6 +76,35 @@ def test_experts_stored_as_one_tensor_are_the_same_model(tmp_path: Path) -> None
     _change(tmp_path, _halve)
     with pytest.raises(CheckpointError, match="has shape"):
         open_checkpoint(tmp_path)
+
+
+# What is written over a file's header: a name, or the bytes behind one.
+BROKEN: dict[str, tuple[str, bytes, bytes, str]] = {
+    "no ups": ("mixtral", b"blk.1.ffn_up_exps", b"blk.1.ffn_uq_exps", r"lacks \d+ of .*blk\.1\.ffn_up_exps\.0\.weight"),
+    "too few": (
+        "mixtral", b"llama.expert_count\x04\0\0\0", b"llama.expert_count\x04\0\0\0\x03",
+        r"blk\.0\.ffn_\w+\.weight is of \d experts, and the file says that there are 3",
+    ),
+    "unknown": ("mixtral", b"ffn_gate_exps.weight\x03", b"", "gate_exps.[0-7].weight is quantised as I8, which"),
+    "no biases of ups": ("gpt_oss", b"blk.1.ffn_up_exps.bias", b"blk.1.ffn_uq_exps.bias", "no such biases of ups"),
+    "no biases of downs": (
+        "gpt_oss", b"blk.1.ffn_down_exps.bias", b"blk.1.ffn_dowm_exps.bias", r"lacks 1 of .*blk\.1\.ffn_down_exps\.bias"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "old", "new", "message"), BROKEN.values(), ids=BROKEN)
+def test_a_gguf_file_whose_experts_do_not_fit_is_refused(
+    family: str, old: bytes, new: bytes, message: str, tmp_path: Path
+) -> None:
+    data = bytearray(write_family(tmp_path / "m.gguf", family, family_model(family, 0)).read_bytes())
+    at = data.index(old)
+    if not new:  # behind three dimensions, its kind
+        at, new = at + len(old) + 3 + 3 * 8, bytes((gguf.GGMLQuantizationType.I8, 0, 0, 0))
+    data[at : at + len(new)] = new
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(tmp_path / "m.gguf")
 
 
 def test_plans_count_the_experts_that_a_token_uses() -> None:

@@ -117,6 +117,7 @@ def test_tokens_of_known_names_control_whatever_their_type(tmp_path: Path) -> No
         (["<eos>", "</s>", "<end_of_turn>"], ["<eos>", "<end_of_turn>"]),  # Gemma's </s> is a tag
         (["<eos>", "<turn|>", "<|tool_response>"], ["<eos>", "<turn|>", "<|tool_response>"]),
         (["<|endoftext|>", "<|end|>", "<|user|>"], ["<|endoftext|>", "<|end|>"]),  # Phi's user does not end
+        (["<|return|>", "<|call|>", "<|end|>"], ["<|return|>", "<|call|>"]),  # of several messages one ends
         (["</s>", "[INST]"], ["</s>"]), (["<|end_of_text|>", "<|end_of_role|>"], ["<|end_of_text|>"]),
     ],
 )  # fmt: skip

@@ -28,8 +28,8 @@ class DeltaModules(NamedTuple):
     Attributes:
         inputs: Makes what the convolution reads: queries, keys and values, or each of them.
         gate: Makes the gates of results. None: `inputs` does that too, of one key head after the other: its query, its
-            key, the values that share it and their gates; and so does `decays`.
-        decays: Makes the logits of beta and the time steps, or either.
+            key, the values that share it and their gates.
+        decays: Makes the logits of beta and the time steps: either, or both of one key head after the other.
         head_norm, out: Norms results, and projects them back.
     """
 
@@ -127,10 +127,13 @@ class GatedDelta:
         taps, *rest = (weights[name].dense for name in ("taps", "A_log", "dt_bias"))
         learnt = DeltaWeights(taps.flatten(1), *rest)
         inputs, decays = weights["delta_inputs"].linear(x), weights["delta_decays"].linear(x)
+        if len(self.modules.decays) == 1:
+            heads = decays.view(rows.num_rows, self.shape.key_heads, 2, -1)
+            decays = heads.transpose(1, 2).reshape(rows.num_rows, -1)
         if self.modules.gate:
             gate = weights["delta_gate"].linear(x)
         else:
-            inputs, gate, decays = self._of_key_heads(inputs, decays)
+            inputs, gate = self._of_key_heads(inputs)
         if of_pass.paths is not None:
             inputs, decays = of_pass.paths.of_rows(inputs, decays)
         out = gated_delta(inputs, decays, learnt, of_pass.memory, of_pass.rows, self.shape, keeps=of_pass.keeps)
@@ -139,12 +142,9 @@ class GatedDelta:
         heads, gate = (one.reshape(-1, self.shape.value_dim) for one in (out, gate))
         return rms_norm(heads, weights["delta_norm"].dense, self.head_eps, gate=gate).view(rows.num_rows, -1)
 
-    def _of_key_heads(
-        self, inputs: torch.Tensor, decays: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the convolution reads, gates, and betas and time steps of all heads, from those of each key head."""
+    def _of_key_heads(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the convolution reads, and gates, from those of each key head."""
         shape, num_rows = self.shape, len(inputs)
         sizes = (shape.key_dim, shape.key_dim, *[self.out_size // shape.key_heads] * 2)
         *qkv, gate = (part.flatten(1) for part in inputs.view(num_rows, shape.key_heads, -1).split(sizes, dim=2))
-        decays = decays.view(num_rows, shape.key_heads, 2, -1).transpose(1, 2)
-        return torch.cat(qkv, dim=1), gate, decays.reshape(num_rows, -1)
+        return torch.cat(qkv, dim=1), gate

@@ -1,6 +1,8 @@
-"""gpt-oss in 16 or 32 bits: sinks, every other layer slides, biases, experts with a clamped SwiGLU."""
+"""gpt-oss: sinks, every other layer slides, biases, experts with a clamped SwiGLU."""
 
+from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
@@ -32,6 +34,14 @@ def _model(fields: Fields) -> ModelConfig:
     return decoder(fields, DecoderLayer(attention, experts), windows=windows)
 
 
+def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
+    return {
+        "num_local_experts": fields.integer("expert_count"),
+        "num_experts_per_tok": fields.integer("expert_used_count"),
+        "intermediate_size": fields.integer("expert_feed_forward_length"),
+    }
+
+
 FAMILY = Family(
     _model,
     {
@@ -39,5 +49,6 @@ FAMILY = Family(
         "attention_bias": True, "sliding_window": 128, "num_experts_per_tok": 4, "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0, "rope_parameters": _ROPE,
     },
-    transposed=True,
+    transposed=True, of_gguf=_of_gguf,
+    rope_of_gguf=lambda _, rope: {**rope, "truncate": False},  # as its makers do, where llama.cpp rounds
 )  # fmt: skip

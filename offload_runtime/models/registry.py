@@ -51,8 +51,8 @@ FAMILIES = {  # by transformers' model_type, which is the name of the file
     "qwen3_5_moe_text": FamilyNames(
         "Qwen3.5's and Qwen3.6's mixtures", "Qwen3_5MoeForCausalLM", ("qwen35moe",), experts=True
     ),
-    "qwen3_next": FamilyNames("Qwen3-Next", "Qwen3NextForCausalLM", (), experts=True),
-    "gpt_oss": FamilyNames("gpt-oss", "GptOssForCausalLM", (), experts=True),
+    "qwen3_next": FamilyNames("Qwen3-Next", "Qwen3NextForCausalLM", ("qwen3next",), experts=True),
+    "gpt_oss": FamilyNames("gpt-oss", "GptOssForCausalLM", ("gpt-oss",), experts=True),
     "glm4_moe": FamilyNames("GLM-4.5 to 4.7", "Glm4MoeForCausalLM", ("glm4moe",), experts=True),
     "olmo_hybrid": FamilyNames("OLMo hybrid", "OlmoHybridForCausalLM", ()),
     "ministral3": FamilyNames("Ministral 3", "Ministral3ForCausalLM", ("mistral3",)),
@@ -237,7 +237,7 @@ _REASONS = (
     _Reason("has latent attention, which does not run", ("kv_lora_rank", "attention.kv_lora_rank")),
     _Reason("is a mixture of experts of a kind that does not run", (
         "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "expert_count"), (
-        "gpt-oss", "dbrx", "grok", "llama4", "arctic")),
+        "dbrx", "grok", "llama4", "arctic")),
     _Reason("has gated delta layers, which run, and others, which do not", (
         "linear_num_value_heads", "ssm.state_size")),
     _Reason("has embeddings for each layer, which do not run", (

@@ -7,7 +7,7 @@ and what cannot be is refused.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -39,6 +39,7 @@ _SAMPLING = {
 }  # fmt: skip
 # Without a dimension of one that transformers has, by where that is.
 _DROPPED = {".ssm_conv1d.weight": 1, ".ffn_gate_inp_shexp.weight": 0}
+_BIASES = {".dt_bias": ".dt_proj.bias", "_correction_bias": "_correction.bias", "_proj_bias": "_proj.bias"}
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
 
@@ -199,7 +200,9 @@ def _stored_names(header: GgufHeader, config: ModelConfig) -> Callable[[str], st
     def stored_name(name: str) -> str:
         if found := _EXPERT.fullmatch(name):
             return f"{names.get_name(f'{found[1]}.{found[3]}')}.{found[2]}.weight"
-        name = name.replace(".dt_bias", ".dt_proj.bias").replace("_correction_bias", "_correction.bias")
+        name = name.replace("gate_up_proj_bias", "gate_proj_bias")  # as which a `_TensorPair` goes
+        for end, bias in _BIASES.items():
+            name = name.replace(end, bias)
         stem, _, suffix = name.rpartition(".")
         if suffix in ("weight", "bias"):
             return f"{names.get_name(stem)}.{suffix}"
@@ -217,11 +220,47 @@ def _with_dropped(tensor: StoredTensor) -> StoredTensor:
     return replace(tensor, shape=(*tensor.shape[:at], 1, *tensor.shape[at:]))
 
 
-def _of_experts(tensor: StoredTensor) -> Iterable[StoredTensor]:
-    """Return the matrices of each expert, by names with its number before the suffix; another tensor as it is."""
+@dataclass(frozen=True)
+class _TensorPair(StoredTensor):
+    """A tensor whose elements are in turn those of two others of one shape, which are small."""
+
+    parts: tuple[StoredTensor, StoredTensor]
+
+    def fill(self, out: torch.Tensor, staging: Staging | None = None) -> None:
+        """Fill `out`, through memory of its own."""
+        found = torch.empty(2, *self.parts[0].shape)
+        for part, to in zip(self.parts, found, strict=True):
+            _GgufFill(part)(to, staging)
+        out.copy_(torch.stack((*found,), dim=-1).view(out.shape))
+
+
+def _with_pairs(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of a file in which one stands, by the name of the gates', for the biases of gates and ups."""
+    found = dict(stored)
+    for name in [name for name in stored if name.endswith("ffn_gate_exps.bias")]:
+        gate, up = stored[name], found.pop(name.replace("_gate_", "_up_"), None)
+        if up is None or (up.shape, up.dtype) != (gate.shape, gate.dtype):
+            raise CheckpointError(
+                f"{gate.path} has {name} {list(gate.shape)} and no such biases of ups: download or convert it again"
+            )
+        shape = (*gate.shape[:-1], 2 * gate.shape[-1])
+        found[name] = _TensorPair(
+            gate.path, name, gate.dtype, shape, gate.offset_bytes, 2 * gate.nbytes, (gate, up)
+        )  # fmt: skip
+    return found
+
+
+def _of_experts(tensor: StoredTensor, count: int) -> Iterable[StoredTensor]:
+    """Return the matrices of each of so many experts, by names with its number before the suffix; another tensor as it
+    is."""
     stem = tensor.name.removesuffix("_exps.weight")
     if stem == tensor.name:
         return (tensor,)
+    if tensor.shape[0] != count:
+        raise CheckpointError(
+            f"{tensor.path}: {tensor.name} is of {tensor.shape[0]} experts, and the file says that there are {count}: "
+            "download or convert it again"
+        )
     names = (stem.replace("_gate_up", "_gate"), stem.replace("_gate_up", "_up"))
     return tensor.of_experts(*(f"{name}_exps.#.weight" for name in dict.fromkeys(names)))
 
@@ -244,18 +283,16 @@ def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSo
     fills, family = dict[str, Fill](), family_named(settings["model_type"])
     stored_name = _stored_names(header, config)
     of_drafter = tuple(f"blk.{n}." for n in range(config.num_layers, header.of_model().integer("block_count")))
-    read = {
-        part.name: part
-        for name, one in header.tensors.items()
-        if not name.startswith(of_drafter)
-        for part in _of_experts(_with_dropped(one))
-    }
+    count = header.of_model().integer("expert_count", 0, at_least=0)
+    own = {name: one for name, one in header.tensors.items() if not name.startswith(of_drafter)}
+    read = {part.name: part for one in _with_pairs(own).values() for part in _of_experts(_with_dropped(one), count)}
     tensors = match_tensors(header.fields.where, read, config, _check_kind, stored_name, whole=whole)
     for name, tensor in tensors.items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = family.gguf_interleaved and (".q_proj." in name or ".k_proj." in name)
         undo = next((undo for end, undo in family.gguf_undo.items() if name.endswith(end)), None)
-        fills[name] = _GgufFill(tensor, config.attention.head_dim if permuted else None, undo)
+        ordered = _GgufFill(tensor, config.attention.head_dim if permuted else None, undo)
+        fills[name] = tensor.fill if isinstance(tensor, _TensorPair) else ordered
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
     return CheckpointSource(

@@ -113,15 +113,19 @@ def special_ids(fields: Fields) -> dict[str, int]:
 def end_token_ids(fields: Fields) -> list[int]:
     """Return what ends an answer: the tokens that the file names, the end of a sequence first, and those of known
     names."""
-    named = [index for name, index in special_ids(fields).items() if name in _ENDING_IDS]
     tokens = fields.items("tokenizer.ggml.tokens", str)
     known = _end_names(tokens)
+    named = [index for name, index in special_ids(fields).items() if name in _ENDING_IDS]
+    named = [index for index in named if tokens[index] not in _END_NAMES - known]
     return list(dict.fromkeys(named + [index for index, token in enumerate(tokens) if token in known]))
 
 
 def _end_names(tokens: list[str]) -> set[str]:
-    """Return the known names of what ends an answer. Gemma has `</s>` too, which is a tag of HTML there."""
-    return _END_NAMES - {"</s>"} if "<eos>" in tokens else _END_NAMES
+    """Return the known names of what ends an answer. Gemma has `</s>` too, which is a tag of HTML there, and of several
+    messages in an answer `<|end|>` ends each."""
+    found = _END_NAMES.intersection(tokens)
+    others = {"</s>"} if "<eos>" in found else {"<|end|>"} if found & {"<|return|>", "<|calls|>"} else set()
+    return found - others
 
 
 # --- tokenizers

@@ -267,11 +267,10 @@ CONFIGURATIONS: dict[str, Callable[[random.Random], Any]] = {
     "gpt_oss": _gpt_oss,
 }  # fmt: skip
 # llama.cpp's architectures, most of which have the same name, of families that are read from its files.
-_NO_FILES = ("qwen3_next", "olmo_hybrid", "gpt_oss")
-ARCHITECTURES = {family: family for family in CONFIGURATIONS if family not in _NO_FILES} | {
+ARCHITECTURES = {family: family for family in CONFIGURATIONS if family != "olmo_hybrid"} | {
     "mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "ministral3": "mistral3",
     "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "glm4_moe": "glm4moe", "qwen3_moe": "qwen3moe",
-    "mixtral": "llama",
+    "mixtral": "llama", "qwen3_next": "qwen3next", "gpt_oss": "gpt-oss",
 }  # fmt: skip
 
 
@@ -280,7 +279,11 @@ INTERLEAVED = ("llama", "mistral", "smollm3", "granite", "ministral3", "mixtral"
 # What configurations say that files do not, by llama.cpp's knowledge of a family.
 KNOWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "qwen3_next": {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 4},
 }  # fmt: skip
+
+
+_HYBRIDS = ("qwen3_5", "qwen3_next")
 
 
 def family_config(family: str, seed: int) -> Any:
@@ -374,9 +377,9 @@ def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, An
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_weights_scale(config.routed_scaling_factor)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    if family == "qwen3_5_moe_text":
-        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
-    if family.startswith("qwen3_5"):
+    if size := getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(size)
+    if family.startswith(_HYBRIDS):
         return _metadata_of_hybrid(writer, config)
     if full["rope_type"] != "longrope":
         return {}
@@ -416,22 +419,31 @@ def _metadata_of_hybrid(writer: gguf.GGUFWriter, config: Any) -> dict[str, Any]:
     return {f"blk.{count}.{name}.weight": np.ones(shape) for name, shape in shapes.items()}
 
 
-def _of_hybrid(name: str, values: np.ndarray, config: Any) -> tuple[str, np.ndarray]:
+def _of_hybrid(name: str, values: np.ndarray, config: Any) -> dict[str, np.ndarray]:
     """What llama.cpp's converter makes of a hybrid's tensor. Of value heads the first ones of all key heads come first,
-    in rows, channels of the convolution and columns of the output."""
+    in rows, channels of the convolution and columns of the output; Qwen3-Next's stay where they are, and only gates are
+    taken apart, which the first files had not; here those of an odd number of layers."""
     module, delta, part = name.partition("linear_attn.")
     if not delta or part == "norm.weight":
-        return name, values + 1 if module.endswith("norm.weight") else values
+        return {name: values + 1 if module.endswith("norm.weight") else values}
     if part.startswith("conv1d"):
         values = values.squeeze(1)
+    called, values = name.replace("dt_bias", "dt_proj.bias"), -np.exp(values) if part == "A_log" else values
+    if part.startswith("in_proj_qkvz") and not config.num_hidden_layers % 2:
+        shared = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+        heads = values.reshape(config.linear_num_key_heads, -1, values.shape[-1])
+        ends = np.cumsum((config.linear_key_head_dim, config.linear_key_head_dim, shared))
+        *qkv, gates = (part.reshape(-1, values.shape[-1]) for part in np.split(heads, ends, axis=1))
+        return {called.replace("qkvz", "qkv"): np.concatenate(qkv), called.replace("qkvz", "z"): gates}
+    if config.model_type == "qwen3_next":
+        return {called: values}
     rows = values.T if part.startswith("out_proj") else values
     both, channels = 2 * config.linear_num_key_heads * config.linear_key_head_dim, rows[:0]
     if part.startswith(("conv1d", "in_proj_qkv")):  # those of queries and keys stay where they are
         channels, rows = rows[:both], rows[both:]
     heads = rows.reshape(config.linear_num_key_heads, -1, len(rows) // config.linear_num_value_heads, *rows.shape[1:])
     rows = np.concatenate((channels, heads.swapaxes(0, 1).reshape(rows.shape)))
-    values = np.ascontiguousarray(rows.T if part.startswith("out_proj") else rows)
-    return name.replace("dt_bias", "dt_proj.bias"), -np.exp(values) if part == "A_log" else values
+    return {called: np.ascontiguousarray(rows.T if part.startswith("out_proj") else rows)}
 
 
 def _layer_sizes(config: Any) -> list[Any]:
@@ -449,14 +461,21 @@ def interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def _unstacked(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """The parameters, of experts gates and ups apart."""
-    found = []
+    """The parameters, of experts gates and ups apart, which take turns in gpt-oss's columns."""
+    found, transposed = [], model.config.model_type == "gpt_oss"
     for name, parameter in model.named_parameters():
-        if name.endswith("experts.gate_up_proj"):
-            ends = ("gate_proj.weight", "up_proj.weight")
-            found += zip((name.replace("gate_up_proj", end) for end in ends), parameter.chunk(2, dim=1), strict=True)
+        stem, of_experts, part = name.partition(".experts.")
+        part, bias, _ = part.partition("_bias")
+        if of_experts and part.endswith("_proj"):
+            end = ".bias" if bias else ".weight"
+            parameter = parameter.transpose(1, 2) if transposed and not bias else parameter
+            halves = [parameter]
+            if part == "gate_up_proj":
+                halves = [parameter[:, at::2] for at in (0, 1)] if transposed else [*parameter.chunk(2, dim=1)]
+            parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+            found += zip((f"{stem}.experts.{one}{end}" for one in parts), halves, strict=True)
         else:
-            found.append((name + ".weight" * name.endswith("experts.down_proj"), parameter))
+            found.append((name, parameter))
     return found
 
 
@@ -501,14 +520,14 @@ def write_family(
             values = values + 1
         if family in INTERLEAVED and name.split(".")[-2] in ("q_proj", "k_proj"):
             values = interleaved(values, head_dim)
-        if family.startswith("qwen3_5"):
-            name, values = _of_hybrid(name, values, config)
-        name += ".weight" if name.endswith("layer_scalar") else ""
+        name += ".weight" if name.endswith(("layer_scalar", "sinks")) else ""
         name = name.replace("_correction_bias", "_correction.bias")
-        quant = kind if values.ndim > 1 and values.shape[-1] % 32 == 0 else F32
-        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert stored, f"llama.cpp's {arch} has no {name}"
-        writer.add_tensor(stored, gguf.quantize(values, quant), raw_dtype=quant)
+        parts = _of_hybrid(name, values, config) if family.startswith(_HYBRIDS) else {name: values}
+        for name, values in parts.items():
+            quant = kind if values.ndim > 1 and values.shape[-1] % 32 == 0 and not name.endswith("bias") else F32
+            stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            assert stored, f"llama.cpp's {arch} has no {name}"
+            writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(values), quant), raw_dtype=quant)
     for name, vector in vectors.items():
         writer.add_tensor(name, np.array(vector, dtype=np.float32))
     writer.write_header_to_file()
