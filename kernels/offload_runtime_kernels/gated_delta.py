@@ -149,15 +149,15 @@ def _normed(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
 def _dots(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Products of vectors [n, H, D] and [m, H, D]: [n, m, H] fp32."""
     total = a.new_zeros(a.shape[0], b.shape[0], a.shape[1], dtype=torch.float32)
-    for channel in range(a.shape[2]):
-        total += a[:, None, :, channel].float() * b[None, :, :, channel].float()
+    for of_a, of_b in zip(a.float()[:, None].unbind(3), b.float().unbind(2), strict=True):
+        total += of_a * of_b
     return total
 
 
 def _chain(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Add to [n, H, D] the products of rows of [n, J, H] and matrices [J, H, D] of each head, j by j."""
-    for j in range(a.shape[1]):
-        total = total + a[:, j, :, None].float() * b[j].float()
+    for of_a, of_b in zip(a.float()[..., None].unbind(1), b.float().unbind(0), strict=True):
+        total = total + of_a * of_b
     return total
 
 
@@ -283,13 +283,14 @@ class _Sequence:
         reads, faded = torch.zeros_like(inverses), _exp(decays[:, None] - old_decays[None])
         inverses = _chain(inverses, -(beta[:, None] * faded * _dots(k, old_keys)), old_inverses)
         reads = _chain(reads, faded * _dots(q, old_keys), old_inverses)
-        on_path = torch.tensor([[self.start + j in self.paths[i] for j in here] for i in here])[:, :, None]
+        paths = [set(self.paths[i]) for i in here]
+        on_path = torch.tensor([[self.start + j in path for j in here] for path in paths])[:, :, None]
         none = torch.zeros(())
         faded = _exp((decays[:, None] - decays[None]).where(on_path, none))
         below = on_path & ~torch.eye(len(here), dtype=torch.bool)[:, :, None]
         subtracted = (beta[:, None] * faded * _dots(k, k)).where(below, none)
         for j in range(len(here)):
-            inverses = _chain(inverses, -subtracted[:, j : j + 1], inverses[j : j + 1])
+            inverses = inverses - subtracted[:, j, :, None] * inverses[j]
         reads = _chain(reads, (faded * _dots(q, k)).where(on_path, none), inverses)
         old, keys = reads[:, :, : len(old_keys)].transpose(1, 2), _exp(decays)[:, :, None] * k.float()
         new = reads[:, :, offsets].transpose(1, 2).where(on_path, none)
