@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams, Scheduler
-from offload_runtime.cache import HostKVCache, KVCache
+from offload_runtime.cache import HostKVCache
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.engine.conversation import Reply
 from offload_runtime.engine.engine import Engine
 from offload_runtime.engine.request import Request
 from offload_runtime.errors import OptionError
@@ -204,59 +203,6 @@ def test_what_slots_lose_of_sliding_windows_comes_back_at_its_end_alone(windowed
             said = [say(runtime, engine, prompt) for prompt in prompts]
         assert [one.tokens for one in said] == expected
         assert [one.num_kept for one in said] == kept
-
-
-def ended(reply: Reply) -> GenerationResult:
-    """The whole answer."""
-    for _ in reply:
-        pass
-    return reply.result
-
-
-@pytest.fixture
-def anchored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caches go on where they end, or behind every 192nd token, as recurrent states will."""
-    keeps = KVCache.keeps
-
-    def at_anchors(cache: KVCache, slot: int, length: int) -> int:
-        return keeps(cache, slot, length if length == cache.length(slot) else length // 192 * 192)
-
-    monkeypatch.setattr(KVCache, "keeps", at_anchors)
-
-
-@pytest.mark.few(1)
-@pytest.mark.usefixtures("anchored")
-@pytest.mark.parametrize("kv", ["gpu", "host"])
-def test_caches_that_keep_less_than_is_asked(windowed_target: Path, tmp_path: Path, kv: str) -> None:
-    """The rest is read again: in a server that saves what slots lose, and where conversations are undone."""
-    prompts, kept = [TEXT[:800], TEXT[100:600], TEXT[:450], [*TEXT[:800], 5]], [0, 0, 0, 768]
-    with loaded(windowed_target, draft="ngram", kv=kv) as runtime:
-        expected = [runtime.generate(prompt, params=params()).tokens for prompt in prompts]
-        with runtime.serving(sessions=tmp_path / "kept") as engine:
-            answers = [say(runtime, engine, prompt) for prompt in prompts]
-        assert [one.tokens for one in answers] == expected and [one.num_kept for one in answers] == kept
-        one = runtime.conversation()
-        said = [ended(one.say(text, params=params(50))) for text in ("a link, a layer " * 9, "a slot", "a block")]
-        one.save(tmp_path / "chat.json")
-        for goes_on in (lambda: one, lambda: runtime.load_conversation(tmp_path / "chat.json")):
-            conversation = goes_on()
-            again = ended(conversation.regenerate(params(50)))
-            conversation.undo()
-            assert conversation.num_tokens > 150
-            once_more = ended(conversation.say("a block", params=params(50)))
-            for answer in (again, once_more):
-                assert answer.tokens == said[2].tokens
-                assert 0 < answer.stats.kept_tokens == (answer.stats.prompt_tokens - 1) // 192 * 192
-
-
-@pytest.mark.usefixtures("anchored")
-def test_a_draft_reads_again_what_its_cache_does_not_keep(target: Path, draft: Path) -> None:
-    with loaded(target, draft=draft) as runtime:
-        state, model = runtime.engine.proposer.draft_state, runtime.engine.draft
-        assert state is not None and model is not None
-        for text in (TEXT[:400], TEXT[:300] + TEXT[500:510], TEXT[:100]):
-            fed = state.catch_up(0, text)
-            assert model.runner.cache.length(0) == len(text) - len(fed)
 
 
 def test_a_store_that_is_of_no_use_is_refused(target: Path) -> None:

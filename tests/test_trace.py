@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import threading
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.cache import HostKVCache
@@ -21,7 +19,6 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import StorageError
 from offload_runtime.stream import CopyEngine
-from offload_runtime.trace import TraceRecorder
 from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import load_streaming_kv
 from tests.helpers.traces import (
@@ -170,12 +167,6 @@ def test_a_trace_says_what_happened(target: Path, draft: Path, name: str, tmp_pa
     assert [result.tokens for result in asked] == [result.tokens for result in run.results]
 
 
-def recorders() -> list[TraceRecorder]:
-    """Those that anybody has, as the collector of garbage knows."""
-    gc.collect()
-    return [found for found in gc.get_objects() if isinstance(found, TraceRecorder)]
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("where", "after", "passes"),
@@ -268,12 +259,3 @@ def test_a_trace_of_a_gpu(
         assert one.start_s > launches[number].start_s - 50e-6
         if number in accepted:
             assert one.end_s < accepted[number].end_s + 50e-6
-
-
-@pytest.mark.gpu
-def test_a_gpu_records_no_events_without_a_trace(target: Path) -> None:
-    before = len(recorders())
-    with Runtime.load(target, device="cuda", dtype="bf16", resident_layers=1, context=CONTEXT) as runtime:
-        generate(runtime)
-        assert runtime.engine.recorder is None and len(recorders()) == before
-        torch.cuda.synchronize()

@@ -13,7 +13,7 @@ import transformers
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.stream import HostArena
-from offload_runtime.weights import EMBEDDING, ModelLayout, checkpoint_tensors, open_checkpoint
+from offload_runtime.weights import ModelLayout, checkpoint_tensors, open_checkpoint
 from offload_runtime.weights.loader import passing_bytes
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain
 from tests.helpers.page_locking import LimitedRegistrar
@@ -33,34 +33,6 @@ def directory(tmp_path: Path) -> Path:
             parameter.normal_()
     model.save_pretrained(tmp_path / "model", max_shard_size="30kB")
     return tmp_path / "model"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_packed_tensors_are_the_modules_weights_side_by_side(directory, dtype):
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    weights = load_plain(open_checkpoint(directory), dtype)
-    for index, layer in enumerate(model.model.layers):
-        attention, mlp, views = layer.self_attn, layer.mlp, weights.views(index)
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        expected = {
-            "input_layernorm": layer.input_layernorm.weight,
-            "qkv": torch.cat([p.weight for p in projections]),
-            "qkv_bias": torch.cat([p.bias for p in projections]),
-            "q_norm": attention.q_norm.weight,
-            "k_norm": attention.k_norm.weight,
-            "o": attention.o_proj.weight,
-            "o_bias": attention.o_proj.bias,
-            "post_attention_layernorm": layer.post_attention_layernorm.weight,
-            "gate_up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
-            "down": mlp.down_proj.weight,
-        }
-        assert set(views) == set(expected)
-        for name, tensor in expected.items():
-            assert torch.equal(views[name].dense, tensor.to(dtype)), (index, name)
-    shared = {name: weight.dense for block in (None, EMBEDDING) for name, weight in weights.views(block).items()}
-    assert torch.equal(shared["embedding"], model.model.embed_tokens.weight.to(dtype))
-    assert torch.equal(shared["final_norm"], model.model.norm.weight.to(dtype))
-    assert torch.equal(shared["lm_head"], model.lm_head.weight.to(dtype))
 
 
 def num_staging() -> int:
