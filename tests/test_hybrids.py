@@ -177,7 +177,7 @@ def test_a_session_of_another_chunk_size_is_refused(runtime: Runtime, tmp_path: 
         chat.load(path)
 
 
-SAMPLED = {"max_new_tokens": 80, "ignore_eos": True, "temperature": 0.7, "seed": 3}
+SAMPLED = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 0.7, "seed": 3}
 SHORT_AND_LONG = [LONG[:20], LONG[:500], "a"]
 SEES_ALL = {"budget_tokens": 512, "chunk_size": 4}
 DRAFTING: dict[str, dict[str, Any]] = {
@@ -233,7 +233,7 @@ def test_a_draft_that_was_wrong_goes_on_as_if_it_had_read_the_text(hybrid: Path,
         window = agreement[known - 1 :][: min(gamma, len(result.tokens) - known - 1)]
         found.append(next((place for place, agrees in enumerate(window) if not agrees), len(window)))
         known += 1 + found[-1]
-    assert 10 < sum(found) < 60
+    assert 8 < sum(found) < 45
     assert result.stats.accepted_by_depth == tuple(sum(one > depth for one in found) for depth in range(max(found)))
 
 

@@ -32,6 +32,7 @@ HOST = HostInfo("Some CPU", 16, 64 * GIB, 48 * GIB, 8 << 20, wsl=False)
 # Measuring.
 
 
+@pytest.mark.slow
 def test_measuring_without_a_gpu_gives_the_host_and_reasons_for_the_rest() -> None:
     steps: list[tuple[str, int, int]] = []
     report = measure_machine("cpu", quick=True, on_progress=lambda *step: steps.append(step))

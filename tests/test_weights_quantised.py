@@ -152,7 +152,9 @@ def write_experts(path: Path, experts: int, rows: int, columns: int) -> dict[str
     return stored
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def test_experts_in_mxfp4_are_what_transformers_decodes(device: str, tmp_path: Path) -> None:
     """Two experts as large as gpt-oss', which are read in several pieces, by every power of two that is read. The sign
     of zeros does not count."""
