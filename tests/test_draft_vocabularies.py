@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +22,7 @@ from tests.helpers.engine import (
     refuse_weights,
     write_checkpoint,
 )
+from tests.test_weights_gguf import build, write
 
 TOKENS = 320  # of the tokenizer, the first two of which are <|im_start|> and <|im_end|>
 PROMPT = [40, 60, 80, 301, 75, 90, 41, 61, 81, 302]
@@ -145,28 +145,12 @@ def test_penalties_and_schemas_go_with_a_draft_of_fewer_tokens(models: dict[str,
     assert both[0] == both[1] and json.loads(answer.text) in ("jumps over", "the lazy dog")
 
 
-def write_gguf(path: Path, tokens: list[str], types: list[int], rows: int) -> Path:
-    """A header with room for the weights of one layer."""
-    writer = gguf.GGUFWriter(path, "qwen2")
-    for add, value in (
-        (writer.add_context_length, 512), (writer.add_embedding_length, 32), (writer.add_feed_forward_length, 32),
-        (writer.add_block_count, 1), (writer.add_head_count, 2), (writer.add_head_count_kv, 2),
-        (writer.add_layer_norm_rms_eps, 1e-6), (writer.add_tokenizer_model, "gpt2"),
-        (writer.add_tokenizer_pre, "qwen2"), (writer.add_token_list, tokens), (writer.add_token_types, types),
-    ):  # fmt: skip
-        add(value)
-    square, vector = np.zeros((32, 32), np.float32), np.zeros(32, np.float32)
-    writer.add_tensor("token_embd.weight", np.zeros((rows, 32), np.float32))
-    writer.add_tensor("output_norm.weight", vector)
-    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
-        writer.add_tensor(f"blk.0.{name}.weight", square)
-    for name in ("attn_q.bias", "attn_k.bias", "attn_v.bias", "attn_norm.weight", "ffn_norm.weight"):
-        writer.add_tensor(f"blk.0.{name}", vector)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+def write_gguf(path: Path, tokens: list[str], types: list[int]) -> Path:
+    """A model of one layer with a tokenizer of these tokens."""
+    vocabulary = {"model": "gpt2", "pre": "qwen2", "tokens": tokens, "token_type": types}
+    return write(
+        path, build(num_hidden_layers=1, vocab_size=len(tokens), max_position_embeddings=512), vocabulary=vocabulary
+    )
 
 
 def plan(target: Path, draft: Path) -> int:
@@ -181,13 +165,13 @@ def test_a_plan_compares_the_vocabularies_of_files_of_both_kinds(
     described = json.loads((models["plain"] / "tokenizer.json").read_text())
     by_id = {index: token for token, index in described["model"]["vocab"].items()}
     tokens = [by_id[index] for index in range(TOKENS)]
-    types = [gguf.TokenType.CONTROL] * 2 + [gguf.TokenType.NORMAL] * (TOKENS - 2)
+    types = [int(gguf.TokenType.CONTROL)] * 2 + [int(gguf.TokenType.NORMAL)] * (TOKENS - 2)
     padding = [f"[PAD{index}]" for index in range(TOKENS, TOKENS + 8)]
-    unused = [gguf.TokenType.UNUSED] * len(padding)
-    padded = write_gguf(tmp_path / "padded.gguf", tokens + padding, types + unused, TOKENS + 8)
+    unused = [int(gguf.TokenType.UNUSED)] * len(padding)
+    padded = write_gguf(tmp_path / "padded.gguf", tokens + padding, types + unused)
     assert plan(models["plain"], padded) == plan(padded, models["padded"]) == 0
     tokens[100], tokens[200] = tokens[200], tokens[100]
-    other = write_gguf(tmp_path / "other.gguf", tokens, types, TOKENS)
+    other = write_gguf(tmp_path / "other.gguf", tokens, types)
     capsys.readouterr()
     assert plan(models["plain"], other) == 2
     message = capsys.readouterr().err

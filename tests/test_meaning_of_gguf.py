@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -18,12 +17,17 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from offload_runtime import Runtime
 from offload_runtime.errors import CheckpointError, HubError
+from tests.test_weights_gguf import write as write_llama
 
 SIZES = {
     "vocab_size": 258, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "max_position_embeddings": 256, "initializer_range": 0.2, "rms_norm_eps": 1e-5,
 }  # fmt: skip
 HEAD_DIM, PAIRS, BASE = 32, 16, 10000.0
+VOCABULARY = {
+    "model": "gpt2", "pre": "gpt-2", "merges": [], "tokens": [*bytes_to_unicode().values(), "<|end|>", "<|x|>"],
+    "token_type": [1] * 256 + [3, 3], "eos_token_id": 256,
+}  # fmt: skip
 PROMPT, ANSWER = list(range(60, 100)), [70, 65, 80]
 Fields = Callable[[gguf.GGUFWriter], object]
 
@@ -34,26 +38,8 @@ def build(family: str = "Llama") -> Any:
 
 
 def write(path: Path, model: Any, fields: Fields = lambda w: None, *, arch: str = "llama", **tensors: Any) -> Path:
-    """Save a model as llama.cpp's converter does."""
-    w, config = gguf.GGUFWriter(path, arch), model.config
-    w.add_block_count(config.num_hidden_layers), w.add_context_length(config.max_position_embeddings)
-    w.add_embedding_length(config.hidden_size), w.add_feed_forward_length(config.intermediate_size)
-    w.add_head_count(config.num_attention_heads), w.add_head_count_kv(config.num_key_value_heads)
-    w.add_layer_norm_rms_eps(config.rms_norm_eps)
-    w.add_tokenizer_model("gpt2"), w.add_tokenizer_pre("gpt-2"), w.add_token_merges([])
-    w.add_token_list([*bytes_to_unicode().values(), "<|end|>", "<|x|>"]), w.add_token_types([1] * 256 + [3, 3])
-    w.add_eos_token_id(256)
-    fields(w)
-    names = gguf.get_tensor_name_map(next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), 2)
-    for name, value in model.state_dict().items():
-        values = value.float().numpy()
-        if arch == "llama" and (".q_proj." in name or ".k_proj." in name):  # neighbours are rotated together
-            values = values.reshape(-1, 2, HEAD_DIM // 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
-        w.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), np.ascontiguousarray(values))
-    for name, values in tensors.items():
-        w.add_tensor(f"{name}.weight", np.array(values, dtype=np.float32))
-    w.write_header_to_file(), w.write_kv_data_to_file(), w.write_tensors_to_file(), w.close()
-    return path
+    """Save a model with a tokenizer, with more metadata and tensors."""
+    return write_llama(path, model, extra=fields, arch=arch, vocabulary=VOCABULARY, tensors=tensors)
 
 
 def ours(path: Path) -> torch.Tensor:

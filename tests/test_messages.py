@@ -294,6 +294,13 @@ MARKED = '{"a": "x</tool_call>y \\" </tool_call> [TOOL_CALLS]g{}"}'
         ("mistral", f"[TOOL_CALLS]f[ARGS]{MARKED}[TOOL_CALLS]g{{}}", ("", "", [("f", MARKED), ("g", "{}")])),
         ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}] So.', ("", "So.", [("f", "{}")])),
         ("mistral", "[THINK]a[/THINK][TOOL_CALLS]f{}", None),
+        ("hermes", f"Let me see.\n{hermes('{}')}", ("", "Let me see.", [("f", "{}")])),
+        ("hermes", f"{hermes('{}')} and that is all", ("", " and that is all", [("f", "{}")])),
+        ("hermes", "a < b, <tool_callers> and <tool_cal", ("", "a < b, <tool_callers> and <tool_cal", [])),
+        ("hermes", "no call  \n ", ("", "no call  \n ", [])),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}", ("", "", [("f", "{}")])),
+        ("mistral", "[TOOL_CALLS]{", ("", "[TOOL_CALLS]{", [])),
+        ("llama", "{", ("", "{", [])),
         ("llama", '<|python_tag|>{"name": "f", "parameters": {}} So.', ("", "So.", [("f", "{}")])),
         ("llama", '{"name": "f", "parameters": {}} So.', ("", '{"name": "f", "parameters": {}} So.', [])),
         (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,7 @@ from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa:
 from tests.helpers.server import MODEL
 from tests.test_cli_fakes import make_stats
 
-HERMES, LLAMA, MISTRAL = "… <tool_call> …", "… <|python_tag|> …", "… [TOOL_CALLS] …"
+LLAMA, MISTRAL = "… <|python_tag|> …", "… [TOOL_CALLS] …"
 MARKS = {7: "<|python_tag|>", 8: "[TOOL_CALLS]", 9: "[ARGS]"}
 NAMES = ["weather", "time"]
 HOT, COLD = '{"city": "Rom", "days": 2}', '{"city": "Malmö"}'
@@ -56,48 +55,6 @@ def hermes(name: str, arguments: str) -> str:
 
 BOTH: Calls = [("weather", json.loads(HOT)), ("time", json.loads(COLD))]
 LISTED = f'[{{"name": "weather", "arguments": {HOT}}}, {{"name": "time", "arguments": {COLD}}}]'
-OBJECTS = f'{{"name": "weather", "parameters": {HOT}}}; {{"name": "time", "parameters": {COLD}}}'
-CASES: list[tuple[str | None, str, str, Calls]] = [
-    (HERMES, f"{hermes('weather', HOT)}\n{hermes('time', COLD)}", "", BOTH),
-    (HERMES, f"Let me see.\n{hermes('weather', HOT)}", "Let me see.", BOTH[:1]),
-    (HERMES, hermes("weather", HOT).removesuffix("</tool_call>"), "", BOTH[:1]),  # cut by the end of the answer
-    (HERMES, hermes("weather", HOT) + " and that is all", " and that is all", BOTH[:1]),
-    (HERMES, "a < b, <tool_callers> and <tool_cal", "a < b, <tool_callers> and <tool_cal", []),
-    (HERMES, hermes("weather", "{"), hermes("weather", "{"), []),
-    (HERMES, hermes("delete", "{}"), hermes("delete", "{}"), []),
-    (HERMES, "<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
-    (HERMES, "no call  \n ", "no call  \n ", []),
-    (LLAMA, OBJECTS, "", BOTH),
-    (LLAMA, f"<|python_tag|>{OBJECTS}", "", BOTH),
-    (LLAMA, '{"answer": 42}', '{"answer": 42}', []),
-    (LLAMA, "{", "{", []),
-    (LLAMA, f"So: {OBJECTS}", f"So: {OBJECTS}", []),
-    (MISTRAL, f"[TOOL_CALLS]{LISTED}", "", BOTH),
-    (MISTRAL, f"[TOOL_CALLS]weather[ARGS]{HOT}[TOOL_CALLS]time[CALL_ID]123456789[ARGS]{COLD}", "", BOTH),
-    (MISTRAL, f"[TOOL_CALLS]weather{HOT}", "", BOTH[:1]),
-    (MISTRAL, LISTED, LISTED, []),
-    (MISTRAL, "[TOOL_CALLS]{", "[TOOL_CALLS]{", []),
-    ("nothing that is known", hermes("weather", HOT), hermes("weather", HOT), []),
-    (None, hermes("weather", HOT), hermes("weather", HOT), []),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("template", "answer", "text", "calls"), CASES)
-def test_calls_are_found_however_an_answer_is_cut(template: str | None, answer: str, text: str, calls: Calls) -> None:
-    chance = random.Random(1)
-    for number in range(20):
-        at = (
-            sorted(chance.sample(range(1, len(answer)), min(len(answer) - 1, number)))
-            if number < 19
-            else range(len(answer))
-        )
-        pieces = [answer[a:b] for a, b in zip([0, *at], [*at, len(answer)], strict=True)]
-        assert parse(template, pieces) == (text, calls)
-
-
-def test_without_tools_all_is_text() -> None:
-    answer = hermes("weather", HOT)
-    assert parse(HERMES, [answer], []) == (answer, [])
 
 
 def test_marks_that_are_tokens_without_a_text_are_seen() -> None:

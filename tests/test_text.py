@@ -20,9 +20,9 @@ from tests.helpers.planning import CONFIGS
 WORDS = ["the", "fox", "▁the", "▁fox", "▁", "▁日本", "▁caf", "é", ".", ","]
 
 
-def metaspace_tokenizer() -> PreTrainedTokenizerFast:
+def metaspace_tokenizer(words: Sequence[str] = WORDS) -> PreTrainedTokenizerFast:
     """Like Llama 2's: words begin with a visible space, unknown characters fall back to bytes, the first space goes."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     model = models.BPE({piece: index for index, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
     tokenizer = Tokenizer(model)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])

@@ -9,20 +9,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from offload_runtime.server.protocol import TextOffsets, TokenSpelling
+from tests.test_text import metaspace_tokenizer
 
 WORDS = ["▁", "▁cat", "cat", "▁the", "A", "日"]
 
 
 def sentencepiece() -> Any:
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
-    made = Tokenizer(
-        models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True)
-    )
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    made.add_special_tokens(["<s>", "</s>"])
-    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<s>", eos_token="</s>")
+    made = metaspace_tokenizer(WORDS)
+    made.backend_tokenizer.normalizer = None
+    return made
 
 
 def byte_level() -> Any:
