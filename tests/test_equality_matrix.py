@@ -117,7 +117,7 @@ def expected(targets: Callable[[str], Path]) -> Callable[..., list[list[int]]]:
 
 @pytest.mark.parametrize(
     ("cards", "kv", "windows", "drafts", "resident"),
-    [pytest.param(*row, marks=[] if row in OFTEN else pytest.mark.slow) for row in NEAR + FAR],
+    [pytest.param(*row, marks=[] if row in OFTEN else pytest.mark.slow) for row in NEAR + FAR[::4]],
 )
 def test_tokens_are_those_of_plain_decoding(
     targets: Callable[[str], Path], noisy: Path, expected: Callable[..., list[list[int]]], cards: int, kv: str,

@@ -1,4 +1,4 @@
-"""Ten thousand damaged files, odd chats and odd command lines: each is answered, or refused in two lines at most.
+"""Four thousand damaged files and odd command lines: each is answered, or refused in two lines at most.
 
 Half of them are the same in every run, the others new: FUZZ_SEED, which a failure names, repeats those.
 """
@@ -27,7 +27,7 @@ import typer
 
 from offload_runtime import plan
 from offload_runtime.config import RuntimeConfig
-from offload_runtime.engine import Runtime, fetch_demo_model
+from offload_runtime.engine import fetch_demo_model
 from offload_runtime.engine.request import IncrementalDecoder, PromptRoom
 from offload_runtime.errors import CheckpointError
 from offload_runtime.hardware import MachineProfile, load_profile
@@ -50,7 +50,7 @@ from tests.helpers.models import BUILDERS, LENGTH_DEPENDENT_BUILDERS, load_plain
 from tests.test_cli_fakes import FakeRuntime, app_of
 
 pytestmark = pytest.mark.slow
-INPUTS = 840  # of each of the two chunks of a part: 10,080 in all
+INPUTS = 420  # of each of the two chunks of a part: 4,200 in all
 RANDOM_SEED = os.environ.get("FUZZ_SEED") or str(secrets.randbelow(1 << 32))
 SEEDS = {"known": "1", "random": f"{RANDOM_SEED}"}
 # What one input of a part is, or a few: made by the random numbers, run by the judge.
@@ -303,90 +303,18 @@ def _error_lines(stderr: str) -> list[str]:
     return [line.removeprefix("error: ") for line in stderr.split("\n") if line.startswith("error: ")]
 
 
-class KeptRuntime:
-    """A loaded runtime that every command is given, and none may close."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
-
-    def from_config(self, config: RuntimeConfig, **_: Any) -> KeptRuntime:
-        return self
-
-    def __enter__(self) -> KeptRuntime:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._runtime, name)
-
-
-LINES_OF_A_CHAT = 8
-CHAT_COMMANDS = ("/help", "/reset", "/system", "/stats", "/save", "/load", "/exit", "/seed", "//", "/", "/SAVE", "/\0")
-PATHS = (
-    "chat.json", "damaged.json", "nowhere/chat.json", "directory", "dangling", "to_directory", "", " ", ".", "a\0b",
-    "x" * 300, "~nouser/chat.json", "~", "\ud800", "chat.json\x1b[2J", "日本", "null", "-", "model", "a b",
-)  # fmt: skip
-CONVERSATION = {
-    "version": 1,
-    "messages": [{"role": role, "content": f"said by {role}"} for role in ("system", "user", "assistant")],
-}
-
-
 def _fill(scratch: Path) -> None:
-    """What names of files in chats and command lines may mean."""
+    """What names of files in command lines may mean."""
     (scratch / "directory").mkdir()
     (scratch / "dangling").symlink_to(scratch / "nowhere" / "else")
     (scratch / "to_directory").symlink_to(scratch / "directory")
     (scratch / "text.txt").write_text("a prompt\nof two lines")
     (scratch / "bytes.txt").write_bytes(b"\xff\xfe\x00")
-    (scratch / "chat.json").write_bytes(json_bytes(CONVERSATION))
 
 
 def _stays_here(word: str) -> bool:
     """Whether a word, wherever it is taken for a path, leads nowhere else."""
     return not re.search(r"(^|[=\s])(/|~(?!nouser))|\.\.", word)
-
-
-def chats(scratch: Path, stack: ExitStack) -> Part:
-    _fill(scratch)
-    runtime = stack.enter_context(load(scratch / "model", draft="none", context=128))
-    program = program_of(KeptRuntime(runtime))
-
-    def line(random: Random) -> str:
-        kind = random.random()
-        if kind < 0.45:
-            text = random.choice((*ODD_TEXTS, "hello there", "what is in the slot?"))
-            return odd_text(random, text) if random.random() < 0.5 else text
-        command = random.choice(CHAT_COMMANDS)
-        argument = random.choice((*PATHS, "chat.json", "chat.json", "damaged.json", "damaged.json"))
-        argument = odd_text(random, argument) if random.random() < 0.2 else argument
-        text = f"{command} {random.choice((argument, '', odd_text(random, str(1 << random.randrange(2000)))))}"
-        # A line that begins with a slash is a command, what is left of it a path.
-        return text if _stays_here(text.lstrip()[1:]) else "/save"
-
-    def one(random: Random, judge: Judge) -> None:
-        changed, names = mutate_json(random, CONVERSATION, ("version", "messages", "role", "content"))
-        (scratch / "damaged.json").write_bytes(json_bytes(changed))
-        lines = [line(random).replace("\n", " ") for _ in range(LINES_OF_A_CHAT)]
-        stdin = "\n".join(lines).encode("utf-8", "surrogatepass")
-        options = random.choice(([], ["--json"], ["--system", "Be brief."]))
-        words = ["chat", "--target", "model", "--max-new-tokens", "2", *options]
-
-        def talk() -> None:
-            code, _, stderr = run_program(program, words, stdin)
-            errors = _error_lines(stderr)
-            # 2 where the last save of those that were asked for has failed.
-            assert code == 0 or (code == 2 and errors), f"exit code {code}: {stderr[-300:]}"
-            assert len(errors) <= len(lines), "more errors than lines"
-            judge.judge_lines(repr(lines), errors)
-            judge.refused += len(errors)
-
-        judge.run(f"{' '.join(options)} {', '.join(names)} {lines!r}", talk)
-        judge.count += LINES_OF_A_CHAT - 1
-
-    return one
 
 
 COMMAND_LINES = (
@@ -469,7 +397,7 @@ def command_lines(scratch: Path, stack: ExitStack) -> Part:
     return one
 
 
-PARTS = (gguf_headers, safetensors_headers, configurations, tokenizers, chats, command_lines)
+PARTS = (gguf_headers, safetensors_headers, configurations, tokenizers, command_lines)
 
 
 @pytest.mark.parametrize("chunk", SEEDS)

@@ -234,7 +234,7 @@ def test_any_history_of_requests(target: Path, draft: Path, tmp_path: Path, prop
         run_state_machine_as_test(
             lambda: Served(runtime, tasks, Path(tempfile.mkdtemp(dir=tmp_path))),
             settings=settings(
-                max_examples=16, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
+                max_examples=8, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck)
             ),
         )  # fmt: skip
         # The runtime is given back.

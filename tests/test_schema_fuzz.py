@@ -1,4 +1,4 @@
-"""Schemas at random, against a server in a process of its own that answers everybody else meanwhile.
+"""Schemas at random, against a server that answers everybody else meanwhile.
 
 `FUZZED_SCHEMAS=20000 pytest -m slow tests/test_schema_fuzz.py -s` asks so many and prints what they were answered.
 """
@@ -8,22 +8,18 @@ from __future__ import annotations
 import json
 import os
 import random
-import re
-import subprocess
-import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.schemas import random_schema
+from tests.helpers.server import serving
 
-ROOT = Path(__file__).resolve().parents[1]
 NUMBERS: list[Any] = [
     0, -1, 1.5, -0.0, 1e-9, 2**31, 2**53, 2**53 + 1, 2**63, -(2**63) + 1024, -(2**63) + 512, -(2**63), -(10**30),
     10**40, 1e300, -1e300, 5e-324, 0.1, 4294967297, 65537,
@@ -113,88 +109,34 @@ def fuzzed(chance: random.Random) -> tuple[str, bytes]:
     return path, (text.replace("1e+300", "1e400") if chance.random() < 0.05 else text).encode()
 
 
-@contextmanager
-def server_process(model: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """`offload-runtime serve` on a free port."""
-    words = (
-        f"-m offload_runtime serve --device cpu --port 0 --context 512 --max-requests 4 --draft none --target {model}"
-    )
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, *words.split()], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=environment
-    ) as process:
-        assert process.stderr is not None
-        try:
-            ready = next(line for line in process.stderr if line.startswith("ready"))
-            threading.Thread(target=process.stderr.read, daemon=True).start()  # or it waits for a reader
-            yield process, re.findall(r"http://\S+:\d+", ready)[0]
-        finally:
-            process.kill()
-
-
-class Client:
-    """Asks a server, over one connection as long as that lasts."""
-
-    def __init__(self, url: str) -> None:
-        self._http = httpx.Client(base_url=url, timeout=300, trust_env=False)
-
-    def ask(self, path: str, body: bytes) -> httpx.Response:
-        return self._http.post(path, content=body, headers={"Content-Type": "application/json"})
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_no_schema_ends_the_server_or_keeps_others_from_their_answers(
-    copy: Path, request: pytest.FixtureRequest
-) -> None:
+def test_no_schema_ends_the_server_or_keeps_others_from_their_answers(copy: Path) -> None:
     template = copy / "chat_template.jinja"
     template.write_text(template.read_text() + "{# <tool_call> #}")  # so that calls can be forced
     count, seed = int(os.environ.get("FUZZED_SCHEMAS", "150")), int(os.environ.get("FUZZ_SEED", "1"))
-    statuses, left, ordinary = Counter[str](), iter(range(count)), Counter[int]()
-    wrong, lock, is_over = list[str](), threading.Lock(), threading.Event()
+    options, is_over, texts = {"context": 512, "draft": "none", "max_batch": 4}, threading.Event(), set[str]()
 
-    def fuzz(url: str) -> None:
-        client = Client(url)
-        while not wrong:
-            with lock:
-                number = next(left, None)
-            if number is None:
-                return
+    with serving(copy, load_options=options) as served, ThreadPoolExecutor(4) as threads:
+
+        def fuzz(number: int) -> int:
             path, body = fuzzed(random.Random(f"{seed} {number}"))
-            try:
-                answer = client.ask(path, body)
-                fine = answer.status_code == 200 or (
-                    400 <= answer.status_code < 500 and isinstance(answer.json()["error"]["message"], str)
-                )
-                said = answer.text if not fine else ""
-            except Exception as error:
-                fine, said = False, repr(error)
-            with lock:
-                statuses[str(answer.status_code) if fine else "wrong"] += 1
-            if not fine:
-                wrong.append(f"{number}: {path} {body[:3000]!r}: {said[:500]}")
+            answer = served.http.post(path, content=body, headers={"Content-Type": "application/json"}, timeout=300)
+            is_refused = 400 <= answer.status_code < 500 and isinstance(answer.json()["error"]["message"], str)
+            assert answer.status_code == 200 or is_refused, f"{number}: {path} {body[:3000]!r}: {answer.text[:500]}"
+            return answer.status_code
 
-    def be_ordinary(url: str) -> None:
-        client = Client(url)
-        body = json.dumps({"prompt": "the quick brown fox", "max_tokens": 3, "temperature": 0}).encode()
-        expected = client.ask("/v1/completions", body).json()["choices"][0]["text"]
-        while not is_over.wait(0.1):
-            answer = client.ask("/v1/completions", body)
-            ordinary[answer.status_code] += 1
-            if answer.status_code != 200 or answer.json()["choices"][0]["text"] != expected:
-                wrong.append(f"an ordinary request: {answer.status_code} {answer.text[:300]}")
-                return
+        def be_ordinary() -> None:
+            asked = {"prompt": "the quick brown fox", "max_tokens": 3, "temperature": 0}
+            while not is_over.wait(0.1):
+                answer = served.http.post("/v1/completions", json=asked, timeout=300)
+                texts.add(answer.json()["choices"][0]["text"])
 
-    with server_process(copy) as (process, url):
-        threads = [threading.Thread(target=fuzz, args=(url,)) for _ in range(3)]
-        other = threading.Thread(target=be_ordinary, args=(url,))
-        for thread in (other, *threads):
-            thread.start()
-        for thread in threads:
-            thread.join()
-        is_over.set()
-        other.join()
-        assert not wrong, wrong[0]
-        assert process.poll() is None and Client(url).ask("/tokenize", b'{"prompt": "x"}').status_code == 200
-    print(f"\n{dict(statuses)}; ordinary answers meanwhile: {ordinary[200]}")
-    assert sum(statuses.values()) == count and statuses["200"] and statuses["400"] and ordinary[200]
+        ordinary = threads.submit(be_ordinary)
+        try:
+            statuses = Counter(threads.map(fuzz, range(count)))
+        finally:
+            is_over.set()
+        ordinary.result()
+    print(f"\n{dict(statuses)}")
+    assert len(texts) == 1 and statuses[200] and statuses[400]

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.core import TokenTree
-from offload_runtime.engine import Runtime, fetch_demo_model
+from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, CheckpointError
 from offload_runtime.plan import plan_run
 from offload_runtime.sizes import GB
@@ -266,19 +266,3 @@ def test_scales_that_are_not_finite_are_refused(
         load_weights(source, source.layout(BF16), coding_device=torch.device(device))
     with pytest.raises(CheckpointError, match=r"scales of blk\.0\.ffn_up\.weight are infinite or no numbers"):
         load_plain(source, BF16)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_real_model_gives_the_logits_and_tokens_of_its_decoded_copy() -> None:
-    """SmolLM2-135M in Q4_1, with an embedding in Q8_0."""
-    source = open_checkpoint(fetch_demo_model())
-    copy = replace(source, kinds={})
-    assert source.layout(FP32).total_bytes < 0.2 * copy.layout(FP32).total_bytes
-    assert torch.equal(*(logits(each, buffers=0, resident=None) for each in (source, copy)))
-    answers = []
-    for options in ({"weights": "decoded"}, {"weights": "stored", "resident_layers": 3}):
-        with Runtime.load(source, device="cpu", context=512, draft="none", **options) as runtime:
-            assert ("Q4_1" in runtime.load_report) == (len(options) > 1)
-            answers.append(runtime.generate("The capital of France is", max_new_tokens=5, temperature=0.0).tokens)
-    assert answers[0] == answers[1]

@@ -29,10 +29,8 @@ import offload_runtime_kernels
 import torch
 import triton
 from offload_runtime_kernels.attention_sources import attend_sources_triton
-from offload_runtime_kernels.attention_state import AttentionParams, AttentionState, KeySource, QueryRows
-from offload_runtime_kernels.attention_triton import attend_blocks_triton, attention_triton, finish_attention_triton
-from offload_runtime_kernels.chunk_scores import chunk_scores_triton
-from offload_runtime_kernels.chunk_summaries import ChunkSummaries
+from offload_runtime_kernels.attention_state import AttentionParams, KeySource, QueryRows
+from offload_runtime_kernels.attention_triton import attention_triton
 from offload_runtime_kernels.coded_bf16 import CodedRow
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices
@@ -271,13 +269,6 @@ def attend(
     attention_triton(q, kv, query_rows(count, **tree_rows), params, prefill=False if tree else count > 100)
 
 
-def attend_pieces() -> None:
-    q, kv = torch.empty(1, 4, 32, 128, dtype=BF16), caches(8, 128, BF16)
-    state = AttentionState.empty(q)
-    attend_blocks_triton(q, kv, query_rows(4), range(3), state, AttentionParams(0.1))
-    finish_attention_triton(q, state, AttentionParams(0.1))
-
-
 # What of attention is compiled, of whom, and with which sliding window; fp16 takes what bf16 does.
 ATTENTION = (
     ("window prefill tree", "llama-3-8b", BF16, None),
@@ -296,7 +287,6 @@ def attention_calls() -> Iterator[tuple[str, Call]]:
             count, tree = {"window": 5, "prefill": 512, "tree": 24}[kind], kind == "tree"
             call = partial(attend, HEADS[model], dtype, count, window=window, tree=tree)
             yield f"attention {kind} {model} {called(dtype)} {window}", call
-    yield "attention pieces", attend_pieces
 
 
 def attend_two(heads: tuple[int, int, int], dtype: torch.dtype, count: int, *, bounded: bool, parts: int) -> None:
@@ -318,33 +308,11 @@ def sources_calls() -> Iterator[tuple[str, Call]]:
         yield f"sources {count} {model} {called(dtype)}", call
 
 
-def summarised(num_kv_heads: int, head_dim: int, chunks: int) -> ChunkSummaries:
-    codes = torch.empty(1, num_kv_heads, chunks, head_dim, dtype=torch.int8)
-    return ChunkSummaries(codes, torch.empty(*codes.shape[:3], 2, dtype=FP16))
-
-
-def score(heads: tuple[int, int, int], dtype: torch.dtype, count: int, *, coded: bool) -> None:
-    num_heads, num_kv_heads, head_dim = heads
-    keys = torch.empty(1, num_kv_heads, 4096, head_dim, dtype=dtype)
-    chunk_scores_triton(
-        torch.empty(1, count, num_heads, head_dim, dtype=dtype),
-        summarised(num_kv_heads, head_dim, 4096) if coded else keys, ints(1), scale=0.1,
-        rows_used=ints(1) if coded else None,
-    )  # fmt: skip
-
-
-def retrieval_calls() -> Iterator[tuple[str, Call]]:
-    for model, dtype in (("llama-3-8b", BF16), ("gemma-4", BF16), ("smollm2-135m", FP32)):
-        half = dtype == BF16
-        call = partial(score, HEADS[model], dtype, 16 if half else 1, coded=half)
-        yield f"scores {model} {called(dtype)}", call
-
-
 def calls(wanted: list[str]) -> Iterator[tuple[str, Call]]:
     """What is compiled: everything, or what has all the words of one of `wanted` in its name."""
     every = (
         linear_calls, encoding_calls, gguf_linear_calls, scaled_linear_calls, expert_calls, attention_calls,
-        sources_calls, retrieval_calls,
+        sources_calls,
     )  # fmt: skip
     for name, call in (named for group in every for named in group()):
         if not wanted or any(set(words.split()) <= set(name.split()) for words in wanted):

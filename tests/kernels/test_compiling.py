@@ -24,9 +24,9 @@ LARGEST = ("linear 128 22016 bfloat16 gated", "prefill gemma-2-2b bfloat16", "so
 WANTED = {
     86: LARGEST,
     89: (
-        "linear 128 bfloat16", "linear 16 22016 bfloat16", "gguf_linear Q4_K 8", "gguf_linear Q6_K 8", "12-bit 8",
-        "scaled_linear uint4 1x128 True bfloat16", "scaled_linear FP8 bfloat16", "experts bfloat16 gpt-oss",
-        "attention bfloat16", "sources bfloat16", "scores bfloat16", "decode FP8",
+        "linear 128 4096 bfloat16", "gguf_linear Q4_K 8", "12-bit 8", "scaled_linear uint4 1x128 True bfloat16",
+        "scaled_linear FP8 bfloat16", "experts bfloat16 gpt-oss", "attention prefill bfloat16",
+        "attention tree llama-3-8b", "sources 64 bfloat16", "decode FP8 128x128",
     ),
     120: LARGEST + ENCODED,
 }  # fmt: skip
