@@ -13,13 +13,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from offload_runtime_kernels.attention import AttentionParams, QueryRows
 from offload_runtime_kernels.gather_chunks import BlockTable
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.cache import BlockLayout, HostKVCache, HostKVCard, KVCache, block_bytes
 from offload_runtime.cache.device import StreamingDraftCache, block_shapes, kept_positions, num_blocks
-from offload_runtime.cache.retrieval import RetrievedChunks, RetrievedDraftCache
+from offload_runtime.cache.retrieval import RetrievedChunks
 from offload_runtime.cache.saved_blocks import SavedBlock, first_whole_block
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.stream import DeviceBudget
@@ -554,32 +553,3 @@ def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
                 expected = [mark for chunk in order[:count] for mark in text[chunk * size : (chunk + 1) * size]]
                 own = chunks.blocks(layer).data[slot, :, :, head : head + 1]
                 assert held(own, layer, count * size) == expected
-
-
-def test_the_first_step_chooses_and_the_others_use() -> None:
-    cache = RetrievedDraftCache(
-        CONFIG, torch.float32, capacity_tokens=CAPACITY, budget_tokens=64, chunk_size=8, batch=1,
-        budgets=[DeviceBudget(CPU, None)],
-    )  # fmt: skip
-    cache.begin_prefill(0, 700)
-    for layer in range(LAYERS):
-        cache.store(layer).data.normal_(generator=torch.Generator().manual_seed(layer))
-    cache.end_prefill(0, 700)
-    held: list[list[torch.Tensor]] = []
-    for _ in range(2):
-        cache.begin_steps(range(1), {0: 3})
-        for step in range(3):
-            cache.begin_step(first=step == 0)
-            rows = QueryRows(int32([[700 + step]]), int32([0]), CAPACITY)
-            for layer in range(LAYERS):
-                own = CONFIG.layers[layer].attention
-                q = torch.randn(
-                    1, 1, own.num_heads, own.head_dim, generator=torch.Generator().manual_seed(100 * len(held) + layer)
-                )
-                cache.attend(layer, q, rows, AttentionParams(0.5))
-            held.append([cache.chunks.resident[layer].clone() for layer in range(LAYERS)])
-    for layer in range(LAYERS):
-        first, *others = (of_layers[layer] for of_layers in held)
-        assert all(torch.equal(one, first) for one in others[:2]), "chosen by another step than the first"
-        assert not torch.equal(others[2], first), "not chosen anew"
-        assert all(torch.equal(one, others[2]) for one in others[3:])

@@ -61,23 +61,6 @@ def test_options_reach_the_plan() -> None:
     assert wide["pass"]["verify"]["bytes_streamed"] > plain["pass"]["verify"]["bytes_streamed"]
 
 
-def test_what_does_not_fit_ends_with_two_and_the_way_out() -> None:
-    arguments = ("--context", "131072", "--kv", "gpu", "--profile", "rtx4090")
-    result = plan("llama-3.1-8b", *arguments, "--batch", "2", "--vram", "20GB")
-    assert result.exit_code == 2
-    assert "Does not fit: " in result.stdout and "\n  with --context " in result.stdout
-    assert "error: the allowed device memory of 20.0 GB is too small by " in result.stderr
-    context = re.search(r"--context (\d+)", result.stdout)
-    assert context is not None
-    again = plan("llama-3.1-8b", "--context", context[1], "--kv", "gpu", "--profile", "rtx4090", "--batch", "2",
-                 "--vram", "20GB")  # fmt: skip
-    assert again.exit_code == 0
-    as_json = plan("llama-3.1-8b", *arguments, "--batch", "2", "--vram", "20GB", "--json")
-    record = json.loads(as_json.stdout)
-    assert (as_json.exit_code, record["fits"]) == (2, False) and record["short_bytes"]["device memory"] > 10**9
-    assert record["nearest"][0]["change"] == f"--context {context[1]}"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -23,10 +23,7 @@ PROMPTS = {
     "code": "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n",
 }
 GREEDY_COUNT, COUNT = 14, 10
-SAMPLINGS: list[dict[str, Any]] = [
-    {"temperature": 0.0},
-    {"temperature": 0.8, "top_p": 0.9, "seed": 2},
-]
+SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "seed": 2}]
 pytestmark = pytest.mark.timeout(600)  # the model may have to be downloaded
 
 
@@ -40,10 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def runtimes(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Runtime]]:
     """Resident without a draft, and some layers streamed with a noisy copy as draft."""
     noisy = write_noisy_copy(model, tmp_path_factory.mktemp("drafts") / "noisy", noise=0.05)
-    setups: dict[str, dict[str, Any]] = {
-        "plain": {"draft": "none"},
-        "noisy": {"draft": noisy, "resident_layers": 11},
-    }
+    setups: dict[str, dict[str, Any]] = {"plain": {"draft": "none"}, "noisy": {"draft": noisy, "resident_layers": 11}}
     with ExitStack() as stack:
         yield {
             name: stack.enter_context(Runtime.load(model, device="cpu", context=256, **setup))

@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 
 from offload_runtime.errors import ProfileError, StorageError
-from offload_runtime.hardware import (
-    list_profiles,
-    load_profile,
-    profile_from_mapping,
-    save_profile,
-    shipped_directory,
-)
+from offload_runtime.hardware import list_profiles, load_profile, profile_from_mapping, save_profile, shipped_directory
 from offload_runtime.hardware.bench import PcieLink
 
 GIB = 1 << 30

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 
 from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
-from offload_runtime.speculation import (
-    MatchRates,
-    NgramLookup,
-    NgramProposer,
-)
+from offload_runtime.speculation import MatchRates, NgramLookup, NgramProposer
 
 MOST_OCCURRENCES = 32
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from offload_runtime import Runtime, SamplingParams
-from offload_runtime.engine.sessions import read_conversation
-from offload_runtime.errors import ContextLengthError, OptionError, SessionError
+from offload_runtime.errors import ContextLengthError, OptionError
 from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.server import Served, serving
 from tests.test_cli_chat import chat
@@ -123,23 +122,6 @@ def test_logits_of_what_is_no_answer(runtime: Runtime) -> None:
     ):
         with pytest.raises(kind):
             list(runtime.logits(prompt, [answer]))
-
-
-def test_a_damaged_session_is_refused_with_or_without_blocks(runtime: Runtime, tmp_path: Path) -> None:
-    chat, path = runtime.conversation(), tmp_path / "a.chat"
-    list(chat.say("My number is 1234567.", max_new_tokens=4))
-    chat.save(path)
-    whole = path.read_text()
-    for block in path.with_name("a.chat.kv").glob("*.kv"):
-        block.unlink()
-    assert runtime.conversation().load(path) == 0
-    for damaged in (whole.replace("1234567", "1234568"), whole.replace('"session"', '"sessiom"')):
-        path.write_text(damaged)
-        with pytest.raises(SessionError, match=r"damaged.*take `session` and `earlier` out"):
-            runtime.conversation().load(path)
-    record = read_conversation(path)
-    path.write_text(json.dumps({name: record[name] for name in ("version", "messages")}))
-    assert runtime.load_conversation(path).messages == chat.messages
 
 
 def test_a_chat_that_could_not_be_saved_does_not_end_well(tmp_path: Path) -> None:

@@ -15,12 +15,7 @@ from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP, RowNorm
-from offload_runtime.plan import (
-    RunPlan,
-    pass_time,
-    plan_run,
-    prefill_time,
-)
+from offload_runtime.plan import RunPlan, pass_time, plan_run, prefill_time
 from offload_runtime.speculation import best_tree_tokens
 from offload_runtime.weights import DescribedModel, describe_model
 from offload_runtime.weights.neighbours import stored_kinds

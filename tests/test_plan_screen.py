@@ -75,10 +75,7 @@ def test_what_is_offered_for_more_brings_at_least_a_tenth() -> None:
         (
             "llama-3.1-70b",
             (),
-            (
-                r"as Q4_K_M \(about 43 GB\) it fits: 1\.2 tokens/s",
-                r"with 1\d\d\.\d GB of RAM it fits: ",
-            ),
+            (r"as Q4_K_M \(about 43 GB\) it fits: 1\.2 tokens/s", r"with 1\d\d\.\d GB of RAM it fits: "),
         ),
         ("llama-3.1-70b", ("--ram", "12GB"), (r"with 128.7 GB of RAM it fits",)),
         (

@@ -11,9 +11,7 @@ import pytest
 
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.plan import (
-    RunPlan,
-)
+from offload_runtime.plan import RunPlan
 from offload_runtime.plan.sizes import PROCESS_BYTES
 from offload_runtime.sizes import format_bytes
 from offload_runtime.stream import Registrar, ring_shape

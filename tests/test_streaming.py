@@ -116,52 +116,6 @@ def test_a_pass_after_an_interrupted_one_starts_over(
         assert _run_pass(streamer) == list(range(7))
 
 
-class _OrderEngine:
-    """Copies at once, and insists that a slot that was read is recorded as free before it is filled again."""
-
-    def __init__(self) -> None:
-        self.bytes_copied = 0
-        self._unrecorded: set[int] = set()  # free events of slots whose last read has not been recorded
-        self._free_of: dict[int, object] = {}  # by ready event
-
-    def new_event(self) -> object:
-        return object()
-
-    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, free: object, ready: object, label: object) -> None:
-        assert id(free) not in self._unrecorded, "a slot is filled again although its last read was never recorded"
-        self._free_of[id(ready)] = free
-        dst.copy_(src)
-
-    def compute_wait(self, ready: object) -> None:
-        self._unrecorded.add(id(self._free_of[id(ready)]))
-
-    def compute_record(self, free: object) -> None:
-        self._unrecorded.discard(id(free))
-
-    def copy_seconds(self) -> float:
-        return 0.0
-
-    def stall_seconds(self) -> float:
-        return 0.0
-
-    def drain(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("at", range(7))
-@pytest.mark.parametrize("buffers", [1, 2, 3])
-def test_reads_of_an_interrupted_pass_are_recorded_before_its_slot_is_filled_again(buffers: int, at: int) -> None:
-    # On a GPU kernels of the interrupted pass may still be queued, so only the event keeps the copy from overtaking.
-    streamer = _streamer(_OrderEngine(), buffers=buffers)
-    for _ in range(2):
-        with pytest.raises(_InterruptedError):
-            _interrupt(streamer, at)
-        assert _run_pass(streamer) == list(range(7))
-
-
 @dataclass(frozen=True)
 class _GpuRing:
     """Layers large enough to be caught in the middle of a copy."""

@@ -5,10 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime.trace import (
-    covered_seconds,
-    union_seconds,
-)
+from offload_runtime.trace import covered_seconds, union_seconds
 
 _intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda pair: (pair[0], sum(pair))))
 

@@ -14,13 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
-from offload_runtime.weights import (
-    EMBEDDING,
-    CheckpointSource,
-    MatricesNotCodable,
-    checkpoint_tensors,
-    load_weights,
-)
+from offload_runtime.weights import EMBEDDING, CheckpointSource, MatricesNotCodable, checkpoint_tensors, load_weights
 from tests.helpers.assembly import in_memory, make_runner, prefill, verify
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of

@@ -76,18 +76,9 @@ def _half_dim_factors(low: float, high: float) -> list[float]:
 
 
 BUILDERS: dict[str, Callable[[], Any]] = {
-    "llama": _llama,
     "llama-gqa": lambda: _llama(num_key_value_heads=2),
     "llama-gqa3-wide-heads": lambda: _llama(num_attention_heads=6, num_key_value_heads=2, head_dim=20),
     "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
-    "llama-tied": lambda: _llama(tie_word_embeddings=True),
-    "llama-linear": lambda: _llama(rope_parameters=_rope("linear", factor=4.0)),
-    "llama-llama3": lambda: _llama(
-        rope_parameters=_rope(
-            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
-        )
-    ),
-    "llama-yarn": lambda: _llama(rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=128)),
     "mistral-window": lambda: MistralForCausalLM(
         MistralConfig(**_sizes(num_key_value_heads=2, sliding_window=9, head_dim=12))
     ),

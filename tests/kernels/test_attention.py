@@ -10,14 +10,7 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.attention_triton import attention_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 
-from tests.helpers.attention_cases import (
-    TREE_PARENTS,
-    AttentionCase,
-    chain_of_path,
-    chain_rows,
-    tree_path,
-    tree_rows,
-)
+from tests.helpers.attention_cases import TREE_PARENTS, AttentionCase, chain_of_path, chain_rows, tree_path, tree_rows
 from tests.helpers.kernel_conditions import UNIT_ROUNDOFF, assert_within, poisoned_outputs
 
 BF16 = torch.bfloat16

@@ -18,13 +18,7 @@ from offload_runtime_kernels.kv_blocks import (
     rope_store_triton,
 )
 
-from tests.helpers.kernel_conditions import (
-    KERNEL_DEVICE,
-    UNIT_ROUNDOFF,
-    assert_within,
-    poisoned_outputs,
-    random_tensor,
-)
+from tests.helpers.kernel_conditions import KERNEL_DEVICE, UNIT_ROUNDOFF, assert_within, poisoned_outputs, random_tensor
 
 NUM_SEQUENCES, NUM_BLOCKS = 3, 2
 

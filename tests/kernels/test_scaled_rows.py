@@ -44,12 +44,7 @@ def e4m3(byte: int) -> float:
     return sign * (mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10))
 
 
-NUMBERS = {
-    "FP8": e4m3,
-    "int8": lambda byte: float(byte - 256 if byte > 127 else byte),
-    "uint8": float,
-    "uint4": float,
-}
+NUMBERS = {"FP8": e4m3, "int8": lambda byte: float(byte - 256 if byte > 127 else byte), "uint8": float, "uint4": float}
 
 
 def apart(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
