@@ -107,7 +107,7 @@ class Played:
         """A prompt, all of which stays."""
         self.cache.begin_prefill(slot, count)
         self.expected[slot] += self._put(slot, self._behind(slot, count))
-        self.cache.end_prefill(slot, count)
+        self.cache.commit(slot, count)
 
     def window(self, slot: int, count: int, path: Sequence[int]) -> None:
         """A window of `count` tokens, of which the rows `path` are accepted."""
@@ -219,7 +219,7 @@ class Rolling:
         if broken:
             self.expected = before
         else:
-            self.cache.end_prefill(0, count)
+            self.cache.commit(0, count)
 
     def window(self, count: int, path: Sequence[int]) -> None:
         self.cache.begin_window([0], [count])
@@ -477,7 +477,7 @@ def test_any_history_of_a_window_over_a_text(sinks: int, recent: int, steps: lis
         first = cache.length(1)
         for layer in range(LAYERS):
             put(cache.store(layer).data[0], layer, range(first, first + len(positions)), [text[p] for p in positions])
-        cache.end_prefill(1, len(positions))
+        cache.commit(1, len(positions))
 
     for action, amount in steps:
         if action == "cut":  # as far as it need not begin anew

@@ -130,7 +130,7 @@ class DeltaStates:
     Args:
         config: The model's shape.
         dtype: Of the model.
-        batch: Sequences.
+        lengths: The committed tokens of every sequence, which the cache that these states belong to counts.
         window_tokens: Most tokens that a decoding pass, or steps one after the other, put behind the committed ones.
         budgets: Ledgers of the cards.
         owners: The card of each layer by its number.
@@ -142,12 +142,13 @@ class DeltaStates:
     """
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, *, batch: int, window_tokens: int,
+        self, config: ModelConfig, dtype: torch.dtype, *, lengths: Sequence[int], window_tokens: int,
         budgets: Sequence[DeviceBudget], owners: Sequence[int], name: str, registrar: Registrar | None,
         spare_positions: range | None = None,
     ) -> None:  # fmt: skip
         (self._shape,) = {one.shape for one in config.deltas.values()}
         self._tokens, self._cards = memory_tokens(window_tokens, self._shape), list[_CardStates]()
+        batch, self._lengths = len(lengths), lengths
         self._of_layers = dict[int, tuple[_CardStates, DeltaMemory]]()
         for card, budget in enumerate(budgets):
             own = tuple(layer for layer in config.deltas if owners[layer] == card)
@@ -162,7 +163,7 @@ class DeltaStates:
             self._cards.append(_CardStates(card, own, DeltaMemory(*parts), numbers))
             for number, layer in enumerate(own):
                 self._of_layers[layer] = self._cards[-1], DeltaMemory(*(part[number] for part in parts))
-        self._lengths, self._anchors = [0] * batch, [list[_Anchor]() for _ in range(batch)]
+        self._anchors = [list[_Anchor]() for _ in range(batch)]
         self._bases, self._numbers_host = [0] * batch, list[list[int]]()  # chunks at whose beginnings states stand
         self._registrar, self._arenas = registrar, list[HostArena]()
         self._saved = {layer: _saved_layout(config, layer, dtype) for layer in self._of_layers}
@@ -269,34 +270,32 @@ class DeltaStates:
             size, places = size + len(self._spare_positions), (spare + size).where(spare >= 0, places)
         return slots * size + places
 
-    def begin(self, counts: Mapping[int, int], prompts: Collection[int]) -> None:
-        """The next pass puts so many tokens behind some sequences: prompts, of which a piece begins at each anchor
+    def begin(self, ends: Mapping[int, int], prompts: Collection[int]) -> None:
+        """The next pass brings some sequences to so many tokens: prompts, of which a piece begins at each anchor
         within, and windows, or steps do one after the other. What they have by now is theirs for good."""
         for left in self._left.values():  # of prompts that broke off
             self._release(left)
-        for slot in counts:
+        for slot in ends:
             self._settle(slot)
-        ends = {slot: self._lengths[slot] + count for slot, count in counts.items()}
         self.lag = max([0, *((end - 1) // CHUNK_TOKENS - self._bases[slot] for slot, end in ends.items())])
         self._wanted, self._left = {}, {slot: [] for slot in prompts}
         for slot in prompts:
             wanted = anchors_within(self._lengths[slot], ends[slot])
             self._wanted[slot] = {*wanted}.difference(one.length for one in self._anchors[slot])
             self._is_lost[slot] = True  # until all of it is there
-        numbers = [self._lengths, self._bases]
+        numbers = [[*self._lengths], [*self._bases]]
         if self._cards[0].steps and numbers != self._numbers_host:
-            self._numbers_host = [[*one] for one in numbers]
+            self._numbers_host = numbers
             for card in self._cards:
                 with current_device(card.numbers.device):
                     overwrite(card.numbers, torch.tensor(numbers, dtype=torch.int32))
 
-    def commit(self, slot: int, length: int, rows: Sequence[int] = ()) -> None:
-        """A sequence has so many tokens: those of its prompt, or of a window, where they are a path through a tree the
-        newest are these rows of it."""
-        before, self._lengths[slot] = self._lengths[slot], length
+    def commit(self, slot: int, before: int, rows: Sequence[int] = ()) -> None:
+        """A sequence has more tokens than `before`: those of its prompt, or of a window, where they are a path through
+        a tree the newest are these rows of it."""
         if slot in self._left:
             self._anchors[slot] += self._left.pop(slot)
-            self._bases[slot], self._is_lost[slot] = length // CHUNK_TOKENS, False
+            self._bases[slot], self._is_lost[slot] = self._lengths[slot] // CHUNK_TOKENS, False
             self.keep_anchor(slot)
             return
         self._move(slot, before, rows)
@@ -351,16 +350,17 @@ class DeltaStates:
     def _base(self, slot: int) -> int:
         return 0 if self._is_lost[slot] else self._bases[slot] * CHUNK_TOKENS
 
-    def truncate(self, slot: int, length: int) -> None:
-        """Forget everything behind the first `length` tokens of a sequence, which it `keeps`."""
+    def truncate(self, slot: int) -> None:
+        """Forget everything behind a sequence's tokens, which have become fewer, as many as it `keeps`."""
         self._release(self._left.pop(slot, []))
+        length = self._lengths[slot]
         if self._is_lost[slot] or length < self._base(slot):
             for card in self._cards:
                 card.stack.states[:, slot] = 0
             if (anchor := self._anchor_at(slot, length)) is not None:
                 self._write(slot, length, self._views(anchor), non_blocking=True)
             self._bases[slot] = length // CHUNK_TOKENS
-        self._lengths[slot], self._is_lost[slot] = length, False
+        self._is_lost[slot] = False
         self._drop(slot, [one for one in self._anchors[slot] if one.length > length])
 
     def keep_anchor(self, slot: int, *, in_an_answer: bool = False) -> None:
@@ -381,9 +381,9 @@ class DeltaStates:
                 target.copy_(source)
 
     def restore(self, slot: int, length: int, saved: SavedBlock) -> None:
-        """A sequence has so many tokens now, behind which a saved block has the states; else they are lost."""
+        """A sequence is to have so many tokens, behind which a saved block has the states; else they are lost."""
         layers = {layer: saved[layer] for layer in saved.keys() & self._of_layers.keys()}
-        self._lengths[slot], self._is_lost[slot] = length, len(layers) < len(self._of_layers)
+        self._is_lost[slot] = len(layers) < len(self._of_layers)
         self._bases[slot] = length // CHUNK_TOKENS
         if not self._is_lost[slot]:
             assert not length % CHUNK_TOKENS, "states stand at the beginning of a chunk"

@@ -96,8 +96,9 @@ class KVCache:
         self._states: DeltaStates | None = None
         if config.deltas:
             self._states = DeltaStates(
-                config, dtype, batch=batch, window_tokens=window_tokens, budgets=budgets, owners=self._owners,
-                name=f"{name}: states", registrar=registrar, spare_positions=self.spare_positions if drafts else None,
+                config, dtype, lengths=self._lengths, window_tokens=window_tokens, budgets=budgets,
+                owners=self._owners, name=f"{name}: states", registrar=registrar,
+                spare_positions=self.spare_positions if drafts else None,
             )  # fmt: skip
         # Of trees one path alone leads over the end of so many positions; None: any do.
         self.chunk_tokens = None if self._states is None else CHUNK_TOKENS
@@ -139,26 +140,29 @@ class KVCache:
         for slot, count in zip(slots, counts, strict=True):
             self._ends[slot] = self._lengths[slot] + count
             check_capacity(self._ends[slot], self.max_tokens_with_draft)
-            self._written[slot] = max(self._written[slot], self._ends[slot])
-        for slot in slots:
-            self._make_room(slot, self._ends[slot])
+        self._begin(dict(zip(slots, counts, strict=True)), prompts)
         self._rows = slice(None)
-        if self._states is not None:
-            self._states.begin(dict(zip(slots, counts, strict=True)), prompts)
 
     def begin_prefill(self, slot: int, count: int) -> None:
         """The next pass is a prefill of `count` tokens behind the committed ones, and its rows call this sequence 0.
+        Once it has been issued they are committed.
 
         Raises as `begin_window`, and where they are more than `capacity_tokens`. Memory that is page-locked meanwhile
         may also be refused in `attend`, by a `BudgetError`; committed tokens are kept then, too.
         """
         check_capacity(self._lengths[slot] + count, self.capacity_tokens)
         assert self.keeps(slot, self._lengths[slot]) == self._lengths[slot], "its windows reach what is not there"
-        self._make_room(slot, self._lengths[slot] + count, in_background=True)
-        self._written[slot] = max(self._written[slot], self._lengths[slot] + count)
+        self._begin({slot: count}, [slot], in_background=True)
         self._rows = slice(slot, slot + 1)
+
+    def _begin(self, counts: Mapping[int, int], prompts: Collection[int], *, in_background: bool = False) -> None:
+        ends = {slot: self._lengths[slot] + count for slot, count in counts.items()}
+        for slot, end in ends.items():
+            self._make_room(slot, end, in_background=in_background)
+        for slot, end in ends.items():
+            self._written[slot] = max(self._written[slot], end)
         if self._states is not None:
-            self._states.begin({slot: count}, [slot])
+            self._states.begin(ends, prompts)
 
     def _make_room(self, slot: int, length: int, *, in_background: bool = False) -> None:
         """Reserve what a sequence of so many tokens needs besides memory of the device. Raises as `begin_window`."""
@@ -186,7 +190,7 @@ class KVCache:
         if not length:
             self._written[slot] = self._restored_from[slot] = 0
         if self._states is not None:
-            self._states.truncate(slot, length)
+            self._states.truncate(slot)
         return length
 
     def save_block(self, slot: int, block: int, to: SavedBlock, *, length: int) -> None:
@@ -247,10 +251,6 @@ class KVCache:
         assert self._states is not None, "the model has such layers"
         return self._states.of_layer(layer, rows, in_step=in_step)
 
-    def end_prefill(self, slot: int, count: int) -> None:
-        """That pass has been issued: commit its tokens."""
-        self.commit(slot, count)
-
     def commit(self, slot: int, count: int, path: Sequence[int] = ()) -> None:
         """Make the first `count` tentative tokens of a sequence part of it, whose states are in the rows of a `path` if
         that is not empty."""
@@ -258,7 +258,7 @@ class KVCache:
         assert count >= 0 and before + count <= self.max_tokens_with_draft
         self._lengths[slot] += count
         if self._states is not None:
-            self._states.commit(slot, self._lengths[slot], path)
+            self._states.commit(slot, before, path)
         full = filled_blocks(before, self._lengths[slot])
         for layer, data in self._of_layers.items() if full else ():
             self._notify(layer, slot, KVBlocks(data), slot, full)

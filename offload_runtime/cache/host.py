@@ -253,20 +253,6 @@ class HostKVCache(KVCache):
         self._prefilled = slot
         self._epoch += 1  # only this sequence's blocks are streamed
 
-    def end_prefill(self, slot: int, count: int) -> None:
-        before = self._lengths[slot]
-        self._lengths[slot] += count
-        if self._states is not None:
-            self._states.commit(slot, self._lengths[slot])
-        prefills = self._leave_prefill()
-        if prefills:
-            self._ring_from[slot] = kept_from(self._lengths[slot])
-            written = [(prefill.writeback, prefill.written) for prefill in prefills]
-            self.writes.expect(slot, self._lengths[slot] // BLOCK_TOKENS, written)
-        self._enter_blocks(slot, self._lengths[slot] // BLOCK_TOKENS)
-        for layer, data in self._of_layers.items():
-            self._notify(layer, slot, KVBlocks(data), slot, filled_blocks(before, before + count))
-
     def _leave_prefill(self) -> list[HostPrefill]:
         """End a prefill, if there is one, on all cards: what each had of it."""
         prefills = [card.prefill for card in self._cards if card.prefill is not None]
@@ -352,8 +338,13 @@ class HostKVCache(KVCache):
         self._entered[slot] = max(self._entered[slot], stop)
 
     def commit(self, slot: int, count: int, path: Sequence[int] = ()) -> None:
-        before = self._lengths[slot]
+        before, prefills = self._lengths[slot], self._leave_prefill()
         super().commit(slot, count, path)
+        if prefills:  # which have sent their blocks to the host, and told the observers
+            self._ring_from[slot], end = kept_from(self._lengths[slot]), self._lengths[slot] // BLOCK_TOKENS
+            self.writes.expect(slot, end, [(prefill.writeback, prefill.written) for prefill in prefills])
+            self._enter_blocks(slot, end)
+            return
         full = filled_blocks(before, self._lengths[slot])
         for block in full:
             copies = [list[tuple[int, torch.Tensor, torch.Tensor]]() for _ in self._cards]

@@ -197,7 +197,7 @@ class ModelRunner:
         if captured is None or not captured.run(batch, committed, sampling, self.recorder):
             batch.logits = self._logits(batch, committed, layers, alone=alone)
         for slot, length in zip(prompts, lengths, strict=True):
-            (self.cache.end_prefill if alone else self.cache.commit)(slot, length)
+            self.cache.commit(slot, length)
         if self.recorder is not None:
             kind, tokens, others = ("verify", widths, lengths) if widths else ("prefill", lengths, [])
             self.recorder.end_pass(kind, tokens, self.streamer.bytes_begun, others)
