@@ -322,14 +322,18 @@ def test_a_store_that_a_text_does_not_fit_has_it_up_to_a_state(hybrid: Path) -> 
         _check_kept(loaded, prompts, _fresh(loaded, prompts), kept, prefix_cache_bytes=two_blocks)
 
 
-def test_a_window_that_goes_on_behind_the_end_of_a_block_leaves_the_state_there() -> None:
-    model, text = family_model(FAMILY, 1), _text(360, 7)
-    one, other = (make_runner(model, capacity_tokens=400, window_tokens=200) for _ in range(2))
-    prefill(one.runner, 0, text[:180])
-    verify(one.runner, {0: TokenTree.chain(text[180:], "x")})
-    one.runner.cache.commit_path(0, range(180))
-    assert one.runner.cache.truncate(0, 300) == 256
-    assert (prefill(one.runner, 0, text[256:]) == prefill(other.runner, 0, text)).all()
+@pytest.mark.parametrize(
+    ("start", "count", "end"), [(180, 180, 256), pytest.param(3990, 400, 4096, marks=pytest.mark.slow)]
+)
+def test_a_window_that_goes_on_behind_ends_of_blocks_leaves_a_state_there(start: int, count: int, end: int) -> None:
+    model, text = family_model(FAMILY, 1), _text(start + count, 7)
+    sizes = {"capacity_tokens": start + count, "window_tokens": count, "chunk_tokens": 512}
+    one, other = (make_runner(model, **sizes) for _ in range(2))
+    prefill(one.runner, 0, text[:start])
+    verify(one.runner, {0: TokenTree.chain(text[start:], "x")})
+    one.runner.cache.commit_path(0, range(count))
+    assert one.runner.cache.truncate(0, end + 40) == end
+    assert (prefill(one.runner, 0, text[end:]) == prefill(other.runner, 0, text)).all()
     for made in (one, other):
         made.close()
 

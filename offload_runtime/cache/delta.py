@@ -304,8 +304,9 @@ class DeltaStates:
 
     def _settle(self, slot: int) -> None:
         """Bring a sequence's states on to the beginning of its open chunk."""
-        length = self._lengths[slot]
-        for until in (length // BLOCK_TOKENS * BLOCK_TOKENS, length):  # a window may go on behind the end of a block
+        length, end = self._lengths[slot], (self._bases[slot] * CHUNK_TOKENS // BLOCK_TOKENS + 1) * BLOCK_TOKENS
+        # A window may go on behind the ends of blocks, one of which may be where states are always kept.
+        for until in (*range(end, length, BLOCK_TOKENS), length):
             if self._is_lost[slot] or until // CHUNK_TOKENS <= self._bases[slot]:
                 continue
             self._fold(slot, until)
