@@ -426,7 +426,9 @@ def _pruned(
     proposal: TokenTree, matcher: GrammarMatcher | None, first: int, chunk_tokens: int | None
 ) -> tuple[TokenTree, Sequence[int]]:
     """Return what of a proposal, whose first tokens stand at position `first`, a grammar allows and the target can
-    verify, of which chunks may be left by one path only, and which of its nodes these are."""
+    verify, of which chunks may be left by one path only, and which of its nodes these are. Here alone, where proposals
+    of all drafters meet: a tree of 64 nodes that grew with the ends of chunks in mind would have 0.0 to 0.3 % more
+    tokens a pass (of four distributions of children, at all places of an end)."""
     nodes: Sequence[int] = range(len(proposal))
     if matcher is not None and proposal:
         nodes = matcher.allowed(proposal.tokens, proposal.parents)
