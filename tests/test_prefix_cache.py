@@ -182,7 +182,9 @@ def test_what_slots_lose_comes_back(target: Path) -> None:
             assert [one.num_kept for one in said] == of_prompts
 
 
-@pytest.mark.parametrize(("way", "kv"), [("plain", "gpu"), ("tree", "host")])
+@pytest.mark.parametrize(
+    ("way", "kv"), [("plain", "gpu"), pytest.param("tree", "gpu", marks=pytest.mark.slow), ("tree", "host")]
+)
 def test_prompts_that_share_beginnings_behind_sliding_windows(
     windowed_target: Path, noisy_copy_of: Callable[[Path], Path], way: str, kv: str
 ) -> None:
@@ -193,13 +195,18 @@ def test_prompts_that_share_beginnings_behind_sliding_windows(
         check(runtime, tasks, expected, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
 
 
-def test_what_slots_lose_of_sliding_windows_comes_back_at_its_end_alone(windowed_target: Path) -> None:
-    """A slot has let go of what windows reach from further ahead, and so has the store."""
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_slots_lose_of_sliding_windows_comes_back_at_its_end_alone(
+    windowed_target: Path, tmp_path: Path, on_disk: bool
+) -> None:
+    """A slot has let go of what windows reach from further ahead, and so has the store; where a text ends earlier its
+    last block takes the place of one that has less."""
     one, two = TEXT[:800], TEXT[100:850]
     prompts, kept = [one, two, one, one[:100], two, one[:300], [*one, 5]], [0, 0, 768, 0, 512, 0, 768]
     with loaded(windowed_target, draft="none", kv="gpu") as runtime:
         expected = [runtime.generate(prompt, params=params()).tokens for prompt in prompts]
-        with runtime.serving(prefix_cache_bytes=8 * block_bytes(runtime)) as engine:
+        store: dict[str, Any] = {"sessions": tmp_path} if on_disk else {"prefix_cache_bytes": 8 * block_bytes(runtime)}
+        with runtime.serving(**store) as engine:
             said = [say(runtime, engine, prompt) for prompt in prompts]
         assert [one.tokens for one in said] == expected
         assert [one.num_kept for one in said] == kept

@@ -3,11 +3,12 @@
 
 A block's name is a hash of all tokens up to its end, and of all that the bits of its keys and values depend on besides.
 Of a layer with a sliding window a saved text has what that reaches from the text's end: a cache need not have what is
-before that. So a block is *whole*, or has what every longer text needs of it alone; the two have different names.
+before that. So a block is *whole*, or has what every longer text needs of it alone, as its size tells; a whole one
+takes the place of one that is not.
 
-In a directory a block is a file. It is written once, as a whole or not at all, and never changed: to save a text that
-has grown adds the blocks that are new, and a process that is killed leaves no block that is half there. At the end of
-each file stands a checksum.
+In a directory a block is a file. It is written as a whole or not at all: to save a text that has grown adds the blocks
+that are new, and a process that is killed leaves no block that is half there. At the end of each file stands a
+checksum.
 """
 
 from __future__ import annotations
@@ -45,10 +46,7 @@ SavedBlock = Mapping[int, Sequence[torch.Tensor]]
 
 def first_whole_block(config: ModelConfig, length: int) -> int:
     """Return the first block that has to be whole for a text to go on behind its first `length` tokens."""
-    if config.deltas:  # states at the end
-        return max(0, length - 1) // BLOCK_TOKENS
-    windows = (one.window for one in config.attentions.values() if one.window is not None)
-    return max(0, length + 1 - max(windows, default=length + 1)) // BLOCK_TOKENS
+    return min(layer.attention.first_whole(length) for layer in config.layers) // BLOCK_TOKENS
 
 
 _DIGEST_BYTES = 20
@@ -136,6 +134,10 @@ class BlockStore:
         now._memory = dict(self._memory)
         return now
 
+    def holds(self, name: str, layout: BlockLayout) -> bool:
+        """Whether a block is here, with as much as a layout has of it."""
+        return self._sizes.get(name, 0) >= layout.nbytes + self.more_bytes
+
     def find(self, names: Sequence[str]) -> int:
         """How many leading ones of these are here; this uses them."""
         count = next((index for index, name in enumerate(names) if name not in self), len(names))
@@ -149,7 +151,7 @@ class BlockStore:
         return sum(1 for _ in takewhile(lambda nbytes: nbytes <= self._most_bytes, sizes))
 
     def save(self, blocks: Mapping[str, BlockLayout], copy: Callable[[int, SavedBlock], None]) -> None:
-        """Take the blocks that are not here, from the first one on as many as the limit allows.
+        """Take the blocks that are not here, or have less, from the first one on as many as the limit allows.
 
         Args:
             blocks: By their names the layouts of a text's blocks, all from the first one on.
@@ -160,8 +162,8 @@ class BlockStore:
             BudgetError: There is no host memory for them.
         """
         for index, (name, layout) in enumerate(blocks.items()):
-            if name not in self:
-                if not self._make_room(layout.nbytes, blocks):
+            if not self.holds(name, layout):
+                if not self._make_room(layout.nbytes - self._sizes.get(name, 0), blocks):
                     break
                 check_host_memory(layout.nbytes, what="the prefix cache")
                 memory = torch.empty(layout.nbytes, dtype=torch.uint8)
@@ -169,15 +171,17 @@ class BlockStore:
                 self._memory[name], self._sizes[name] = memory, layout.nbytes
         self.find(list(blocks))
 
-    def read(self, blocks: Mapping[str, BlockLayout]) -> Iterator[SavedBlock]:
-        """The blocks, in host memory, each until the next one is asked for. Arguments as of `save`.
+    def read(self, names: Sequence[str], layouts: Sequence[BlockLayout]) -> Iterator[SavedBlock]:
+        """The blocks of these names, each by the one of the layouts that it has, in host memory until the next one is
+        asked for.
 
         Raises:
             SessionError: One is not here, or damaged.
             StorageError: One cannot be read, which may pass.
             BudgetError: As of `save`.
         """
-        return (layout.views(self._memory[name]) for name, layout in blocks.items())
+        of_sizes = {layout.nbytes: layout for layout in layouts}
+        return (of_sizes[memory.nbytes].views(memory) for memory in map(self._memory.__getitem__, names))
 
     def delete(self, names: Collection[str]) -> None:
         """Delete blocks, as far as the system lets us."""
@@ -248,12 +252,12 @@ class BlockFiles(BlockStore, AbstractContextManager["BlockFiles"]):
         return count
 
     def save(self, blocks: Mapping[str, BlockLayout], copy: Callable[[int, SavedBlock], None]) -> None:
-        missing = [(index, name) for index, name in enumerate(blocks) if name not in self]
-        with _staging([blocks[name] for _, name in missing]) as buffers, _threads() as pool:
+        missing = [(index, name) for index, name in enumerate(blocks) if not self.holds(name, blocks[name])]
+        with _staging(len(missing), [*blocks.values()]) as buffers, _threads() as pool:
             jobs = deque[Future[None]]()
             for (index, name), buffer in zip(missing, cycle(buffers), strict=False):
                 nbytes = blocks[name].nbytes + self.more_bytes
-                if not self._make_room(nbytes, blocks):
+                if not self._make_room(nbytes - self._sizes.get(name, 0), blocks):
                     break
                 if len(jobs) == len(buffers):
                     jobs.popleft().result()  # it has been written from this buffer
@@ -265,16 +269,13 @@ class BlockFiles(BlockStore, AbstractContextManager["BlockFiles"]):
                 job.result()
         self.find(list(blocks))
 
-    def read(self, blocks: Mapping[str, BlockLayout]) -> Iterator[SavedBlock]:
-        with _staging(list(blocks.values())) as buffers, _threads() as pool:
-            pairs = zip(blocks.items(), cycle(buffers), strict=False)
-            views = ((name, layout.views(buffer)) for (name, layout), buffer in pairs)
-            jobs = deque((pool.submit(self._read, *one), one[1]) for one in islice(views, len(buffers)))
+    def read(self, names: Sequence[str], layouts: Sequence[BlockLayout]) -> Iterator[SavedBlock]:
+        with _staging(len(names), layouts) as buffers, _threads() as pool:
+            pairs = zip(names, cycle(buffers), strict=False)
+            jobs = deque(pool.submit(self._read, *one, layouts) for one in islice(pairs, len(buffers)))
             while jobs:
-                job, layers = jobs.popleft()
-                job.result()
-                yield layers
-                jobs += ((pool.submit(self._read, *one), one[1]) for one in islice(views, 1))
+                yield jobs.popleft().result()
+                jobs += (pool.submit(self._read, *one, layouts) for one in islice(pairs, 1))
 
     def delete(self, names: Collection[str]) -> None:
         super().delete(names)
@@ -310,13 +311,13 @@ class BlockFiles(BlockStore, AbstractContextManager["BlockFiles"]):
             del self._sizes[name]
             raise
 
-    def _read(self, name: str, layers: SavedBlock) -> None:
-        path, checksum = self._path(name), 0
+    def _read(self, name: str, buffer: torch.Tensor, layouts: Sequence[BlockLayout]) -> SavedBlock:
+        path, checksum, of_sizes = self._path(name), 0, {layout.nbytes + _FOOTER.size: layout for layout in layouts}
         try:
             about = path.lstat()
-            size = sum(layer.nbytes for layer in chain(*layers.values())) + _FOOTER.size
-            if not stat.S_ISREG(about.st_mode) or about.st_size != size:
-                raise SessionError(f"{path} is damaged: it has {about.st_size} bytes of {size}")
+            if not stat.S_ISREG(about.st_mode) or about.st_size not in of_sizes:
+                raise SessionError(f"{path} is damaged: it has {about.st_size} bytes of {max(of_sizes)}")
+            layers = of_sizes[about.st_size].views(buffer)
             with path.open("rb") as file:
                 for layer in map(_bytes_of, chain(*layers.values())):
                     file.readinto(layer)  # all of it, most without the buffer
@@ -328,6 +329,7 @@ class BlockFiles(BlockStore, AbstractContextManager["BlockFiles"]):
             raise StorageError(f"{path} cannot be read ({error.strerror or error}): try again") from error
         if footer != _FOOTER.pack(_MAGIC, name.encode(), checksum):
             raise SessionError(f"{path} is damaged: its checksum is another one")
+        return layers
 
 
 def _threads() -> ThreadPoolExecutor:
@@ -335,10 +337,10 @@ def _threads() -> ThreadPoolExecutor:
 
 
 @contextmanager
-def _staging(layouts: Sequence[BlockLayout]) -> Iterator[list[torch.Tensor]]:
+def _staging(num_blocks: int, layouts: Sequence[BlockLayout]) -> Iterator[list[torch.Tensor]]:
     """Host memory for blocks on their way, if there are any: uint8, of the largest each."""
     nbytes = max((layout.nbytes for layout in layouts), default=0)
-    count = min(len(layouts), max(2, min(_MOST_STAGED, _STAGING_BYTES // max(1, nbytes))))
+    count = min(num_blocks, max(2, min(_MOST_STAGED, _STAGING_BYTES // max(1, nbytes))))
     if not count:
         yield []
         return

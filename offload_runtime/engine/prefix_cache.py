@@ -16,7 +16,6 @@ import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import islice, takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,58 +114,48 @@ class SavedCache:
         cache = self.model.runner.cache
         return cache.saves(slot, min(cache.length(slot), len(tokens)))
 
+    @cached_property
+    def layouts(self) -> list[BlockLayout]:
+        """Of a block that has what every longer text needs alone, and of one that is whole."""
+        config, dtype = self.model.config, self.model.plan.dtype
+        return [BlockLayout.of(config, dtype, whole=whole, locks=self.locks) for whole in (False, True)]
+
     def blocks(
-        self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int, slot: int | None = None
+        self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int, slot: int, held: int
     ) -> dict[str, BlockLayout]:  # fmt: skip
-        """Return what the blocks of a text are called, whose prompt had so many tokens, and what is in them: the open
-        one and those that its windows reach are whole, and others where they are there so alone, or where a slot, if
-        it is one of a model with states, has the anchor at a block's end that any text keeps."""
-        return self._blocks(store, self._names(store, tokens, prompt_tokens), len(tokens), slot)
-
-    def find(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> dict[str, BlockLayout]:
-        """The leading full blocks of a text that a store has, as many as bring it back: as of `blocks`; this uses
-        them."""
-        names = self._names(store, tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS], prompt_tokens)
-        names = list(takewhile(lambda pair: pair[0] in store or pair[1] in store, names))
-        while names and any(whole not in store for whole, _ in names[self._first_whole(len(names) * BLOCK_TOKENS) :]):
-            names.pop()
-        blocks = self._blocks(store, names, len(names) * BLOCK_TOKENS)
-        store.find(list(blocks))
-        return blocks
-
-    def _first_whole(self, length: int) -> int:
-        # A draft's cache keeps all keys and values.
-        has_all = self.draft_state is not None and not self.model.config.deltas
-        return 0 if has_all else first_whole_block(self.model.config, length)
-
-    def _blocks(
-        self, store: BlockStore, names: Sequence[tuple[str, str]], length: int, slot: int | None = None
-    ) -> dict[str, BlockLayout]:  # fmt: skip
-        first_whole, (config, dtype) = self._first_whole(length), (self.model.config, self.model.plan.dtype)
-        layouts = [BlockLayout.of(config, dtype, whole=one, locks=self.locks) for one in (False, True)]
-        found = dict[str, BlockLayout]()
-        for block, (name, other) in enumerate(names):
-            whole = block >= first_whole or (name in store and other not in store)
-            end, cache = (block + 1) * BLOCK_TOKENS, self.model.runner.cache
-            if slot is not None and config.deltas and not end % ANCHOR_TOKENS:
-                whole = whole or cache.saves(slot, end) == end
-            found[name if whole else other] = layouts[whole]
+        """Return the blocks of a text by their names, and what is to be in them: whole are those that it takes to go on
+        behind the text, and where a slot that has its first `held` tokens has the anchor at a block's end that any text
+        keeps."""
+        first_whole, found = first_whole_block(self.model.config, len(tokens)), dict[str, BlockLayout]()
+        for block, name in enumerate(self.names(store, tokens, prompt_tokens)):
+            end, whole = (block + 1) * BLOCK_TOKENS, block >= first_whole
+            if self.model.config.deltas and not end % ANCHOR_TOKENS and end <= held:
+                whole = whole or self.model.runner.cache.saves(slot, end) == end
+            found[name] = self.layouts[whole]
         return found
 
-    def _names(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> list[tuple[str, str]]:
-        """Return what each block of a text is called where it is whole, and where it is not."""
+    def find(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> list[str]:
+        """The leading full blocks of a text that a store has, as many as bring it back; this uses them."""
+        names = self.names(store, tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS], prompt_tokens)
+        config, whole = self.model.config, self.layouts[True]
+        names = names[: store.find(names)]
+        while not all(store.holds(one, whole) for one in names[first_whole_block(config, len(names) * BLOCK_TOKENS) :]):
+            names.pop()
+        return names
+
+    def names(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> list[str]:
+        """Return what the blocks of a text are called, whose prompt had so many tokens."""
         # How a draft was rotated changes no token.
         frequencies = self.model.rope.frequency_set(prompt_tokens) if self.draft_state is None else 0
-        kind = f"{self.kind(store)} {frequencies}"
-        return list(zip(block_names(kind, tokens), block_names(f"{kind} without windows", tokens), strict=True))
+        return block_names(f"{self.kind(store)} {frequencies}", tokens)
 
     def save(self, store: BlockStore, slot: int, blocks: Mapping[str, BlockLayout], length: int) -> None:
         """Save those blocks of a slot's first `length` tokens that are not there yet. Raises as `BlockStore.save`."""
-        if any(name not in store for name in blocks):
+        if not all(store.holds(name, layout) for name, layout in blocks.items()):
             self._synchronize()
         store.save(blocks, partial(self.model.runner.cache.save_block, slot, length=length))
 
-    def restore(self, store: BlockStore, slot: int, tokens: Sequence[int], blocks: Mapping[str, BlockLayout]) -> None:
+    def restore(self, store: BlockStore, slot: int, tokens: Sequence[int], names: Sequence[str]) -> None:
         """Bring a slot, which holds some of these tokens or none, to all of them. What came before an error stays.
         Raises as `BlockStore.read`, and `ContextLengthError`."""
         self._synchronize()  # what is queued for the slot would write over it
@@ -177,7 +166,7 @@ class SavedCache:
             cache.truncate(slot, cache.length(slot) - rest)
         cache.begin_restore(slot, len(tokens))
         try:
-            for saved in store.read(dict(islice(blocks.items(), cache.length(slot) // BLOCK_TOKENS, None))):
+            for saved in store.read(names[cache.length(slot) // BLOCK_TOKENS :], self.layouts):
                 cache.restore_block(slot, saved, min(BLOCK_TOKENS, len(tokens) - cache.length(slot)))
         finally:
             if self.draft_state is not None:
@@ -240,14 +229,14 @@ class PrefixCache:
         self._save(slot, kept[slot])  # which may drive out what was found
         self.forget(slot)  # until the cache has no more than what is shared
         cache.truncate(slot, kept[slot])
-        for store, one, blocks in found:
-            tokens = sequence[: len(blocks) * BLOCK_TOKENS]
+        for store, one, names in found:
+            tokens = sequence[: len(names) * BLOCK_TOKENS]
             if one.num_held(slot, sequence) < len(tokens) <= one.model.runner.cache.capacity_tokens:
                 try:
-                    one.restore(store, slot, tokens, blocks)
+                    one.restore(store, slot, tokens, names)
                 except SessionError as error:
                     logging.getLogger(__name__).warning("%s: it is deleted, and read again", error)
-                    store.delete([list(blocks)[one.model.runner.cache.length(slot) // BLOCK_TOKENS]])
+                    store.delete([names[one.model.runner.cache.length(slot) // BLOCK_TOKENS]])
                 except (StorageError, BudgetError) as error:
                     logging.getLogger(__name__).warning("%s", error)
         cache.truncate(slot, cache.length(slot))  # a block that was not there may be one that windows reach
@@ -290,7 +279,7 @@ class PrefixCache:
             length, blocks = len(tokens), dict[str, BlockLayout]()
             while (held := cache.keeps(slot, one.num_held(slot, tokens[:length]))) > kept:
                 if not (rest := held % BLOCK_TOKENS):
-                    blocks = one.blocks(store, tokens[:held], prompt_tokens, slot)
+                    blocks = one.blocks(store, tokens[:held], prompt_tokens, slot, held)
                     rest = held - store.num_fitting(blocks) * BLOCK_TOKENS
                 length = held - rest
                 if not rest:

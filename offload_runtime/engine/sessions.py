@@ -17,7 +17,7 @@ from typing import Any
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.cache import BlockFiles, BlockLayout
+from offload_runtime.cache import BlockFiles
 from offload_runtime.engine.prefix_cache import SavedCache
 from offload_runtime.errors import ContextLengthError, OptionError, SessionError
 from offload_runtime.files import delete_leftovers, regular_file, write_atomically
@@ -79,11 +79,10 @@ def save_session(
     tokens, held_by, needed = saved.tokens, dict[str, int](), list[str]()
     with session_files(path) as files:
         for name, cache in caches.items():
-            count = cache.num_held(slot, tokens if cache.draft_state is not None else tokens[:held])
-            own = slot if count else None
+            own = cache.num_held(slot, tokens if cache.draft_state is not None else tokens[:held])
             stored = cache.find(files, tokens, saved.prompt_tokens)
-            count = max(count, len(stored) * BLOCK_TOKENS)  # where another call has used the cache since
-            blocks = cache.blocks(files, tokens[:count], saved.prompt_tokens, own)
+            count = max(own, len(stored) * BLOCK_TOKENS)  # where another call has used the cache since
+            blocks = cache.blocks(files, tokens[:count], saved.prompt_tokens, slot, own)
             cache.save(files, slot, blocks, count)
             held_by[name], needed = count, [*needed, *blocks]
         record = {**conversation, "session": {
@@ -196,27 +195,27 @@ class SavedSession:
             raise ContextLengthError(f"{path} has {len(tokens)} tokens and the context {capacity}: raise --context")
         # Of each cache as many leading tokens as it was saved with; a draft that is another one reads them itself.
         self.held_tokens = session["held"]["target"]
-        self._caches = list[tuple[SavedCache, Sequence[int], dict[str, BlockLayout]]]()
+        self._caches = list[tuple[SavedCache, Sequence[int], list[str]]]()
         for name, cache in caches.items():
             own = tokens[: session["held"].get(name, 0)]
-            blocks = cache.blocks(files, own, self.saved.prompt_tokens)
-            is_there = files.find(list(blocks)) == len(blocks)
+            names = cache.names(files, own, self.saved.prompt_tokens)
+            is_there = files.find(names) == len(names)
             self._require(is_there or cache.draft_state is not None, f"blocks of {path} are missing")
             if is_there and len(own) <= cache.model.runner.cache.capacity_tokens:
-                self._caches.append((cache, own, blocks))
+                self._caches.append((cache, own, names))
 
     def verify(self) -> None:
         """Raise `SessionError` unless every block is whole: before anything is given up for it."""
         with self._refusing():
-            for blocks in (one[2] for one in self._caches):
-                for _ in self._files.read(blocks):
+            for cache, _, names in self._caches:
+                for _ in self._files.read(names, cache.layouts):
                     pass
 
     def restore(self, slot: int) -> None:
         """Bring the caches to it, in an empty slot. Raises as `verify`."""
         with self._refusing():
-            for cache, tokens, blocks in self._caches:
-                cache.restore(self._files, slot, tokens, blocks)
+            for cache, tokens, names in self._caches:
+                cache.restore(self._files, slot, tokens, names)
 
     def _require(self, fine: bool, message: str) -> None:
         if not fine:

@@ -79,6 +79,10 @@ class GatedDelta:
         state = (shape.value_heads, shape.key_dim, shape.value_dim), torch.float32
         return [state, ((shape.taps - 1, shape.channels), dtype)] if whole else []
 
+    def first_whole(self, length: int) -> int:
+        """The last token: a text goes on behind the state that is saved with its block."""
+        return max(0, length - 1)
+
     @property
     def row_elements(self) -> int:
         """Elements that a row takes on its way: inputs, gates, results, and what kernels pass on, much of it fp32."""

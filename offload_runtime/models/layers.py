@@ -268,6 +268,10 @@ class Attention:
         """Shapes and dtypes of what is saved of a block: keys and values, where a window slides only of a whole one."""
         return [(self.kv_block_shape, dtype)] if whole or self.window is None else []
 
+    def first_whole(self, length: int) -> int:
+        """The first token that is reached from behind the first `length`; none where a block always is whole."""
+        return length if self.window is None else max(0, length + 1 - self.window)
+
     def reserved_tokens(self, context: int, pass_rows: int | None) -> int:
         """Tokens, whole blocks of them, that a cache on the device has room for: the context, or what a sliding window
         reaches from any of the rows that a pass may have of a sequence. None: the cache keeps all that it is given."""
@@ -393,6 +397,9 @@ class TokenMixer(Protocol):
 
     def saved_tensors(self, dtype: torch.dtype, *, whole: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of what is saved of a block, which is whole or not."""
+
+    def first_whole(self, length: int) -> int:
+        """The first token whose block has to be whole for a text to go on behind its first `length` tokens."""
 
     def work(self, rows: int, context: int) -> Work:
         """What is done for the last `rows` of `context` tokens."""
