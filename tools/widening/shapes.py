@@ -76,14 +76,45 @@ class HybridShape(WideShape):
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class MixtureShape(WideShape):
+    """That of a mixture of experts, each as wide as `intermediate_size`: a Qwen3's, or gpt-oss'.
+
+    Attributes:
+        experts: Of each layer.
+        chosen: For each row.
+        gpt_oss: Whether it is gpt-oss' rather than Qwen3's.
+    """
+
+    experts: int
+    chosen: int
+    gpt_oss: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """Its family and sizes, as transformers calls them."""
+        same = super().settings() | {"num_experts_per_tok": self.chosen}
+        if self.gpt_oss:
+            own = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": self.experts}
+            return same | own
+        return same | {
+            "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": self.experts,
+            "moe_intermediate_size": self.intermediate_size, "norm_topk_prob": True,
+        }  # fmt: skip
+
+
 SHAPES = {
     "llama2-7b": WideShape(4096, 11008, 32, 32, 32, 128), "llama2-13b": WideShape(5120, 13824, 40, 40, 40, 128),
     "llama3-8b": WideShape(4096, 14336, 32, 32, 8, 128), "qwen2.5-32b": WideShape(5120, 27648, 64, 40, 8, 128),
     "llama2-70b": WideShape(8192, 28672, 80, 64, 8, 128), "llama-68m": WideShape(768, 3072, 2, 12, 12, 64),
     "qwen3.5-0.8b": HybridShape(1024, 3584, 24, 8, 2, 256, 16, 16, tied=True),
     "qwen3.6-27b": HybridShape(5120, 17408, 64, 24, 4, 256, 16, 48),
+    "qwen3-30b-a3b": MixtureShape(2048, 768, 48, 32, 4, 128, 128, 8),
+    "gpt-oss-20b": MixtureShape(2880, 2880, 24, 64, 8, 64, 32, 4, gpt_oss=True),
+    "gpt-oss-120b": MixtureShape(2880, 2880, 36, 64, 8, 64, 128, 4, gpt_oss=True),
     # For trying a benchmark out; too small to hold a real language.
     "tiny": WideShape(64, 160, 8, 4, 2, 16), "tiny-hybrid": HybridShape(64, 160, 4, 4, 2, 32, 1, 2, 32),
+    "tiny-mixture": MixtureShape(64, 64, 4, 4, 2, 32, 8, 2),
+    "tiny-gpt-oss": MixtureShape(64, 64, 4, 4, 2, 32, 8, 2, gpt_oss=True),
 }  # fmt: skip
 
 
@@ -185,10 +216,10 @@ def check_fits(config: ModelConfig, shape: WideShape) -> None:
     """Refuse a shape that the small model cannot be embedded in.
 
     Raises:
-        OptionError: Something of the large shape is smaller, the head dimensions do not divide, or it is a hybrid's.
+        OptionError: Something of the large shape is smaller, the head dimensions do not divide, or it is no Llama's.
     """
-    if isinstance(shape, HybridShape):
-        raise OptionError("a small Llama has no place in a hybrid: choose another shape, or random weights")
+    if type(shape) is not WideShape:
+        raise OptionError("a small Llama has a place in a larger one alone: choose another shape, or random weights")
     for name, least in vars(WideShape.of(config)).items():
         large = getattr(shape, name)
         if least > large:
