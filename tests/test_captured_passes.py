@@ -30,13 +30,7 @@ def device(request: pytest.FixtureRequest) -> dict[str, Any]:
     return dict(request.param)
 
 
-@pytest.fixture(
-    params=[
-        "llama-gqa",
-        "mistral-window",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "llama-dynamic")),
-    ]
-)
+@pytest.fixture(params=["llama-gqa", "mistral-window", pytest.param("llama-dynamic", marks=pytest.mark.slow)])
 def runner(request: pytest.FixtureRequest, device: dict[str, Any]) -> Iterator[ModelRunner]:
     made = assemble(request.param, batch=3, **device)
     yield made.runner

@@ -17,7 +17,6 @@ import typer
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.app import app
-from offload_runtime.engine import Runtime
 from tests.test_cli_fakes import FakeRuntime, app_of
 
 CONFIG = str(Path(__file__).parent / "data" / "configs" / "llama-3.1-8b")
@@ -220,28 +219,6 @@ def test_words_that_are_no_text_or_far_too_large(arguments: list[str], words: st
 def test_a_batch_beyond_all_memory_is_refused_at_once() -> None:
     result = invoke(*PLAN, "--batch", str((1 << 63) - 1))
     assert result.exit_code == 2 and "--batch 1" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ('{"version": 1, "messages": ' + "9" * 9000 + "}", "is not a saved conversation"),
-        (
-            '{"version": 1, "messages": [{"role": "user", "content": "\\ud800"}]}',
-            "message 0 of the saved conversation is",
-        ),
-    ],
-)
-def test_saved_conversations_that_nobody_saved(
-    runtime: FakeRuntime, tmp_path: Path, target: Path, content: str, words: str
-) -> None:
-    path = tmp_path / "chat.json"
-    path.write_text(content)
-    with Runtime.load(target, device="cpu", context=64) as loaded:
-        runtime.conversation = lambda *asked, **options: loaded.conversation(*asked, **options)  # type: ignore[method-assign]
-        result = invoke("chat", *ANSWER, turns=f"/load {path}\n/system\n")
-    assert result.exit_code == 0 and words in result.stderr
-    assert result.stderr.splitlines()[-1] == "there is no system prompt"
 
 
 @pytest.mark.parametrize("line", ["/load a\0b", "/save a\0b", "/load " + "a" * 5000, "/save \0", "/load " + "9" * 5000])

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams, Scheduler
-from offload_runtime.cache import HostKVCache
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.engine import Engine
 from offload_runtime.engine.request import Request
@@ -45,24 +44,10 @@ Task = tuple[list[int], GenerationParams, int]  # a prompt, what is asked for, a
 
 @dataclass
 class Seen:
-    """What a request has left: the logits behind each of its tokens, and, of a cache on the device, the keys and values
-    of all tokens but the last."""
+    """What a request has left: the logits behind each of its tokens."""
 
     result: GenerationResult | None = None
     logits: list[torch.Tensor] = field(default_factory=list)
-    kv: list[torch.Tensor] | None = None
-
-    def end(self, runtime: Runtime, result: GenerationResult, slot: int, length: int) -> None:
-        """It has ended, with so many tokens in all."""
-        self.result, cache = result, runtime.engine.target.runner.cache
-        if slot < 0 or isinstance(cache, HostKVCache):
-            return
-        cache.begin_window((), ())  # all sequences are to be seen
-        positions = torch.arange(min(length - 1, cache.length(slot)), device=runtime.device)
-        own = torch.tensor([slot], device=runtime.device)
-        full = [layer for layer, window in enumerate(runtime.config.layer_windows) if window is None]
-        sides = [cache.store(layer).at(own, positions) for layer in full]
-        self.kv = [side for pair in sides for side in pair]
 
     @property
     def said(self) -> GenerationResult:
@@ -76,9 +61,6 @@ class Seen:
         assert self.said.finish_reason == "interrupted" or self.said.text == other.said.text
         for one, another in zip(torch.cat(self.logits)[:count], torch.cat(other.logits), strict=False):
             assert torch.equal(one, another)
-        if self.kv is not None and other.kv is not None:
-            for one, another in zip(self.kv, other.kv, strict=True):
-                assert torch.equal(one, another[: len(one)])
 
 
 def serve(runtime: Runtime, tasks: Sequence[Task], chance: random.Random, prefix_cache_bytes: int) -> list[Seen]:
@@ -98,17 +80,14 @@ def serve(runtime: Runtime, tasks: Sequence[Task], chance: random.Random, prefix
                 seen[request].logits.append(output.logits)
                 if request.new_tokens >= cut[request]:
                     engine.cancel(request)
-                if request.result is not None:
-                    seen[request].end(runtime, request.result, request.slot, len(request.sequence))
+                seen[request].result = request.result
     return [seen[request] for request in cut]
 
 
 def alone(runtime: Runtime, prompt: list[int], asked: GenerationParams) -> Seen:
     """The same with nothing kept, decoded plainly."""
     result, rows = runtime.replay(prompt, asked, proposer=None)
-    seen = Seen(logits=[rows.to(runtime.device)])
-    seen.end(runtime, result, 0, len(prompt) + len(result.tokens))
-    return seen
+    return Seen(result, [rows.to(runtime.device)])
 
 
 def make_tasks(count: int, seed: int) -> list[Task]:

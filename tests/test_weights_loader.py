@@ -17,7 +17,6 @@ from offload_runtime.weights import ModelLayout, checkpoint_tensors, open_checkp
 from offload_runtime.weights.loader import passing_bytes
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain
 from tests.helpers.page_locking import LimitedRegistrar
-from tests.test_weights_gguf import write
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
          "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
@@ -84,13 +83,11 @@ def test_progress_ends_at_the_total(directory):
 
 MEASURE = """
 import sys, torch
-from dataclasses import replace
 from offload_runtime.weights import load_weights, open_checkpoint
 def status(key):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
 source, stay = open_checkpoint(sys.argv[1]), int(sys.argv[2])
-source = replace(source, decoded=len(sys.argv) > 3)
 layout = source.layout(torch.bfloat16)
 onto = {layer: torch.empty(nbytes, dtype=torch.uint8, device="meta") for layer, nbytes in enumerate(layout.layer_bytes)}
 before = status("VmRSS")
@@ -99,11 +96,10 @@ print(before, status("VmHWM"), weights.layout.total_bytes)
 """
 
 
-def measured(model: Path, stay: int = 0, *, decoded: bool = False) -> tuple[int, int]:
+def measured(model: Path, stay: int = 0) -> tuple[int, int]:
     """By how many bytes a process grows that loads a model in bf16 of which the first `stay` layers do not stay in host
-    memory, and how many its weights are; `decoded`, whatever it is stored as."""
+    memory, and how many its weights are."""
     command, root = [sys.executable, "-c", MEASURE, str(model), str(stay)], Path(__file__).parents[1]
-    command += ["decoded"] if decoded else []
     result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
     before, peak, total_bytes = map(int, result.stdout.split())
     return peak - before, total_bytes
@@ -128,18 +124,3 @@ def test_peak_memory_is_one_copy_of_the_weights(tmp_path):
     kept = layout.shared.total_bytes + layout.layer_bytes[7]
     grown, _ = measured(tmp_path, stay=7)
     assert 0.9 * kept < grown <= 1.1 * (kept + passing_bytes(open_checkpoint(tmp_path), layout))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
-def test_peak_memory_of_a_quantised_file_is_what_it_stores(tmp_path):
-    config = transformers.LlamaConfig(
-        vocab_size=16_000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=5, num_attention_heads=16,
-        num_key_value_heads=4, tie_word_embeddings=True,
-    )  # fmt: skip
-    path = write(tmp_path / "m.gguf", transformers.LlamaForCausalLM(config), kind="Q8_0")
-    (grown, total_bytes), source = measured(path), open_checkpoint(path)
-    assert 80e6 < total_bytes < 1.01 * path.stat().st_size
-    # Of each thread what it reads at a time, before rows are put in order, and after.
-    pieces_bytes = 3 * passing_bytes(source, source.layout(torch.bfloat16))
-    assert 0.9 * total_bytes < grown <= 1.03 * total_bytes + pieces_bytes

@@ -138,19 +138,6 @@ def raising(error: BaseException, *, after: int, then: Callable[..., Any]) -> Ca
     return call
 
 
-def failing(after: int) -> Callable[[], None]:
-    """A hook that fails at every call but the first `after`."""
-    calls = 0
-
-    def call() -> None:
-        nonlocal calls
-        calls += 1
-        if calls > after:
-            raise OSError("the memory is gone")
-
-    return call
-
-
 class FailingRunner(ModelRunner):
     """A target whose passes fail once, after so many that went through."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import pytest
 import torch
@@ -238,65 +237,3 @@ def test_each_sequence_accepts_its_own(run: Callable[..., None]) -> None:
     run(window, samples_gpu, counts, _chained(3))
     assert window[:, 0].tolist() == [1007, 2005, 53, 0, 11], "sequence 4 has enough"
     assert counts[:, 0].tolist() == [2, 1, 2, 3, 5, 5]
-
-
-def _steps_of_two_levels(window: torch.Tensor, counts: torch.Tensor) -> list[Callable[[], None]]:
-    """A draft of two tokens that says p - 900 at position p, and a check that wants something else at one position."""
-    batch, runners_up = len(window), torch.zeros_like(window[:, WINDOW_HEADER_WORDS:]).contiguous()
-    cursor, rotation, links = int32([0] * batch), _rotation(_frequencies(32, batch)), _chained(2)
-
-    def draft(first: bool) -> None:
-        start = window[:, 0] if first else cursor
-        rows = step_rows(window, start, _chain(-1, 1), rotation, last_token=99)
-        put_tokens(window, start, (rows.ahead - 900).long()[:, None], cursor=cursor)
-
-    def check() -> None:
-        rows = step_rows(window, window[:, 0], _chain(-1, 3), rotation, last_token=99)
-        said = (rows.following - 900 - (rows.following == BASE + 6).int()).long()
-        samples = said.view(batch, 3)
-        accept(window, samples, samples, counts, links, runners_up)
-
-    return [partial(draft, True), partial(draft, False), check]
-
-
-# A second sequence starts two tokens further on and stands still from five tokens further on.
-_STARTS = [[BASE + 2, BASE, FAR, FAR, BASE + 1], [BASE + 4, BASE, BASE + 9, BASE + 11, BASE + 3]]
-
-
-def _two_windows() -> torch.Tensor:
-    return int32([[*header, *[7] * 60] for header in _STARTS])
-
-
-def _check_rounds(window: torch.Tensor, counts: torch.Tensor) -> None:
-    # Three tokens; two, of which the second was proposed wrongly; three.
-    assert window[0, 0].item() == BASE + 10 and counts[0].tolist() == [3, 5]
-    assert _tokens(window)[:10] == [7, 7, 102, 103, 104, 105, 105, 107, 108, 109]
-    # Three, of which the last was; three; then it stands still.
-    assert window[1, 0].item() == BASE + 10 and counts[1].tolist() == [2, 4]
-    assert _tokens(window, 1)[:10] == [7, 7, 7, 7, 104, 105, 105, 107, 108, 109]
-
-
-def test_levels_work_on_their_windows_without_the_host() -> None:
-    window, counts = _two_windows(), torch.zeros(2, 2, dtype=torch.int64, device=KERNEL_DEVICE)
-    steps = _steps_of_two_levels(window, counts)
-    for _ in range(3):
-        for step in steps:
-            step()
-    _check_rounds(window, counts)
-
-
-@pytest.mark.gpu
-def test_levels_work_on_their_windows_as_graphs() -> None:
-    window, counts = _two_windows(), torch.zeros(2, 2, dtype=torch.int64, device=KERNEL_DEVICE)
-    graphs = []
-    for step in _steps_of_two_levels(window, counts):
-        step()  # compiles
-        graphs.append(torch.cuda.CUDAGraph())
-        with torch.cuda.graph(graphs[-1]):
-            step()
-    window.copy_(_two_windows())
-    counts.zero_()
-    for _ in range(3):
-        for graph in graphs:
-            graph.replay()
-    _check_rounds(window, counts)
