@@ -101,20 +101,6 @@ def test_staging_and_what_it_costs_are_said() -> None:
     assert predicted["bound_by"] == "staging" and predicted["seconds"] == predicted["staging_s"] > predicted["link_s"]
 
 
-@pytest.mark.slow
-def test_triforce_without_enough_page_locked_memory() -> None:
-    draft = str(CONFIGS / "llama-3.2-1b")
-    arguments = ("--draft", draft, "--profile", "rtx4090", "--kv", "host", "--context", "131072", "--pinned", "8GB")
-    asked = plan("llama-3.1-8b", *arguments, "--speculation", "triforce")
-    assert asked.exit_code == 2
-    assert "no TriForce here: it reads keys and values where they lie in host memory" in asked.stderr
-    assert re.search(r"--pinned page-locks 8\.0 GB of the 16\.\d GB of the KV cache, too little by 8", asked.stderr)
-    assert "--speculation chain" in asked.stderr and "of page-locked memory short" in asked.stdout
-    left = json.loads(plan("llama-3.1-8b", *arguments, "--json").stdout)
-    assert left["fits"] and not left["retrieval_verifier"]
-    assert left["why_no_retrieval_verifier"].startswith("it reads keys and values where they lie")
-
-
 def test_without_a_profile_the_users_own_or_a_common_card() -> None:
     common = plan("llama-3.1-8b", "--context", "4096")
     assert common.stderr == "" and common.stdout.startswith("Fits.")  # the answer comes first

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import re
 import select
@@ -13,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -120,30 +118,6 @@ def test_so_is_whatever_else_it_refuses(target: Path, arguments: list[str], word
 
 def test_without_a_command_the_help_is_shown() -> None:
     assert "verify" in CliRunner().invoke(app, []).stdout
-
-
-@pytest.mark.parametrize("words", [["--tokens", "9999"], ["--context", "20"], ["--prompts", "{long}", "--quick"]])
-def test_verify_reads_no_weights_where_a_prompt_has_no_room(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
-) -> None:
-    def pages(file: int, *arguments: Any, **options: Any) -> mmap.mmap:
-        """The system's, but for memory, which weights are read into."""
-        assert file != -1, "weights were read"
-        return mapped(file, *arguments, **options)
-
-    mapped = mmap.mmap
-    monkeypatch.setattr(mmap, "mmap", pages)
-    (tmp_path / "long").write_text("the quick brown fox " * 4000)
-    given = [
-        "verify",
-        "--device",
-        "cpu",
-        "--target",
-        str(target),
-        *(word.format(long=tmp_path / "long") for word in words),
-    ]
-    result = CliRunner().invoke(app, given)
-    assert_one_line(result.exit_code, result.stdout, result.stderr, "shorten the prompt or lower --tokens")
 
 
 @pytest.mark.slow

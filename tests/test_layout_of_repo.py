@@ -195,10 +195,6 @@ def test_declared_packages_are_the_packages_there_are() -> None:
     assert found == {name for name in declared if name.split(".")[0] == "offload_runtime"}
 
 
-def test_data_files_of_packages_exist() -> None:
-    assert (RUNTIME / "py.typed").is_file()
-
-
 # Imported where they happen to be there.
 NOT_REQUIRED = {"triton", "matplotlib", "llguidance"}
 DISTRIBUTIONS = {

@@ -53,15 +53,8 @@ def served(directory: Path) -> Iterator[Served]:
         {"max_tokens": -1, "max_completion_tokens": 4, "service_tier": "auto", "prediction": None, "audio": None},
         {"tools": [], "functions": None, "function_call": "none", "n": None, "stream_options": None, "stop": None},
         {"typical_p": 1.0, "mirostat": 0, "repeat_last_n": -1, "cache_prompt": True, "skip_special_tokens": True},
-        {
-            "n": 1,
-            "best_of": 1,
-            "top_logprobs": 0,
-            "verbosity": "medium",
-            "parallel_tool_calls": None,
-            "temperature": None,
-            "reasoning_effort": None,
-        },
+        {"n": 1, "best_of": 1, "top_logprobs": 0, "verbosity": "medium", "parallel_tool_calls": None},
+        {"temperature": None, "reasoning_effort": None},
     ],
 )
 def test_values_that_change_nothing_are_taken(served: Served, fields: dict[str, Any]) -> None:

@@ -229,18 +229,8 @@ def test_rows_of_real_shapes_have_the_same_bits_in_every_company(
     expected = most.solved()
     for rows in (slice(0, 3), slice(1000, 1030)):
         most.rows(rows).check(expected[rows])
-    for start, count in (
-        (0, 1),
-        (500, 1),
-        (1099, 1),
-        (3, 8),
-        (600, 13),
-        (2, 30),
-        (64, 64),
-        (9, 127),
-        (0, 256),
-        (7, 511),
-    ):
+    pieces = ((0, 1), (500, 1), (1099, 1), (3, 8), (600, 13), (2, 30), (64, 64), (9, 127), (0, 256), (7, 511))
+    for start, count in pieces:
         rows = slice(start, start + count)
         assert torch.equal(most.rows(rows).solved(), expected[rows]), f"{count} rows from {start}"
         assert torch.equal(most.rows(rows).by_kernel(), expected[rows])
