@@ -191,6 +191,10 @@ class RuntimeConfig:
     resident_layers: int | None = option(
         None, "Layers that stay on the device; others are streamed every pass.", MACHINE, least=0, auto=True
     )
+    expert_pool: int | None = option(
+        None, "Memory of each card for the experts of a mixture, those that were used last; by itself what is left of "
+        "it. What has no room stays in host memory and comes when it is needed.", MACHINE, size=True, metavar="SIZE",
+    )  # fmt: skip
     profile: Any = option(
         None, "Choose and predict by these figures; left out, by a profile of this GPU, your own or a shipped one.",
         MACHINE, metavar="NAME|FILE",

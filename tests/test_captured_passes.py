@@ -38,9 +38,7 @@ def runner(request: pytest.FixtureRequest, device: dict[str, Any]) -> Iterator[M
 
 
 def captured(runner: ModelRunner) -> CapturedPasses:
-    layers = runner.streamer.resident_layers()
-    assert layers is not None
-    return CapturedPasses(runner.decoder, layers, runner.cache, runner.rope)
+    return CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope)
 
 
 def read_prompts(runner: ModelRunner) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
+from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.experts import StoredMatrices
+from offload_runtime_kernels.kv_blocks import RopeRows
 from safetensors.torch import load_file, save_file
 
 from offload_runtime import Runtime
 from offload_runtime.errors import CheckpointError
 from offload_runtime.models.experts import Experts
-from offload_runtime.models.layers import GatedMLP
+from offload_runtime.models.layers import ExpertStore, GatedMLP, LayerWeights, Rows
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.weights import ModelLayout, open_checkpoint
 from offload_runtime.weights.encoding import Weight
@@ -25,26 +29,38 @@ from tests.helpers.models import load_plain
 LAYER = Experts(GatedMLP(32, 16), 8, 3)
 
 
-def _weights(seed: int) -> dict[str, Weight]:
-    generator, found = torch.Generator().manual_seed(seed), dict[str, list[torch.Tensor]]()
+def _weights(seed: int) -> tuple[LayerWeights, dict[str, torch.Tensor]]:
+    """Random ones, and of these the matrices of all experts, [E, rows, columns]."""
+    generator, parts = torch.Generator().manual_seed(seed), defaultdict[str, list[torch.Tensor]](list)
     for tensor in LAYER.tensors():
-        found.setdefault(tensor.packed, []).append(torch.randn(tensor.shape, generator=generator))
-    return {name: Weight(torch.cat(parts)) for name, parts in found.items()}
+        parts[tensor.packed].append(torch.randn(tensor.shape, generator=generator))
+    weights = LayerWeights({"router": Weight(*parts.pop("router"))})
+    experts = {name: torch.cat(found).view(LAYER.count, -1, found[0].shape[1]) for name, found in parts.items()}
+    stored, places = {name: StoredMatrices.of(one) for name, one in experts.items()}, torch.arange(8).int()
+    weights.experts = ExpertStore(stored, lambda *_: iter([places]))
+    return weights, experts
+
+
+def _forward(x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
+    count = torch.arange(len(x), dtype=torch.int32)
+    nothing = torch.empty(len(x), 0)
+    query = QueryRows(count[:, None], count, len(x))
+    return LAYER.forward(x, weights, Rows(count, query, RopeRows(nothing, nothing, count, count, count)))
 
 
 def test_of_experts_that_score_alike_the_first_ones_are_chosen() -> None:
-    weights, x = _weights(1), torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
+    (weights, experts), x = _weights(1), torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
     weights["router"].stored.zero_()
-    alike = LAYER.forward(x, weights)
-    for name in ("experts_gate_up", "experts_down"):
-        weights[name].stored.view(8, -1)[3:] = 0  # those that nothing chooses
-    assert torch.equal(LAYER.forward(x, weights), alike) and alike.abs().sum() > 0
+    alike = _forward(x, weights)
+    for matrices in experts.values():
+        matrices[3:] = 0  # those that nothing chooses
+    assert torch.equal(_forward(x, weights), alike) and alike.abs().sum() > 0
 
 
 def test_what_a_row_becomes_is_its_own_whoever_is_in_the_pass() -> None:
-    weights, x = _weights(3), torch.randn(40, 32, generator=torch.Generator().manual_seed(4))
-    together = LAYER.forward(x, weights)
-    assert all(torch.equal(LAYER.forward(x[row : row + 1], weights)[0], together[row]) for row in range(40))
+    (weights, _), x = _weights(3), torch.randn(40, 32, generator=torch.Generator().manual_seed(4))
+    together = _forward(x, weights)
+    assert all(torch.equal(_forward(x[row : row + 1], weights)[0], together[row]) for row in range(40))
 
 
 def _stack(tensors: dict[str, torch.Tensor]) -> None:
@@ -73,6 +89,8 @@ def test_experts_stored_as_one_tensor_are_the_same_model(tmp_path: Path) -> None
     _change(tmp_path, _stack)
     stacked = load_plain(open_checkpoint(tmp_path), torch.float32)
     assert all(torch.equal(apart.block(layer), stacked.block(layer)) for layer in apart.arenas)
+    assert all(torch.equal(apart.experts_of(layer), stacked.experts_of(layer)) for layer in apart.experts)
+    assert apart.experts
     _change(tmp_path, _halve)
     with pytest.raises(CheckpointError, match="has shape"):
         open_checkpoint(tmp_path)
@@ -114,11 +132,11 @@ def test_plans_count_the_experts_that_a_token_uses() -> None:
     layout, each = ModelLayout.of(config, torch.bfloat16), 3 * 64 * 512
     block, mlp = layout.layers[0], config.layers[0].mlp
     assert mlp.work(5).product_operations == 2 * 5 * (2 * each + 64 * 64)
-    assert block.total_bytes > 64 * each * 2
-    around = block.total_bytes - 64 * each * 2
+    assert block.experts is not None and block.experts.total_bytes == 64 * each * 2
+    around = block.total_bytes
     assert block.moved_bytes(rows=1) == pytest.approx(around + 2 * each * 2, rel=1e-3)
     assert 6 * each * 2 < block.moved_bytes(rows=4) - around < 8 * each * 2  # some have the same
-    assert block.moved_bytes(rows=4096) == block.total_bytes
+    assert block.moved_bytes(rows=4096) == around + block.experts.total_bytes
 
 
 @pytest.mark.gpu

@@ -99,7 +99,7 @@ def assert_same_weights(path: Path, model: torch.nn.Module, dtype: torch.dtype) 
     table = checkpoint_tensors(source.config())
     assert set(table) == {name for name, _ in model.named_parameters()}
     for name, destination in table.items():
-        assert torch.equal(rows_of(destination, weights.views(destination.layer)), state[name].to(dtype)), name
+        assert torch.equal(rows_of(destination, weights), state[name].to(dtype)), name
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "BF16", "F16"])

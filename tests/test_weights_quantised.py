@@ -70,7 +70,7 @@ def test_weights_are_what_the_formula_says(checkpoint: Checkpoint) -> None:
     for dtype in (FP32, BF16, FP16):
         for weights in (load_weights(source, source.layout(dtype)), load_plain(source, dtype)):
             for name, to in checkpoint_tensors(source.config()).items():
-                assert torch.equal(rows_of(to, weights.views(to.layer)), checkpoint.decoded[name].to(dtype)), name
+                assert torch.equal(rows_of(to, weights), checkpoint.decoded[name].to(dtype)), name
 
 
 @pytest.mark.parametrize(("buffers", "resident"), [(0, None), (1, (1,))])
@@ -116,7 +116,7 @@ def test_matrices_that_the_library_packed_are_what_it_decodes(name: str, tmp_pat
     for dtype in (FP32, BF16, FP16):
         weights = load_weights(source, source.layout(dtype))
         for name, to in checkpoint_tensors(source.config()).items():
-            assert torch.equal(rows_of(to, weights.views(to.layer)), decoded[name].to(dtype))
+            assert torch.equal(rows_of(to, weights), decoded[name].to(dtype))
     assert len(source.kinds) == 7
 
 
@@ -134,7 +134,7 @@ def test_blocks_of_fp8_are_what_transformers_decodes(scale: torch.dtype, tmp_pat
         parts = {"weight": stored[name], "weight_scale_inv": stored[f"{name}_scale_inv"]}
         to = checkpoint_tensors(source.config())[name]
         expected = Fp8Dequantize(None).convert(parts)["weight"]
-        assert torch.equal(rows_of(to, weights.views(to.layer)), expected)
+        assert torch.equal(rows_of(to, weights), expected)
 
 
 EXPERTS = "model.layers.0.mlp.experts."
@@ -208,7 +208,7 @@ def test_a_mixture_in_mxfp4_is_read_as_its_decoded_copy(tmp_path: Path) -> None:
     assert set(sources[0].kinds.values()) == {"MXFP4"} and len(sources[0].kinds) == 12
     first, second = (load_weights(source, source.layout(BF16)) for source in sources)
     for to in checkpoint_tensors(config=sources[0].config()).values():
-        assert torch.equal(rows_of(to, first.views(to.layer)), rows_of(to, second.views(to.layer)))
+        assert torch.equal(rows_of(to, first), rows_of(to, second))
     (tmp_path / "0" / "model.safetensors").unlink()
     assert describe_model(tmp_path / "0").kinds == sources[0].kinds
     save_file(stored, tmp_path / "0" / "model.safetensors")

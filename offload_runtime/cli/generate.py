@@ -230,6 +230,8 @@ def answer_line(result: GenerationResult, *more: str) -> str:
     figures += [f"{stats.tok_per_s:.1f} tokens/s", f"{by} {stats.tokens_per_pass:.1f} tokens/pass"]
     if stats.link_gbps is not None and stats.link_peak_gbps:
         figures.append(f"link {100 * stats.link_gbps / stats.link_peak_gbps:.0f} %")
+    if stats.expert_hit_rate is not None:
+        figures.append(f"expert hits {100 * stats.expert_hit_rate:.0f} %")
     return " · ".join([*figures, *more])
 
 
@@ -263,6 +265,9 @@ def show_stats(stats: GenerationStats, device: str) -> None:
         idle = f"idle {100 * (stats.link_idle_share or 0):.1f} %"
         waited = f"{format_bytes(stats.bytes_per_pass)} a pass, {stats.stall_s:.2f} s waited for"
         lines.append(f"link {link_figure(stats)}, {idle}, {waited}")
+    if stats.expert_hit_rate is not None:
+        brought = f"{format_bytes(stats.expert_bytes_per_pass)} of them a pass over the link"
+        lines.append(f"experts on the device {100 * stats.expert_hit_rate:.1f} % of the time, {brought}")
     if stats.hidden_draft_share is not None:
         lines.append(f"drafting hidden {100 * stats.hidden_draft_share:.1f} %")
     held = {memory_name(device.split(":")[0]): stats.peak_vram_bytes, "page-locked memory": stats.pinned_bytes,

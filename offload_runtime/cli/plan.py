@@ -102,10 +102,14 @@ def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: flo
         share = f"if the model accepts {usual.acceptance:.0%} of what {who} proposes, as is usual"
         lines.append(f"That is {share}; {rounded(undrafted_tok_per_s)} tokens/s {without}.")
     if plan.streamed_bytes:
-        brought = {"weights": predicted.plain.weight_bytes, "KV cache": predicted.plain.kv_bytes}
+        plain_pass = predicted.plain
+        brought = {"weights": plain_pass.weight_bytes, "KV cache": plain_pass.kv_bytes,
+                   "experts": plain_pass.expert_bytes}  # fmt: skip
         what = " and ".join(name for name, nbytes in brought.items() if nbytes)
         no_room = f"{format_bytes(plan.streamed_bytes)} of {what} from RAM, for which the card has no room"
         lines.append(f"Each pass brings {no_room}.")
+    if plan.target.host_experts:
+        lines.append(f"There is {plan.target.experts_in_words}.")
     return lines
 
 
@@ -206,6 +210,7 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
     words = [
         describe_draft_cache(plan),
         f"weights: {_layers(placement.resident_layers, placement.layers)}; {target.layout.stored_as}",
+        target.experts_in_words,
         describe_staging(placement),
         f"KV cache of {target.batch} x {target.context_tokens} tokens: "
         + _layers(plan.resident_kv_layers, plan.kv_layers),
@@ -259,12 +264,13 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def time_tables(plan: RunPlan, predicted: RunForecast) -> list[Table | str]:
     """Return what passes, steps and prompts take by cause, and the speed by the target's acceptance."""
-    columns = ("", "whole", "link", "HBM", "arithmetic", "launch", "staging", "bound by")
+    columns = ("", "whole", "link", "experts", "HBM", "arithmetic", "launch", "staging", "bound by")
     causes = _table(*columns, title=f"\npredicted at {predicted.context_tokens} tokens of context, in ms")
     passes = [("pass, 1 token", predicted.plain)]
     passes += [(f"pass, {predicted.proposals + 1} tokens", predicted.verify)] if predicted.gamma else []
     for name, time in passes:
-        parts = (time.seconds, time.link_s, time.hbm_s, time.arithmetic_s, time.launch_s, time.staging_s)
+        copies = (time.seconds, time.link_s, time.demand_s)
+        parts = (*copies, time.hbm_s, time.arithmetic_s, time.launch_s, time.staging_s)
         causes.add_row(name, *map(_ms, parts), time.bound_by)
     if plan.draft is not None:
         causes.add_row("draft step", _ms(predicted.draft_step_s))
@@ -272,7 +278,7 @@ def time_tables(plan: RunPlan, predicted: RunForecast) -> list[Table | str]:
         causes.add_row("verifier step", _ms(predicted.verifier_step_s))
     prefill = predicted.prefill
     whole, link, compute, staging = map(_ms, (prefill.seconds, prefill.link_s, prefill.compute_s, prefill.staging_s))
-    causes.add_row("to first token", whole, link, "", compute, "", staging, prefill.bound_by)
+    causes.add_row("to first token", whole, link, "", "", compute, "", staging, prefill.bound_by)
     if not predicted.steps:
         return [causes]
     grown = " in a tree (of a node's first child)" if predicted.tree_nodes else ""
@@ -342,6 +348,7 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
             "loading_bytes": plan.loading.total(), "parts": _parts_record(plan.host, plan.page_locked),
         },
         "stored_bytes": plan.target.layout.bytes_by_kind,
+        "experts": plan.target.num_experts, "expert_buffers": placement.pool_buffers,
         "layers": {**{name: list(which) for name, which in layers.items()}, "ring_buffers": placement.num_buffers},
         "draft_cache": None if plan.draft is None else plan.draft.cache,
         "retrieval_verifier": plan.has_verifier,

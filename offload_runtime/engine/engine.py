@@ -360,6 +360,9 @@ class _Passes(NamedTuple):
     streamed_bytes: int = 0
     stall_s: float = 0.0
     copy_s: float = 0.0
+    experts_wanted: int = 0
+    experts_found: int = 0
+    expert_bytes: int = 0
 
     def grown(self, now: _Passes, before: _Passes) -> _Passes:
         """Return the same with what has come between two times."""
@@ -380,7 +383,9 @@ class PassMeter:
         self._link_peak_gbps, self._pinned_bytes = target.link_peak_gbps, target.pinned_bytes  # they stay as they are
         # Those that carry something, whose mean counts.
         streaming = [card for card in target.cards if card.link_peak_gbps is not None]
-        self._links = [card.engine for card in streaming or target.cards]
+        self._links = [card.engines for card in streaming or target.cards]
+        self._engines = [engine for card in target.cards for engine in card.engines]
+        self._pools = [card.pool for card in target.cards if card.pool is not None]
         self._counters = self._read(0.0)
         # What there was when a request had its first token, and where the trace was.
         self._begun: dict[Request, tuple[_Passes, Any]] = {}
@@ -392,9 +397,10 @@ class PassMeter:
 
     def _read(self, now_s: float) -> _Passes:
         """Return the bytes that were begun to be copied, seconds of stalls and of copies, so far."""
-        stall_s = sum(card.engine.stall_seconds() for card in self._target.cards)
-        copy_s = sum(link.copy_seconds() for link in self._links) / len(self._links)
-        return _Passes(0, now_s, self._target.runner.streamer.bytes_begun, stall_s, copy_s)
+        stall_s = sum(engine.stall_seconds() for engine in self._engines)
+        copy_s = sum(engine.copy_seconds() for link in self._links for engine in link) / len(self._links)
+        experts = [sum(counts) for counts in zip(*(pool.counts for pool in self._pools), strict=True)]
+        return _Passes(0, now_s, self._target.runner.streamer.bytes_begun, stall_s, copy_s, *experts)
 
     def begin(self, request: Request) -> None:
         """Begin to measure for a request that has its first token. What came since the last pass was its prefill."""
@@ -443,6 +449,8 @@ class PassMeter:
             acceptance=tuple(request.acceptance), windows=dict(request.tally.windows.most_common()),
             accepted_by_depth=tuple(request.tally.accepted_by_depth.values()),
             accepted_by_source=dict(request.tally.accepted_by_source),
+            expert_hit_rate=passes.experts_found / passes.experts_wanted if passes.experts_wanted else None,
+            expert_bytes_per_pass=round(passes.expert_bytes / count) if count else 0,
         )  # fmt: skip
         logprobs = None if request.params.logprobs is None else tuple(request.logprobs)
         of_prompt = None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)

@@ -189,7 +189,7 @@ def describe_placement(model: LoadedModel, plan: RunPlan, budgets: Sequence[Devi
         sizes.append(f"{format_bytes(budget.reserved_bytes)}{limit}")
     reserved = f"{' and '.join(sizes)} of {budgets[0].memory_name} reserved"
     drafts = describe_draft_cache(plan), describe_speculation(plan)
-    parts = [where, describe_staging(placement), kv, reserved, *drafts]
+    parts = [where, target.experts_in_words, describe_staging(placement), kv, reserved, *drafts]
     return "; ".join(part for part in parts if part)
 
 
@@ -286,7 +286,8 @@ def _load(
             if graph_bytes := own.graph_bytes + own.captured_bytes:
                 budget.reserve("CUDA graphs", graph_bytes)
             with current_device(budget.device):  # what paces a copy is launched once
-                queues = _make_queues(budget.device, config.pace, log, undo, d2h=plan.target.on_host)
+                d2h, demand = plan.target.on_host, bool(own.target.host_experts)
+                queues = _make_queues(budget.device, config.pace, log, undo, d2h=d2h, demand=demand)
             open_cards.append(OpenCard(budget, queues))
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
         proposes = plan.proposer != "none" or plan.has_verifier
@@ -296,7 +297,7 @@ def _load(
             undo=undo,
         )  # fmt: skip
         free_s, free_rows, batch = 0.0, 0, plan.target.batch
-        if target.link_peak_gbps is not None:
+        if target.link_peak_gbps is not None:  # of what is streamed, or of experts
             pairs = zip(plan.cards, target.cards, strict=True)
             links = sum(card.limits.cards[0].link_ratio for card, one in pairs if one.link_peak_gbps is not None)
             figures = replace(figures, link_gbps=target.link_peak_gbps / links)
@@ -314,7 +315,7 @@ def _load(
             target, drafter, room, proposer, SlotSampling(batch, device), tuple(budgets), free,
             controller=Controller(
                 largest_windows(config.max_gamma, plan.tree_room), known_cost,
-                streamed=target.link_peak_gbps is not None,
+                streamed=target.link_peak_gbps is not None and plan.target.pool_share == 1,
             ),
             plan=placed, cost=known_cost,
             recorder=recorder, resources=undo.pop_all(),
@@ -393,10 +394,10 @@ def _with_remedies(
 
 def _make_queues(
     device: torch.device, pace: Callable[[torch.device], tuple[LinkPace, LinkPace]] | None,
-    recorder: TraceRecorder | None, undo: ExitStack, *, d2h: bool,
+    recorder: TraceRecorder | None, undo: ExitStack, *, d2h: bool, demand: bool,
 ) -> CopyQueues:  # fmt: skip
-    """Return the copy queues, at the pace that the configuration asks for and logged to a trace; `d2h` says whether one
-    leads to the host. `undo` closes them."""
+    """Return the copy queues, each at the pace that the configuration asks for and logged to a trace; `d2h` says
+    whether one leads to the host, and `demand` whether there is one for experts. `undo` closes them."""
 
     def make(row: str, pace: LinkPace | None) -> CopyEngine:
         engine = make_copy_engine(device, pace=pace, log=None if recorder is None else CopyLog(recorder, row))
@@ -404,4 +405,5 @@ def _make_queues(
         return engine
 
     there, back = (None, None) if pace is None else pace(device)
-    return CopyQueues(make(LINK, there), make(LINK_BACK, back) if d2h else None)
+    asked = None if pace is None or not demand else pace(device)[0]
+    return CopyQueues(make(LINK, there), make(LINK_BACK, back) if d2h else None, make(LINK, asked) if demand else None)

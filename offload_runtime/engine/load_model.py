@@ -22,7 +22,7 @@ from offload_runtime.core import Batch, TokenTree
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware.bench import usable_cores
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import Weights
+from offload_runtime.models.layers import ExpertStore, LayerWeights
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.plan import ModelPlan, Placement, RunPlan, place_staged, with_staging_rings
 from offload_runtime.runners import CapturedPasses, Decoder, ModelRunner
@@ -46,6 +46,7 @@ from offload_runtime.stream import (
     require_readable_arenas,
     staging_threads,
 )
+from offload_runtime.stream.expert_pool import ExpertPool, ExpertUnits
 from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights import (
     EMBEDDING,
@@ -235,12 +236,24 @@ class LoadedCard:
 
     `engine` is the queue of its copies, which ends with `engine.close`; `staged` says where the layers are, and holds
     the rings that some of them are staged through. `link_peak_gbps` is the bandwidth of back-to-back copies into its
-    ring; None when nothing is streamed.
+    ring; None when nothing is streamed. Its layers' experts are in a `pool`, if they have any.
     """
 
     engine: CopyEngine
     staged: StagedMemory
     link_peak_gbps: float | None
+    pool: ExpertPool | None = None
+
+    @property
+    def engines(self) -> list[CopyEngine]:
+        """Return all queues to the card."""
+        demand = None if self.pool is None else self.pool.engine
+        return [self.engine] if demand is None else [self.engine, demand]
+
+    def end_copies(self) -> None:
+        """Before anything that is copied is let go of."""
+        for engine in self.engines:
+            engine.close()
 
 
 @dataclass(frozen=True)
@@ -276,12 +289,13 @@ class LoadedModel:
     def pinned_bytes(self) -> int:
         """Page-locked host memory of the weights and the staging rings."""
         rings = [arena for card in self.cards for arena, _ in card.staged.rings]
-        return sum(arena.pinned_bytes for arena in (*self.weights.arenas.values(), *rings))
+        weights = self.weights
+        return sum(arena.pinned_bytes for arena in (*weights.arenas.values(), *weights.experts.values(), *rings))
 
     def end_copies(self) -> None:
         """Before anything that is copied is let go of."""
         for card in self.cards:
-            card.engine.close()
+            card.end_copies()
 
 
 def load_models(
@@ -301,9 +315,9 @@ def load_models(
     )
     draft = load(draft_source, plan.draft, cards[:1], name="draft") if draft_source and plan.draft else None
     target = load(target_source, plan.target, cards, name="target")
-    runner, layers = target.runner, target.runner.streamer.resident_layers()
-    if on_gpu and plan.captured_bytes and layers is not None:
-        runner.captured = CapturedPasses(runner.decoder, layers, runner.cache, runner.rope)
+    runner = target.runner
+    if on_gpu and plan.captured_bytes and not runner.streamer.num_streamed:
+        runner.captured = CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope)
     return target, draft and replace(draft, shared=shared)
 
 
@@ -318,6 +332,13 @@ def load_model(
     if registrar is not None and plan.embedding_on_host:
         pin.add(EMBEDDING)
     device = cards[0].budget.device
+    # The experts on each card, and those of layers that all are there.
+    pools = [_buffers_of_experts(one.budget, own, name) for one, own in zip(cards, plan.cards, strict=False)]
+    experts = dict[int, torch.Tensor]()
+    for buffers, own in zip(pools, plan.cards, strict=True):
+        if own.placement.pool_buffers is None:
+            counts = [one.count for one in own.experts.values()]
+            experts |= zip(own.experts, buffers.split(counts), strict=True)
     # What stays on a device, by layer, that of None for the head: uint8 each.
     held: dict[int | None, torch.Tensor] = {}
     for one, own in zip(cards, plan.cards, strict=False):  # a draft is on the first
@@ -327,8 +348,8 @@ def load_model(
             if kept:  # cut from one allocation, as the allocator rounds each up
                 held |= zip(kept, one.budget.allocate(f"{name}: {what}", sum(sizes)).split(sizes), strict=True)
     weights = load_weights(
-        source, plan.layout, onto=held, pin=pin, registrar=registrar, pinned_bytes=pinned_bytes, on_progress=report,
-        coding_device=device,
+        source, plan.layout, onto=held, experts_onto=experts, pin=pin, registrar=registrar, pinned_bytes=pinned_bytes,
+        on_progress=report, coding_device=device,
     )  # fmt: skip
     undo.callback(weights.close)
     if device.type == "cuda":
@@ -336,15 +357,34 @@ def load_model(
             undo.callback(torch.cuda.synchronize, device)  # passes may be reading rows
         torch.cuda.empty_cache()  # of what passed through
     limited = pinned_bytes is not None
-    return connect_model(weights, held, plan, cards, name=name, registrar=registrar, undo=undo, limited=limited)
+    return connect_model(weights, held, pools, plan, cards, name=name, registrar=registrar, undo=undo, limited=limited)
+
+
+def _buffers_of_experts(budget: DeviceBudget, own: ModelPlan, name: str) -> torch.Tensor:
+    """Return the buffers of a card's pool: uint8 [S, bytes of the largest expert]."""
+    nbytes = own.pool_bytes(own.placement.pool_buffers)
+    return budget.allocate(f"{name}: experts", nbytes).view(-1, own.expert_bytes) if nbytes else torch.empty(0, 0)
+
+
+def _pool_of(weights: HostWeights, buffers: torch.Tensor, own: ModelPlan, one: OpenCard) -> ExpertPool | None:
+    """Return the pool of a card's experts; None where its layers have none."""
+    if not own.experts:
+        return None
+    whole, layers = own.placement.pool_buffers is None, dict[int, ExpertUnits]()
+    for layer, experts in own.experts.items():
+        host = None if whole else weights.experts_of(layer)
+        layers[layer] = ExpertUnits(experts.count, experts.chosen, host)
+    most_rows = max(own.chunk_tokens, own.batch * own.window_tokens)
+    chosen = max(experts.chosen for experts in own.experts.values())
+    return ExpertPool(buffers, layers, None if whole else one.queues.demand, most_choices=most_rows * chosen)
 
 
 def connect_model(
-    weights: HostWeights, held: Mapping[int | None, torch.Tensor], plan: ModelPlan, cards: Sequence[OpenCard], *,
-    name: str, registrar: Registrar | None, undo: ExitStack, limited: bool,
+    weights: HostWeights, held: Mapping[int | None, torch.Tensor], experts: Sequence[torch.Tensor], plan: ModelPlan,
+    cards: Sequence[OpenCard], *, name: str, registrar: Registrar | None, undo: ExitStack, limited: bool,
 ) -> LoadedModel:  # fmt: skip
-    """Connect loaded weights, those on the host and those `held` on devices, and build the runner. Where page-locked
-    memory is `limited` all of it is for what passes stream.
+    """Connect loaded weights, those on the host and those `held` on devices, with buffers of `experts` on each card,
+    and build the runner. Where page-locked memory is `limited` all of it is for what passes stream.
 
     What `undo` does ends what has threads, the copies before the memory that they copy.
     """
@@ -362,19 +402,33 @@ def connect_model(
         kv_buffers.append(_ring(one.budget, f"{name}: KV ring", num_kv_buffers, own.kv_piece_bytes))
     cache = make_cache(plan, cards, f"{name}: KV cache", memories, None if limited else registrar)
     undo.callback(cache.close)
+    pools = [_pool_of(weights, *args) for args in zip(experts, plan.cards, cards, strict=True)]
+    stores = {
+        layer: ExpertStore(one.matrices(pool.buffers), partial(pool.present, layer))
+        for pool, own in zip(pools, plan.cards, strict=True)
+        if pool is not None
+        for layer, one in own.experts.items()
+    }
     loaded = list[LoadedCard]()
-    for one, memory, *rings in zip(cards, memories, buffers, kv_buffers, strict=True):
+    for one, memory, pool, *rings in zip(cards, memories, pools, buffers, kv_buffers, strict=True):
         with current_device(one.budget.device):
-            peak_gbps = _measure_link(weights, [*chain(*rings)], one.queues.h2d, memory)
-        loaded.append(LoadedCard(memory.queue(one.queues.h2d), memory, peak_gbps))
-        undo.callback(loaded[-1].engine.close)
+            peak_gbps = _measure_link(weights, [*chain(*rings)], one.queues.h2d, memory, pool)
+        loaded.append(LoadedCard(memory.queue(one.queues.h2d), memory, peak_gbps, pool))
+        undo.callback(loaded[-1].end_copies)
     nothing, arenas = torch.empty(0, dtype=torch.uint8), weights.layers
+
+    def make_views(layer: int, buffer: torch.Tensor) -> LayerWeights:
+        found = LayerWeights(layout.layers[layer].views(buffer, scratches[owners[layer]]))
+        if layer in stores:
+            found.experts = stores[layer]
+        return found
+
+    parts = zip(loaded, buffers, kv_buffers, pools, strict=True)
     streamer = LayerStreamer(
         [weights.block(index) if index in arenas else nothing for index in range(plan.config.num_layers)],
         {index: held[index] for index in plan.placement.resident_layers},
-        [CardRing(one.engine, *rings) for one, *rings in zip(loaded, buffers, kv_buffers, strict=True)], owners=owners,
-        make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratches[owners[layer]]),
-        kv=cache if isinstance(cache, HostKVCache) and any(kv_buffers) else None,
+        [CardRing(one.engine, layers, kv, pool) for one, layers, kv, pool in parts],
+        owners=owners, make_views=make_views, kv=cache if isinstance(cache, HostKVCache) and any(kv_buffers) else None,
     )  # fmt: skip
     embedding = held[EMBEDDING] if EMBEDDING in held else weights.block(EMBEDDING)
     shared = layout.shared.views(held[None], scratches[0]) | layout.embedding.views(embedding)
@@ -393,10 +447,14 @@ def _ring(budget: DeviceBudget, name: str, count: int, buffer_bytes: int) -> lis
 
 
 def _measure_link(
-    weights: HostWeights, buffers: Sequence[torch.Tensor], engine: CopyEngine, memory: StagedMemory
-) -> float | None:
+    weights: HostWeights, buffers: Sequence[torch.Tensor], engine: CopyEngine, memory: StagedMemory,
+    pool: ExpertPool | None,
+) -> float | None:  # fmt: skip
     """Return the peak of the link into a buffer, from page-locked memory of a card's layers; None when nothing is
-    streamed."""
+    streamed, and no expert is brought."""
+    if not buffers and pool is not None and not pool.is_whole:
+        unit = weights.experts_of(next(iter(weights.experts)))[0]
+        return measure_link_gbps(engine, pool.buffers[0, : unit.nbytes], unit)
     if not buffers:
         return None
     buffer, placement = buffers[0], memory.placement
@@ -427,21 +485,21 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     firsts = {kinds.index(kind) for kind in kinds}
     tokens = max(1, min(runner.chunk_tokens, cache.capacity_tokens - TILE_ROWS[-1]))
 
-    def layers() -> Iterator[tuple[int, Weights]]:
-        return islice(runner.streamer.layers(), max(firsts) + 1)
+    def layers(rows: int) -> Iterator[tuple[int, LayerWeights]]:
+        return islice(runner.streamer.layers(rows), max(firsts) + 1)
 
-    for layer in layers():
+    for layer in layers(1):
         for count in TILE_ROWS if layer[0] in firsts else ():
             if count <= cache.capacity_tokens:
                 runner.forward(Batch({0: TokenTree((0,) * count)}), layers=[layer])
-    runner.forward(Batch(prompts={0: [0] * tokens}), layers=layers())
+    runner.forward(Batch(prompts={0: [0] * tokens}), layers=layers(tokens))
     rows = min(TILE_ROWS[-1], cache.capacity_tokens - tokens)
     window, branches = TokenTree((0,) * rows), trees and rows > 2
     if branches:
         if tokens < BLOCK_TOKENS:  # behind a whole block the pass of a tree runs a chain's kernels too
-            runner.forward(Batch({0: window}), layers=layers())
+            runner.forward(Batch({0: window}), layers=layers(rows))
         window = TokenTree(window.tokens, (-1, *(0,) * (rows - 1)))
-    logits = runner.forward(Batch({0: window}), layers=layers()).logits
+    logits = runner.forward(Batch({0: window}), layers=layers(rows)).logits
     if branches:
         cache.commit_path(0, [0, 2])
     positions = torch.arange(len(logits), dtype=torch.int32, device=logits.device)

@@ -68,6 +68,9 @@ class GenerationStats:
         windows: Passes by what was asked for, the most frequent first: `tree 256`, `chain 8`, `ngram 16`, `plain`. The
             number is that of proposals, n-grams beside a chain not counted.
         kept_tokens: Tokens of the prompt that were not read again, as the cache still held them.
+        expert_hit_rate: Share of the experts that layers of these passes needed, each once for all rows, which were on
+            the device; None where all are, and where nothing was asked for.
+        expert_bytes_per_pass: What of `bytes_per_pass` are experts.
     """
 
     prompt_tokens: int
@@ -91,6 +94,8 @@ class GenerationStats:
     accepted_by_depth: tuple[int, ...] = ()
     accepted_by_source: dict[str, int] = field(default_factory=dict)
     windows: dict[str, int] = field(default_factory=dict)
+    expert_hit_rate: float | None = None
+    expert_bytes_per_pass: int = 0
     kept_tokens: int = 0
 
     def __repr__(self) -> str:

@@ -7,9 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, experts
+from offload_runtime_kernels.experts import ExpertShape, combine_experts, expert_rows
 
-from offload_runtime.models.layers import GatedMLP, Tensor, Weights, Work, product_operations, projections
+from offload_runtime.models.layers import (
+    GatedMLP,
+    LayerWeights,
+    Rows,
+    Tensor,
+    Weights,
+    Work,
+    product_operations,
+    projections,
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ class Experts:
     def work(self, rows: int) -> Work:
         """What is done for `rows`."""
         each = 2 * rows * self.chosen * 3 * self.expert.hidden_size * self.expert.intermediate_size
-        return Work(each + product_operations((one for one in self.tensors() if one.share == 1), rows))
+        return Work(each + product_operations((one for one in self.tensors() if one.expert is None), rows))
 
     @property
     def row_elements(self) -> int:
@@ -75,24 +84,21 @@ class Experts:
         return of_experts + 3 * self.expert.hidden_size + (self.shared.mlp.row_elements if self.shared else 0)
 
     def tensors(self) -> Iterator[Tensor]:
-        """`router` [E, H] and its `correction` [E]; `experts_gate_up` [E * 2I, H], of each expert the gate first;
-        `experts_down` [E * H, I]; of the shared one `shared_gate_up`, `shared_down` and `shared_gate` [1, H]."""
-        hidden, inner, share = self.expert.hidden_size, self.expert.intermediate_size, self.chosen / self.count
+        """`router` [E, H] and its `correction` [E]; of each expert `gate_up` [2I, H], the gate first, and `down`
+        [H, I]; of the shared one `shared_gate_up`, `shared_down` and `shared_gate` [1, H]."""
+        hidden, inner = self.expert.hidden_size, self.expert.intermediate_size
         if self.swiglu is not None:
             yield from projections("router", {"mlp.router": self.count}, hidden, bias=True)
             for part, size in (("gate_up", 2 * inner), ("down", hidden)):
-                yield Tensor(f"{part}_biases", f"mlp.experts.{part}_proj_bias", (self.count, size), None, share)
+                yield Tensor(f"{part}_biases", f"mlp.experts.{part}_proj_bias", (self.count, size))
         else:
             yield Tensor("router", "mlp.gate.weight", (self.count, hidden), self.router_dtype)
         if self.corrected:
             yield Tensor("correction", "mlp.gate.e_score_correction_bias", (self.count,), torch.float32)
-        for packed, names, shape in (
-            ("experts_gate_up", ("gate_proj", "up_proj"), (inner, hidden)),
-            ("experts_down", ("down_proj",), (hidden, inner)),
-        ):
-            for number in range(self.count):
-                for name in names:
-                    yield Tensor(packed, f"mlp.experts.{number}.{name}.weight", shape, None, share)
+        for number in range(self.count):
+            for one in self.expert.tensors():
+                name = one.name.replace("mlp.", f"mlp.experts.{number}.")
+                yield one._replace(name=name, expert=number)
         if self.shared is not None:
             for one in self.shared.mlp.tensors():
                 name = one.name.replace("mlp.", f"mlp.{self.shared.name}.")
@@ -100,11 +106,9 @@ class Experts:
             if self.shared.gated:
                 yield from projections("shared_gate", {f"mlp.{self.shared.name}_gate": 1}, hidden)
 
-    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weights: LayerWeights, rows: Rows) -> torch.Tensor:
         """[N, H] -> [N, H]."""
         hidden, inner = self.expert.hidden_size, self.expert.intermediate_size
-        gate_up = StoredMatrices.of(weights["experts_gate_up"].dense.view(self.count, 2 * inner, hidden))
-        down = StoredMatrices.of(weights["experts_down"].dense.view(self.count, hidden, inner))
         shape, biases = ExpertShape(self.count, hidden, inner), dict[str, torch.Tensor]()
         if self.swiglu is not None:
             alpha, limit = self.swiglu
@@ -112,7 +116,16 @@ class Experts:
             in_turn = weights["gate_up_biases"].dense.view(self.count, inner, 2)
             biases["gate_up_bias"] = in_turn.transpose(1, 2).reshape(self.count, 2 * inner)
             biases["down_bias"] = weights["down_biases"].dense
-        out = experts(x, *self._choose(x, weights), gate_up, down, shape, **biases)
+        numbers, chosen = self._choose(x, weights)
+        if rows.prompt is None and len(x) > 1:  # absent rows must not ask for experts of their own
+            numbers = torch.where(rows.query.positions.view(-1, 1) < 0, numbers[:1], numbers)
+        matrices, present = weights.experts
+        y = x.new_empty(*numbers.shape, hidden)
+        for slots in present(numbers, rows.between):
+            expert_rows(
+                x, numbers, matrices["gate_up"], matrices["down"], shape, out=y, slots=slots, **biases
+            )  # fmt: skip
+        out = combine_experts(y, chosen)
         if self.shared is not None:
             inside = weights["shared_gate_up"].linear(x, gated=self.shared.mlp.activation)
             of_shared = weights["shared_down"].linear(inside)

@@ -8,12 +8,13 @@ the others of its pass or on how many there are, except through the keys and val
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 from offload_runtime_kernels.attention import AttentionParams, QueryRows
+from offload_runtime_kernels.experts import StoredMatrices
 from offload_runtime_kernels.gated_delta import DeltaMemory, DeltaRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, HeadNorm, KVBlocks, RopeRows, Rotation, rope_store
 from offload_runtime_kernels.linear import Activation
@@ -24,13 +25,13 @@ from offload_runtime_kernels.window_steps import StepRows
 class Tensor(NamedTuple):
     """A tensor of a checkpoint, by its name below the layer's, whose rows follow those of earlier tensors of the same
     `packed` name: what has one name is one matrix in memory. It may be kept in a `dtype` of its own, whatever the model
-    computes in. A token uses such a `share` of what has its packed name."""
+    computes in. It is in the layer's block, or in that of one `expert` of the layer, by its number."""
 
     packed: str
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None = None
-    share: float = 1.0
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,28 @@ class Weight(Protocol):
 
 
 Weights = Mapping[str, Weight]  # by packed name
+# What the host does in the middle of a pass, between what is enqueued before and behind it.
+HostAction = Callable[[], None]
+
+
+class ExpertStore(NamedTuple):
+    """Where the experts of a layer are that a pass multiplies with.
+
+    Attributes:
+        matrices: By packed name, those of the experts that are in buffers on the layer's card.
+        present: Of the experts that are chosen, [N, k] int64 on the card, it yields for some after the other, until
+            each has had its turn, the buffer of each of the layer's experts, [E] int32, -1 of those without a turn.
+            What the host has to do meanwhile it gives to its second argument.
+    """
+
+    matrices: Mapping[str, StoredMatrices]
+    present: Callable[[torch.Tensor, Callable[[HostAction], None]], Iterator[torch.Tensor]]
+
+
+class LayerWeights(dict[str, Weight]):
+    """A layer's packed tensors by name, and its `experts`, if it has any."""
+
+    experts: ExpertStore
 
 
 class QueryGrowth(NamedTuple):
@@ -116,6 +139,11 @@ class DeltaPass(NamedTuple):
     paths: DeltaPaths | None = None
 
 
+def at_once(action: HostAction) -> None:
+    """Let the host act while it enqueues a pass."""
+    action()
+
+
 class LayerCache(Protocol):
     """What an attention layer needs of a KV cache: a place for new keys and values, and attention over all that its
     queries see."""
@@ -139,12 +167,14 @@ class Rows:
         query: Positions and slots of the rows, [B, T].
         rope: How they are rotated, and where keys and values go.
         prompt: Of a piece of a prompt the slot, and the tokens before it.
+        between: Lets the host act in the middle of the pass.
     """
 
     tokens: torch.Tensor
     query: QueryRows
     rope: RopeRows
     prompt: tuple[int, int] | None = None
+    between: Callable[[HostAction], None] = at_once
 
     @classmethod
     def of_step(cls, step: StepRows, slots: torch.Tensor, *, max_length: int) -> Rows:
@@ -372,7 +402,7 @@ class GatedMLP:
         yield from projections("gate_up", rows, self.hidden_size, bias=self.bias)
         yield from projections("down", {"mlp.down_proj": self.hidden_size}, self.intermediate_size, bias=self.bias)
 
-    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weights: LayerWeights, rows: Rows) -> torch.Tensor:
         """[N, H] -> [N, I], before the output projection."""
         return weights["gate_up"].linear(x, gated=self.activation)
 
@@ -428,7 +458,7 @@ class RowMixer(Protocol):
     def tensors(self) -> Iterator[Tensor]:
         """Those of a checkpoint."""
 
-    def forward(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, weights: LayerWeights, rows: Rows) -> torch.Tensor:
         """Results before the projection: [N, H] -> [N, columns of it]."""
 
 
@@ -483,7 +513,7 @@ class DecoderLayer:
         """Elements that a row takes on its way through the layer, but for the residual stream."""
         return 3 * self.attention.hidden_size + self.attention.row_elements + self.mlp.row_elements
 
-    def forward(self, layer: int, residual: torch.Tensor, weights: Weights, rows: Rows, cache: LayerCache) -> None:
+    def forward(self, layer: int, residual: torch.Tensor, weights: LayerWeights, rows: Rows, cache: LayerCache) -> None:
         """Add to the residual stream, and write the rows' keys and values into the cache.
 
         Args:
@@ -498,7 +528,7 @@ class DecoderLayer:
         self._add(residual, self.attention.forward(layer, x, weights, rows, cache), "o", after, weights)
         if not self.parallel:
             x = residual if before_mlp is None else normed(residual, weights[before_mlp].dense)
-        self._add(residual, self.mlp.forward(x, weights), self.mlp.output, after_mlp, weights)
+        self._add(residual, self.mlp.forward(x, weights, rows), self.mlp.output, after_mlp, weights)
         if self.scaled:
             residual.mul_(weights["layer_scalar"].dense)
 

@@ -150,12 +150,14 @@ def _links_s(machine: MachineProfile, nbytes: int, busiest_s: float) -> float:
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of a pass by cause, and which of them binds: `link`, `staging`, `HBM`, `arithmetic` or `launches`.
+    """Seconds of a pass by cause, and which of them binds: `link`, `staging`, `experts`, `HBM`, `arithmetic` or
+    `launches`.
 
     `compute_s` sums over the layers the longer of HBM and arithmetic, with the time in which rows cross from card to
     card. `lookahead_s` of the copies fit the rings while nothing of the pass computes. In `exposed_s`, of one card
     of several, keys and values come that its ring has no room for, while the others' rings may be full. `weight_bytes`
     and `kv_bytes` are those of `bytes_streamed`, `staged_bytes` what of them comes out of pageable memory.
+    `expert_bytes` are brought once a layer has chosen: nothing computes in these `demand_s`.
     """
 
     weight_bytes: int
@@ -169,11 +171,13 @@ class PassTime:
     staging_s: float
     lookahead_s: float
     exposed_s: float = 0.0
+    expert_bytes: int = 0
+    demand_s: float = 0.0
 
     @property
     def bytes_streamed(self) -> int:
         """Bytes over the link."""
-        return self.weight_bytes + self.kv_bytes
+        return self.weight_bytes + self.kv_bytes + self.expert_bytes
 
     @property
     def copies_s(self) -> float:
@@ -188,12 +192,13 @@ class PassTime:
     @property
     def seconds(self) -> float:
         """Seconds from pass to pass."""
-        return max(self.copies_s, self.busy_s)
+        return max(self.copies_s, self.busy_s) + self.demand_s
 
     @property
     def bound_by(self) -> str:
         """What takes all of it."""
         causes = {"link": self.link_s, "staging": self.staging_s, "launches": self.launch_s}
+        causes["experts"] = self.demand_s
         causes["HBM" if self.hbm_s >= self.arithmetic_s else "arithmetic"] = self.compute_s
         return max(causes, key=causes.__getitem__)  # the first of equals
 
@@ -217,6 +222,7 @@ def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, row
     lookahead_bytes = min(weight_bytes, placement.num_buffers * target.layer_bytes)
     lookahead_bytes += min(kv_bytes, target.kv_ring_bytes)
     exposed_bytes = sum(max(0, nbytes - target.kv_ring_bytes) for nbytes in streamed.values())
+    expert_bytes = target.missed_bytes(height)
     # What computes: the longer of HBM and arithmetic, of the matrices and of each layer's attention.
     stages, decodings = _matrix_stages(plan, target, machine, height)
     for layer, count in _kinds(target).items():
@@ -236,14 +242,17 @@ def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, row
         launch_s=0.0 if captured else layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S, staging_s=staging_s,
         # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
         lookahead_s=max(link_s, staging_s) * (lookahead_bytes / max(1, weight_bytes + kv_bytes)),
-        exposed_s=exposed_bytes / link,
+        exposed_s=exposed_bytes / link, expert_bytes=expert_bytes, demand_s=expert_bytes / link,
     )  # fmt: skip
 
 
 def _pass_of_cards(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, rows: int) -> PassTime:
     """The pass that the passes over each card's layers make together."""
     cards = [pass_time(card, machine, length_tokens=length_tokens, rows=rows) for card in plan.cards]
-    names = ("weight_bytes", "kv_bytes", "staged_bytes", "hbm_s", "arithmetic_s", "launch_s", "staging_s")
+    names = (
+        "weight_bytes", "kv_bytes", "staged_bytes", "hbm_s", "arithmetic_s", "launch_s", "staging_s", "expert_bytes",
+        "demand_s",
+    )  # fmt: skip
     sums = {name: sum(getattr(card, name) for card in cards) for name in names}
     transfer_s = transfers_s(plan, machine, rows=plan.target.batch * rows)
     waits = zip(plan.cards, cards, unmatched_kv_bytes([card.target for card in plan.cards], length_tokens), strict=True)
@@ -431,7 +440,8 @@ class StepPrediction:
 
 def step_time(verify: PassTime, drafting_s: float) -> float:
     """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill and delay no copy."""
-    return max(verify.copies_s + max(0.0, drafting_s - verify.lookahead_s), verify.busy_s + drafting_s)
+    planned_s = max(verify.copies_s + max(0.0, drafting_s - verify.lookahead_s), verify.busy_s + drafting_s)
+    return planned_s + verify.demand_s
 
 
 def predicted_step_s(
@@ -493,6 +503,8 @@ def link_slack(plan: RunPlan, machine: MachineProfile, *, widest: int = 0) -> tu
         time = full_pass(plan, machine, rows=rows)
         return time.busy_s - time.copies_s
 
+    if plan.target.pool_share < 1:  # whose misses every further row adds to
+        return 0.0, 0
     widest = max(widest, tree_nodes(plan) + 1, gamma(plan) + 1)
     # Windows of sizes like these are what is proposed.
     rows = [*range(1, min(widest, 32)), *range(32, widest, 32), widest]
@@ -541,7 +553,8 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
         full_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         written_bytes = batch * own.kv_bytes_of(own.kv_layers_on_host, full_tokens)
         staged_kv_bytes = batch * own.kv_bytes_of(placement.staged_kv_layers, full_tokens)
-        own_bytes = batch * own.bytes_of_layers(placement.streamed_layers) + written_bytes
+        missing_bytes = round(own.num_experts * (1 - own.pool_share)) * own.expert_bytes
+        own_bytes = batch * (own.bytes_of_layers(placement.streamed_layers) + missing_bytes) + written_bytes
         link_bytes, link_s = link_bytes + own_bytes, max(link_s, own_bytes / _link(card, machine))
         # What is staged grows as the threads that write there touch it.
         growth_s += (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)

@@ -247,8 +247,10 @@ def _check_verifier(plan: RunPlan) -> None:
          "take --draft-cache streaming, lower --context, "),
     ):  # fmt: skip
         require(fine, f"{_NO_VERIFIER}{why}: {remedies}{other}")
-    memory, missing_bytes = "device memory", target.bytes_of_layers(streamed)
+    missed = round((1 - target.pool_share) * target.num_experts)
+    memory, missing_bytes = "device memory", target.bytes_of_layers(streamed) + missed * target.expert_bytes
     why = f"beside it {len(streamed)} of {target.config.num_layers} layers would be streamed"
+    why += f" and {missed} of {target.num_experts} experts are not on the device" if missed else ""
     remedies = f"raise --vram, lower --context, drop --resident-layers, {other}"
     needed_bytes = target.host_kv_bytes if streamed else plan.pinned_bytes  # more VRAM does not make these fewer
     if limits.pinned_bytes is not None and (needed_bytes > limits.pinned_bytes or not streamed):
@@ -275,12 +277,15 @@ def _spread(count: int, num_layers: int) -> tuple[int, ...]:
 def _evenly(placement: Placement, resident: int, buffers: int) -> Placement:
     """So many of its layers on the device, evenly spread, and the others in buffers."""
     layers = placement.layers
-    num_buffers = min(buffers, len(layers) - resident)
-    return Placement(layers, _some(layers, resident), num_buffers, kv_ring_buffers=placement.kv_ring_buffers)
+    num_buffers, same = min(buffers, len(layers) - resident), (placement.kv_ring_buffers, placement.pool_buffers)
+    return Placement(
+        layers, _some(layers, resident), num_buffers, kv_ring_buffers=same[0], pool_buffers=same[1]
+    )  # fmt: skip
 
 
 def _place(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
-    """The layers that a card has, those of `asked` on the device or else as many as fit, so that a pass brings little.
+    """The layers that a card has, those of `asked` on the device or else as many as fit, so that a pass brings little;
+    then experts in what is left: a byte of anything else is read by every token.
 
     Args:
         plan: What the card has.
@@ -288,8 +293,32 @@ def _place(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
         asked: Resident layers that were asked for.
 
     Raises:
-        BudgetError: Not even a ring of two buffers fits, or the asked resident layers do not.
+        BudgetError: Not even a ring of two buffers fits with experts for a row, or what was asked for does not.
     """
+    experts, size = plan.target.experts, plan.request.expert_pool
+    if not experts:
+        return _place_layers(plan, most_kv_layers, asked)
+    each_bytes, least = plan.target.expert_bytes, max(one.chosen for one in experts.values())
+    wanted = least if size is None else min(plan.target.num_experts, size // each_bytes)
+    if wanted < least:
+        raise BudgetError(
+            f"--expert-pool {format_bytes(size or 0)} has no room for the {least} experts of "
+            f"{format_bytes(each_bytes)} that a token goes through in a layer: raise it to "
+            f"{format_bytes_up(least * each_bytes)}"
+        )
+    whole = None if wanted == plan.target.num_experts else wanted
+    placed = _place_layers(plan.with_placements(replace(plan.placement, pool_buffers=whole)), most_kv_layers, asked)
+    limit_bytes = plan.limits.device_bytes
+    if size is None and whole is not None:
+        spare = None if limit_bytes is None else (limit_bytes - placed.device_bytes) // each_bytes
+        fits = spare is None or wanted + spare >= plan.target.num_experts
+        buffers = None if fits or spare is None else wanted + spare
+        return plan.with_placements(replace(placed.placement, pool_buffers=buffers))
+    return placed
+
+
+def _place_layers(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
+    """Place the layers of a card, whose pool of experts is what the plan says. Arguments and errors as of `_place`."""
     target, placement, limit_bytes = plan.target, plan.placement, plan.limits.device_bytes
     if limit_bytes is None:  # all keys and values stay on the host, as asked
         resident = len(placement.layers) if asked is None else asked

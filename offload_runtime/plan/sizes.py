@@ -173,7 +173,8 @@ def limits_of(machine: MachineProfile, request: RuntimeConfig) -> MemoryLimits:
 PROCESS_BYTES, _LOADING_PROCESS_BYTES = 1_620_000_000, 840_000_000
 
 _PAGE_LOCKED = (
-    "streamed layers", "embedding", "staging ring", "KV cache", "pieces to write KV through", "rows between cards"
+    "streamed layers", "experts in host memory", "embedding", "staging ring", "KV cache", "pieces to write KV through",
+    "rows between cards",
 )  # fmt: skip
 
 
@@ -265,9 +266,10 @@ class RunPlan:
                 **target.head_parts,
                 "resident layers": target.bytes_of_layers(placement.resident_layers),
                 "ring of layers": placement.num_buffers * target.layer_bytes,
+                "experts": target.pool_bytes(placement.pool_buffers),
                 **target.kv_parts,
                 "retrieval cache": self.verifier_bytes if self.has_verifier else 0,
-                "draft weights": 0 if draft is None else draft.layout.total_bytes,
+                "draft weights": 0 if draft is None else draft.held_bytes(draft.placement) + draft.head_parts.total(),
                 "draft KV cache": 0 if draft is None else draft.kv_parts.total(),
                 "CUDA graphs": self.graph_bytes,
                 "decoded matrices": sum(one.scratch_bytes(self.request.device_type) for one in self.models),
@@ -330,6 +332,7 @@ class RunPlan:
             {
                 "streamed layers": target.host_bytes_of_layers(placement.streamed_layers) - staged_bytes,
                 "staged layers": staged_bytes,
+                "experts in host memory": target.host_expert_bytes,
                 "embedding": target.host_embedding_bytes,
                 "staging ring": sum(one.h2d_ring.nbytes for one in rings),
                 "KV cache": target.host_kv_bytes - staged_kv_bytes,
@@ -363,9 +366,11 @@ class RunPlan:
         streamed = self.placement.streamed_layers
         held_bytes = sum(model.layout.total_bytes for model in self.models) - self.target.bytes_of_layers(streamed)
         held_bytes -= self.target.host_embedding_bytes
+        held_bytes -= sum(one.total_bytes for one in self.target.host_experts.values())
         return +Parts(
             {
                 "streamed layers": self.target.host_bytes_of_layers(streamed),
+                "experts in host memory": self.target.host_expert_bytes,
                 "embedding": self.target.host_embedding_bytes,
                 "weights on their way": self.passing_bytes,
                 "weights that a GPU would hold": held_bytes if self.on_cpu else 0,
@@ -402,7 +407,7 @@ class RunPlan:
         """Bytes that a pass at the full context brings over the link."""
         target = self.target
         kv_bytes = sum(target.streamed_kv(target.context_tokens - 1).values())
-        return target.bytes_of_layers(self.placement.streamed_layers) + kv_bytes
+        return target.bytes_of_layers(self.placement.streamed_layers) + kv_bytes + target.missed_bytes(1)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
@@ -438,6 +443,8 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
             f"--encode always has nothing to code in a run in {DTYPE_NAMES[dtype]}: no matrix would be in bf16 with "
             f"columns that 64 divides: drop it{'' if dtype == torch.bfloat16 else ', or take --dtype bf16'}"
         )
+    has_pool = request.expert_pool is None or bool(layout.experts)
+    require(has_pool, "--expert-pool does nothing for a model without experts: drop it")
     chunk_tokens = PREFILL_CHUNK_TOKENS[request.device_type]
     assert request.max_batch is not None, "it is chosen by then"
     target = ModelPlan(

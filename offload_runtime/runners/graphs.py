@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
@@ -50,6 +51,13 @@ _LEAST_ROWS = 16  # that the allocator's rounding makes of fewer
 _WARM_UP_TOKENS = (BLOCK_TOKENS + 1, 4 * BLOCK_TOKENS + 1)
 
 
+class _Part(NamedTuple):
+    """A graph of a step, and what the host does behind it, before the next one."""
+
+    graph: torch.cuda.CUDAGraph
+    action: Callable[[], None] | None
+
+
 class StepGraphs:
     """Runs steps, on CUDA as replays of graphs. A step reads and writes tensors that never move and returns nothing.
 
@@ -57,7 +65,8 @@ class StepGraphs:
     step shows.
 
     The first run of a step is an ordinary one: it compiles kernels and loads library modules, which a capture cannot.
-    The second captures it, so that what is run once only is not captured, and from then on the graph is replayed.
+    The second captures it, so that what is run once only is not captured, and from then on the graph is replayed. Where
+    the host acts in the middle of a step it is several graphs.
     All graphs share one memory pool of each device: they have to run one after the other, and from one thread, whose
     library handles the first run makes.
 
@@ -78,7 +87,8 @@ class StepGraphs:
         input_words: int = 0, output_words: int = 0, most_graphs: int = MOST_GRAPHS,
     ) -> None:  # fmt: skip
         self._most_graphs = most_graphs
-        self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}  # None: has run once; oldest use first
+        self._graphs: dict[Hashable, list[_Part] | None] = {}  # None: has run once; oldest use first
+        self._cut: Callable[[Callable[[], None]], None] | None = None  # of the capture that is going on
         self._device, locked = device, device.type == "cuda"
         self._replays = locked and captures
         self.inputs = torch.zeros(input_words, dtype=torch.int32, device=device)
@@ -94,8 +104,8 @@ class StepGraphs:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that are held."""
-        return sum(graph is not None for graph in self._graphs.values())
+        """Steps whose graphs are held."""
+        return sum(parts is not None for parts in self._graphs.values())
 
     def begin(self) -> None:
         """Wait until the host may write the inputs of another step: the last one may still be running."""
@@ -118,6 +128,14 @@ class StepGraphs:
         words = found.view(-1).view(torch.int32)
         copy_words(words, self._outputs_pinned[first : first + len(words)])
 
+    def between(self, action: Callable[[], None]) -> None:
+        """Have the host act within a step, on the current stream, between what is enqueued before and behind it. A step
+        that may be captured without being run has no such places."""
+        if self._cut is None:
+            action()
+        else:
+            self._cut(action)
+
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Run `step` on the current stream without waiting for the device.
 
@@ -131,9 +149,15 @@ class StepGraphs:
             step()
             self._keep(key, None)
         else:
-            graph = self._graphs.pop(key) or self._captured(step)
-            self._keep(key, graph)
-            self._replay(graph)
+            parts, left = self._graphs.pop(key), 0
+            if parts is None:
+                parts = self._captured(step)
+                left = len(parts) - 1  # those before have run, for the host to act
+            self._keep(key, parts)
+            for graph, action in parts[left:]:
+                self._replay(graph)
+                if action is not None:
+                    action()
 
     def capture(self, key: Hashable, step: Callable[[], None]) -> None:
         """Have the graph of a step that needs no first run, as others have used all of its kernels. Runs nothing.
@@ -153,12 +177,13 @@ class StepGraphs:
         finally:
             self._replays = before
 
-    def _keep(self, key: Hashable, graph: torch.cuda.CUDAGraph | None) -> None:
-        self._graphs[key] = graph
+    def _keep(self, key: Hashable, parts: list[_Part] | None) -> None:
+        self._graphs[key] = parts
         if self.num_graphs > self._most_graphs:
-            oldest = next(key for key, graph in self._graphs.items() if graph is not None)
+            oldest = next(key for key, parts in self._graphs.items() if parts is not None)
             torch.cuda.current_stream(self._device).synchronize()  # it may still be running
-            self._graphs.pop(oldest).reset()  # type: ignore[union-attr]
+            for graph, _ in self._graphs.pop(oldest) or ():
+                graph.reset()
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replay on the current stream, in order with those of the other devices."""
@@ -170,8 +195,8 @@ class StepGraphs:
         for other in others:
             other.wait_stream(current)
 
-    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """Record `step` without running it.
+    def _captured(self, step: Callable[[], None]) -> list[_Part]:
+        """Record `step` without running it, but for what comes before the host acts, which it has to.
 
         Not through `torch.cuda.graph`, which waits for the whole device and empties the allocator's cache: copies of
         weights go on meanwhile. For the same reason other threads may do what they like.
@@ -179,17 +204,34 @@ class StepGraphs:
         if not self.num_graphs:  # the allocator forgets a pool with its last graph
             self._pool = torch.cuda.graph_pool_handle()
             self._pools = [_pool_of(stream.device) for stream in self._streams]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream), ExitStack() as undo:
+        graphs, actions = list[torch.cuda.CUDAGraph](), list[Callable[[], None] | None]()
+        current = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream), ExitStack() as undo, ExitStack() as capture:
+
+            def begin() -> None:
+                graphs.append(torch.cuda.CUDAGraph())
+                graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                capture.callback(graphs[-1].capture_end)
+
+            def cut(action: Callable[[], None]) -> None:
+                assert not self._streams, "a step over several devices is one graph"
+                capture.close()
+                with torch.cuda.stream(current):
+                    self._replay(graphs[-1])
+                    action()
+                actions.append(action)
+                begin()
+
             # What a collection frees may need calls that a capture forbids, such as unlocking host memory.
             if gc.isenabled():
                 gc.disable()
                 undo.callback(gc.enable)
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            undo.callback(graph.capture_end)
+            self._cut = cut
+            undo.callback(setattr, self, "_cut", None)
+            begin()
             with self._on_other_devices():
                 step()
-        return graph
+        return [_Part(*part) for part in zip(graphs, [*actions, None], strict=True)]
 
     @contextmanager
     def _on_other_devices(self) -> Iterator[None]:

@@ -23,7 +23,7 @@ from offload_runtime.cache import KVCache
 from offload_runtime.core import Batch, BatchShape, TokenTree
 from offload_runtime.grammar import token_masks
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import LayerCache, Rows, Weights
+from offload_runtime.models.layers import LayerCache, LayerWeights, Rows, Weights
 from offload_runtime.models.rope import RopeTable, RowFrequencies
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
 from offload_runtime.sampling import SlotSampling, sample
@@ -46,8 +46,9 @@ from offload_runtime.stream import (
 from offload_runtime.stream.queue import LayerStreamer
 from offload_runtime.trace import COMPUTE, TraceRecorder
 
-Layers = Iterable[tuple[int, Weights]]  # of one pass: (layer index, its weights on the device), in order
-Stage = tuple[int, Callable[[], AbstractContextManager[Weights]]]  # a layer, and what its weights may be read within
+Layers = Iterable[tuple[int, LayerWeights]]  # of one pass: (layer index, its weights on the device), in order
+# A layer, and what its weights may be read within.
+Stage = tuple[int, Callable[[], AbstractContextManager[LayerWeights]]]
 OnLayer = Callable[[int, int], None]  # called with (layers done, layers) as the host enqueues them
 
 
@@ -120,7 +121,7 @@ class Decoder:
         embedded = self.embedding.rows(rows.tokens)
         return embedded if self._multiplier == 1 else embedded.mul_(self._multiplier)
 
-    def layer(self, index: int, weights: Weights, residual: torch.Tensor, rows: Rows, cache: LayerCache) -> None:
+    def layer(self, index: int, weights: LayerWeights, residual: torch.Tensor, rows: Rows, cache: LayerCache) -> None:
         """Run one layer, which adds to the residual stream [N, H]."""
         self.config.layers[index].forward(index, residual, weights, rows, cache)
 
@@ -242,14 +243,14 @@ class ModelRunner:
         """
         decoder, streamer = self.decoder, self.streamer
         in_blocks = prompts and layers is None and decoder.in_blocks
-        if in_blocks and not streamer.num_streamed and not self.cache.prefills_by_layer:
+        if in_blocks and streamer.has_all and not self.cache.prefills_by_layer:
             streamer.begin_pass()
             blocks = groupby(range(decoder.num_layers), key=decoder.partition.card_of)
             stages: list[list[Stage]] = [
                 [(index, partial(streamer.layer, index)) for index in block] for _, block in blocks
             ]
             return _run_on_cards(decoder, stages, self.cache, pieces, kept, on_layer)
-        layers = streamer.layers() if layers is None else layers
+        layers = streamer.layers(sum(rows.num_rows for rows in pieces)) if layers is None else layers
         return _run_layers(decoder, layers, self.cache, pieces, kept, on_layer)
 
     def rows(
@@ -273,7 +274,7 @@ class ModelRunner:
     @torch.inference_mode()
     def run_rows(self, rows: Rows) -> torch.Tensor:
         """Run one pass over prepared rows: logits [N, V]. Commits nothing and never waits for the device."""
-        return window_pass(self.decoder, self.streamer.layers(), self.cache, rows)
+        return window_pass(self.decoder, self.streamer.layers(rows.num_rows), self.cache, rows)
 
 
 def device_rows(
@@ -368,13 +369,16 @@ class CapturedPasses:
 
     Args:
         decoder: The maths.
-        layers: The weights: (layer index, named weights), in order.
+        streamer: The weights, on the device but for experts.
         cache: Keys and values, all on the device.
         rope: The model's rotary table.
     """
 
-    def __init__(self, decoder: Decoder, layers: Layers, cache: KVCache, rope: RopeTable) -> None:
-        self._decoder, self._layers, self._cache, self._rope = decoder, layers, cache, rope
+    def __init__(self, decoder: Decoder, streamer: LayerStreamer, cache: KVCache, rope: RopeTable) -> None:
+        self._decoder, self._streamer, self._cache, self._rope = decoder, streamer, cache, rope
+        layers = streamer.resident_layers()
+        assert layers is not None, "layers on their way cannot be captured"
+        self._layers: Layers = layers
         words = packed_words(BatchShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0).sizes)
         self.graphs = StepGraphs(rope.device, input_words=words, output_words=2 * CAPTURED_ROWS)
         self._frequencies = RowFrequencies(rope, CAPTURED_ROWS)
@@ -387,12 +391,14 @@ class CapturedPasses:
         tokens where `sampling` is plain. A trace has its layers as one span.
 
         Returns:
-            Whether it was run: passes of more than `CAPTURED_ROWS`, with those that fill them up, are not captured.
+            Whether it was run: passes of more than `CAPTURED_ROWS`, with those that fill them up, are not captured, and
+            neither are those that may choose more experts than have room.
         """
         trees = [*batch.trees.values()]
         shape = captured_pass_shape(BatchShape.of(trees, committed), self._cache.max_tokens_with_draft)
-        if shape.num_rows > CAPTURED_ROWS:
+        if shape.num_rows > CAPTURED_ROWS or not self._streamer.looks_once(shape.num_rows):
             return False
+        self._streamer.begin_pass(shape.num_rows)
         plain = sampling if sampling is not None and sampling.is_plain else None
         parts = shape.lay_out(trees, committed, batch.slots)
         words = pack_words(parts)
@@ -415,6 +421,7 @@ class CapturedPasses:
         count = shape.num_rows
         self.graphs.fetch(packed_words(shape.sizes))
         rows = device_rows(shape, self.graphs.inputs, self._rope, self._frequencies.tensor[:count])
+        rows = replace(rows, between=self.graphs.between)
         logits = window_pass(self._decoder, self._layers, self._cache, rows)
         self._logits[:count].copy_(logits)
         if sampling is not None:
@@ -447,7 +454,7 @@ def _run_layers(
     return [residuals[piece] for piece in kept]
 
 
-def _given(weights: Weights) -> AbstractContextManager[Weights]:
+def _given(weights: LayerWeights) -> AbstractContextManager[LayerWeights]:
     """Return weights that may be read at any time."""
     return nullcontext(weights)
 

@@ -165,7 +165,7 @@ class DraftRunner:
         count = rows + MOST_GREEDY_STEPS * batch if rows else 0
         self._outputs = torch.zeros(count, 2 * self._children, dtype=torch.int32, device=device)
         self._graphs = StepGraphs(
-            device, captures=not runner.streamer.num_streamed, input_words=tree_input_words(batch) if rows else 0,
+            device, captures=runner.streamer.has_all, input_words=tree_input_words(batch) if rows else 0,
             output_words=self._outputs.numel(), most_graphs=MOST_GRAPHS * (2 if rows else 1),
         )  # fmt: skip
 

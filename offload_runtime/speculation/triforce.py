@@ -22,7 +22,7 @@ from offload_runtime_kernels.window_steps import WINDOW_HEADER_WORDS, StepRotati
 from offload_runtime.cache.retrieval import RetrievalCache
 from offload_runtime.core import TokenTree
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import Rows, Weights
+from offload_runtime.models.layers import LayerWeights, Rows
 from offload_runtime.models.rope import RopeTable, RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState
@@ -72,7 +72,7 @@ class RetrievalVerifier:
     """
 
     def __init__(
-        self, decoder: Decoder, layers: Sequence[tuple[int, Weights]], cache: RetrievalCache,
+        self, decoder: Decoder, layers: Sequence[tuple[int, LayerWeights]], cache: RetrievalCache,
         rope: RopeTable, window: DeviceWindow, *, max_tokens_with_draft: int, batch: int = 1,
     ) -> None:  # fmt: skip
         device = window.rows.device

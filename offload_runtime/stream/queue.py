@@ -84,10 +84,12 @@ def make_copy_engine(device: torch.device, *, pace: LinkPace | None = None, log:
 
 @dataclass(frozen=True)
 class CopyQueues:
-    """The queues of both ways: `h2d` to the device, `d2h` for what is written back to the host (None: nothing is)."""
+    """The queues of both ways: `h2d` to the device, `d2h` for what is written back to the host, and beside the first
+    `demand` for experts that a pass turns out to need (None: there is nothing like that)."""
 
     h2d: CopyEngine
     d2h: CopyEngine | None = None
+    demand: CopyEngine | None = None
 
 
 def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, *, repeats: int = 8) -> float:
@@ -420,7 +422,7 @@ class CopySchedule:
         return items
 
 
-LayerViews = Mapping[str, Any]  # the weights of a layer by name; how they are stored is nothing to a copy
+LayerViews = Any  # the weights of a layer; how they are stored is nothing to a copy
 WEIGHTS = "weights"
 KV = "kv"
 
@@ -441,17 +443,43 @@ class StreamedKV(Protocol):
         """A pass begins; the pieces of a card's layers come out of the lane `KV` of its schedule."""
 
 
+class DemandLane(Protocol):
+    """Says what the streamer needs of a pool of experts, which come to a card as passes turn out to need them."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether all of them are there for ever."""
+
+    @property
+    def bytes_begun(self) -> int:
+        """Return bytes of all copies that were begun."""
+
+    def looks_once(self, rows: int) -> bool:
+        """Return whether the host looks at most once at which ones a layer of a pass of so many rows needs."""
+
+    def begin_pass(self, rows: int) -> None:
+        """Begin a pass of so many rows."""
+
+    def enter(self, layer: int) -> None:
+        """Come to a layer of the pass."""
+
+    def leave(self, layer: int) -> None:
+        """Leave it, all of which has been enqueued."""
+
+
 @dataclass(frozen=True)
 class CardRing:
     """Holds what the layers of a card are streamed through: its copy queue, and buffers of its memory, uint8 [n] each.
 
     `buffers` hold a layer of weights, the largest of the card's; there are none where all of these are resident.
-    `kv_buffers` hold pieces of keys and values; there are none where the card streams none.
+    `kv_buffers` hold pieces of keys and values; there are none where the card streams none. Its layers' experts are in
+    a `pool`, if they have any.
     """
 
     engine: CopyEngine
     buffers: Sequence[torch.Tensor]
     kv_buffers: Sequence[torch.Tensor] = ()
+    pool: DemandLane | None = None
 
 
 class LayerStreamer:
@@ -490,7 +518,8 @@ class LayerStreamer:
         }
         self._kv = [kv if ring.kv_buffers else None for ring in rings]
         self._snapshots: list[Any] = [None] * len(rings)  # of the cache, from which the latest passes were planned
-        self.bytes_begun = 0  # of all passes so far, weights and KV
+        self._planned_bytes_begun = 0
+        self._pools = [ring.pool for ring in rings]
         # Of the cards, for a trace of their layers; the engine sets them.
         self.recorders: Sequence[TraceRecorder | None] = [None] * len(rings)
         self._schedules = [
@@ -500,22 +529,39 @@ class LayerStreamer:
         for schedule in self._schedules:
             schedule.fill()
 
-    def layers(self) -> Iterator[tuple[int, LayerViews]]:
-        """Iterate over one pass: (layer index, its weights on the device), in order.
+    @property
+    def bytes_begun(self) -> int:
+        """Return those of all passes so far: weights, keys and values."""
+        return self._planned_bytes_begun + sum(pool.bytes_begun for pool in self._pools if pool is not None)
+
+    @property
+    def has_all(self) -> bool:
+        """Return whether all weights are on the device for ever."""
+        return not self.num_streamed and all(pool is None or pool.is_whole for pool in self._pools)
+
+    def looks_once(self, rows: int) -> bool:
+        """Return whether the host looks at most once, in a pass of so many rows, at which experts a layer needs."""
+        return all(pool is None or pool.looks_once(rows) for pool in self._pools)
+
+    def layers(self, rows: int = 1) -> Iterator[tuple[int, LayerViews]]:
+        """Iterate over one pass of so many rows: (layer index, its weights on the device), in order.
 
         The weights of a streamed layer may be read until the next one is asked for. After an interrupted pass the
         cycle starts again at layer 0.
         """
-        self.begin_pass()
+        self.begin_pass(rows)
         for index in range(self.num_layers):
             with self.layer(index) as weights:
                 yield index, weights
 
-    def begin_pass(self) -> None:
-        """A pass begins, which asks for one `layer` after the other."""
+    def begin_pass(self, rows: int = 1) -> None:
+        """A pass of so many rows begins, which asks for one `layer` after the other."""
+        for pool in self._pools:
+            if pool is not None:
+                pool.begin_pass(rows)
         for card, (kv, schedule) in enumerate(zip(self._kv, self._schedules, strict=True)):
             items = schedule.begin_pass(is_valid=kv is None or kv.is_valid(self._snapshots[card]))
-            self.bytes_begun += sum(source.nbytes for _, source in items)
+            self._planned_bytes_begun += sum(source.nbytes for _, source in items)
             if kv is not None:
                 kv.begin_pass(card, self._snapshots[card], schedule)
             schedule.fill()  # which may plan the next pass, by a snapshot of its own
@@ -524,7 +570,7 @@ class LayerStreamer:
     def layer(self, index: int) -> Iterator[LayerViews]:
         """The weights of a layer, which may be read meanwhile; of what is streamed it is the next one of its card."""
         streamed, card = index not in self._resident, self._owners[index]
-        schedule, recorder = self._schedules[card], self.recorders[card]
+        schedule, recorder, pool = self._schedules[card], self.recorders[card], self._pools[card]
         if streamed:
             weights = self._buffer_views[index, schedule.take(WEIGHTS, (index,)).data_ptr()]
         else:
@@ -532,8 +578,12 @@ class LayerStreamer:
         tracing: AbstractContextManager[Any] = nullcontext()
         if recorder is not None:
             tracing = recorder.span(f"layer {index}", row=COMPUTE, layer=index, streamed=streamed)
+        if pool is not None:
+            pool.enter(index)
         with tracing:
             yield weights
+        if pool is not None:
+            pool.leave(index)
         if streamed:
             # Not in a `finally`: an abandoned pass ends whenever the garbage collector finds it, in the middle of a
             # later one.
@@ -541,7 +591,7 @@ class LayerStreamer:
 
     def resident_layers(self) -> list[tuple[int, LayerViews]] | None:
         """Return what `layers` hands out, for passes that take no part in the streaming; None when some are
-        streamed."""
+        streamed. Of experts such passes find what is there, or ask for."""
         return None if self.num_streamed else [(index, self._resident[index]) for index in range(self.num_layers)]
 
     def _plan_pass(self, card: int) -> list[Item]:

@@ -1,4 +1,5 @@
-"""How weights lie in memory: every layer one contiguous block, q, k, v fused and gate, up fused.
+"""How weights lie in memory: every layer one contiguous block, q, k, v fused and gate, up fused, and each of its
+experts another one, all of one layout.
 
 First stop on the token's journey: the copy engine moves a whole layer as one large copy because of this layout, and
 the decoder sees the same bytes through weights. Layers may differ in how their matrices are stored, and so in size.
@@ -17,9 +18,11 @@ from typing import NamedTuple
 
 import torch
 from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
+from offload_runtime_kernels.experts import StoredMatrices
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import DecoderLayer, Tensor
 from offload_runtime.sizes import format_bytes
 from offload_runtime.weights.encoding import DTYPE_KINDS, CodedBf16, Encoding, Format, Weight, aligned, format_of
@@ -33,14 +36,12 @@ _HEAD_SLICE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One packed tensor: where it starts in its block, what shape it has and how it is stored, and the share of it that
-    a token uses."""
+    """One packed tensor: where it starts in its block, what shape it has and how it is stored."""
 
     name: str
     shape: tuple[int, ...]
     offset_bytes: int
     encoding: Encoding
-    share: float = 1.0
 
     @property
     def nbytes(self) -> int:
@@ -51,10 +52,6 @@ class TensorSpec:
     def decoded_bytes(self) -> int:
         """Return those of what it is decoded to before a product."""
         return self.encoding.decoded_bytes(self.shape)
-
-    def unused_bytes(self, rows: int) -> int:
-        """Return those of experts that none of so many rows has, if each has any others."""
-        return int((1 - self.share) ** rows * self.nbytes)
 
 
 class RegisterRead(NamedTuple):
@@ -67,10 +64,12 @@ class RegisterRead(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Ordered tensors in one block; each starts on a multiple of 256 bytes, and so does the end."""
+    """Ordered tensors in one block; each starts on a multiple of 256 bytes, and so does the end. A layer may have
+    `experts` beside it."""
 
     tensors: tuple[TensorSpec, ...]
     total_bytes: int
+    experts: ExpertBlocks | None = None
 
     @classmethod
     def of(
@@ -83,14 +82,15 @@ class PackedLayout:
         specs, offset_bytes = list[TensorSpec](), 0
         for packed, parts in stacks.items():
             *_, last = parts.values()
-            specs.append(TensorSpec(packed, (last.row_end, *last.shape[1:]), offset_bytes, encode(parts), last.share))
+            specs.append(TensorSpec(packed, (last.row_end, *last.shape[1:]), offset_bytes, encode(parts)))
             offset_bytes += aligned(specs[-1].nbytes)
         return cls(tuple(specs), offset_bytes)
 
     @cached_property
     def matrix_elements(self) -> int:
         """Return the elements of the matrices that a row is multiplied with: two operations each."""
-        return sum(round(spec.share * math.prod(spec.shape)) for spec in self.tensors if len(spec.shape) == 2)
+        found = sum(math.prod(spec.shape) for spec in self.tensors if len(spec.shape) == 2)
+        return found + (self.experts.chosen * self.experts.block.matrix_elements if self.experts else 0)
 
     @cached_property
     def encoded_bytes(self) -> int:
@@ -121,14 +121,16 @@ class PackedLayout:
     def without_register_reads(self) -> PackedLayout:
         """Return the rest of the block, for its sums: its tensors lie apart."""
         rest = tuple(spec for spec in self.tensors if not spec.encoding.weights_in_registers(spec.shape))
-        return PackedLayout(rest, self.total_bytes - sum(read.nbytes for read in self.register_reads))
+        left_bytes = self.total_bytes - sum(read.nbytes for read in self.register_reads)
+        return replace(self, tensors=rest, total_bytes=left_bytes)
 
     def moved_bytes(self, slices: int = 1, *, rows: int, passes: int = 1) -> int:
         """Return what `passes` passes of so many rows read and write of the block that is on the device, when their
-        products read each matrix `slices` times together and what is encoded is decoded into memory."""
+        products read each matrix `slices` times together and what is encoded is decoded into memory; experts never
+        are."""
         decoding_bytes = passes * (self.encoded_bytes + self.decoded_bytes)
-        read_bytes = self.total_bytes - sum(spec.unused_bytes(rows) for spec in self.tensors if spec.share < 1)
-        return decoding_bytes + slices * (read_bytes - self.encoded_bytes + self.decoded_bytes)
+        of_experts = round(self.experts.used(rows) * self.experts.block.total_bytes) if self.experts else 0
+        return decoding_bytes + slices * (self.total_bytes + of_experts - self.encoded_bytes + self.decoded_bytes)
 
     def views(self, buffer: torch.Tensor, scratch: torch.Tensor | None = None) -> dict[str, Weight]:
         """Name the parts of a block without copying.
@@ -152,9 +154,36 @@ class PackedLayout:
 
 
 @dataclass(frozen=True)
+class ExpertBlocks:
+    """The experts of a layer: `count` of one layout, of which a row has `chosen`."""
+
+    block: PackedLayout
+    count: int
+    chosen: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Return bytes of all of them."""
+        return self.count * self.block.total_bytes
+
+    def used(self, rows: int) -> float:
+        """Return how many of them so many rows have, if each has any."""
+        return self.count * (1 - (1 - self.chosen / self.count) ** rows)
+
+    def matrices(self, buffers: torch.Tensor) -> dict[str, StoredMatrices]:
+        """Name the matrices of experts that lie in buffers, uint8 [S, at least the bytes of one], without copying."""
+        found = dict[str, StoredMatrices]()
+        for spec in self.block.tensors:
+            (how,) = [how for _, how in spec.encoding.parts] or [Format(DTYPE_KINDS[spec.encoding.dtype])]
+            end = spec.offset_bytes + how.nbytes(*spec.shape)
+            found[spec.name] = StoredMatrices(buffers[:, spec.offset_bytes : end], how.kind, *spec.shape)
+        return found
+
+
+@dataclass(frozen=True)
 class ModelLayout:
-    """The blocks of a model: one for each layer, one of what all layers share, and that of an `embedding` which is not
-    the head, else empty. `dtype` is what it computes in."""
+    """The blocks of a model: one for each layer, with its experts, one of what all layers share, and that of an
+    `embedding` which is not the head, else empty. `dtype` is what it computes in."""
 
     dtype: torch.dtype
     layers: tuple[PackedLayout, ...]
@@ -184,7 +213,7 @@ class ModelLayout:
 
         def encode(parts: dict[str, Destination]) -> Encoding:
             first = next(iter(parts.values()))
-            if len(first.shape) != 2 or first.dtype or first.share < 1:
+            if len(first.shape) != 2 or first.dtype or first.expert is not None:
                 return Encoding(first.dtype or dtype)
             columns = first.shape[1]
             found = Encoding.of(dtype, [(to.shape[0], smallest(name, columns)) for name, to in parts.items()])
@@ -195,7 +224,12 @@ class ModelLayout:
 
         @cache  # plain layers that are alike are one: plans make layouts again and again
         def block(layer: DecoderLayer, number: int | None) -> PackedLayout:
-            return PackedLayout.of(_placed(layer.tensors(), number), encode)
+            placed = _placed(layer.tensors(), number)
+            found = PackedLayout.of({name: to for name, to in placed.items() if to.expert is None}, encode)
+            if not isinstance(layer.mlp, Experts):
+                return found
+            one = PackedLayout.of({name: to for name, to in placed.items() if to.expert == 0}, encode)
+            return replace(found, experts=ExpertBlocks(one, layer.mlp.count, layer.mlp.chosen))
 
         blocks = (block(layer, number if kinds or coded else None) for number, layer in enumerate(config.layers))
         placed = _shared(config)
@@ -213,20 +247,29 @@ class ModelLayout:
 
     @cached_property
     def layer_bytes(self) -> tuple[int, ...]:
-        """Return bytes of each layer's block."""
+        """Return bytes of each layer's block, without its experts."""
         return tuple(layer.total_bytes for layer in self.layers)
+
+    @cached_property
+    def experts(self) -> dict[int, ExpertBlocks]:
+        """Return those of the layers that have some."""
+        return {number: layer.experts for number, layer in enumerate(self.layers) if layer.experts}
 
     @property
     def total_bytes(self) -> int:
         """Return bytes of all blocks."""
-        return sum(self.layer_bytes) + self.shared.total_bytes + self.embedding.total_bytes
+        of_experts = sum(one.total_bytes for one in self.experts.values())
+        return sum(self.layer_bytes) + of_experts + self.shared.total_bytes + self.embedding.total_bytes
 
     @cached_property
     def bytes_by_kind(self) -> dict[str, int]:
         """Return bytes by the names of how they are stored, the most first."""
         found = Counter[str]()
-        for spec in (spec for block in (*self.layers, self.shared, self.embedding) for spec in block.tensors):
-            found.update(spec.encoding.bytes_by_kind(spec.shape))
+        blocks = [(block, 1) for block in (*self.layers, self.shared, self.embedding)]
+        for block, count in blocks + [(one.block, one.count) for one in self.experts.values()]:
+            for spec in block.tensors:
+                of_one = spec.encoding.bytes_by_kind(spec.shape)
+                found.update({kind: count * nbytes for kind, nbytes in of_one.items()})
         return dict(found.most_common())
 
     @cached_property
@@ -277,7 +320,7 @@ class Destination:
 
     `layer` is None for what all layers share (final norm, and lm_head or the embedding that it is), and `EMBEDDING` for
     an embedding of its own. `shape` is the checkpoint tensor's; `dtype` the one that it is kept in, where it is not the
-    model's; `share` that of the packed one that a token uses.
+    model's; `expert` the number of the layer's expert whose it is, None for the layer's own block.
     """
 
     layer: int | None
@@ -286,18 +329,18 @@ class Destination:
     row_end: int
     shape: tuple[int, ...]
     dtype: torch.dtype | None
-    share: float
+    expert: int | None
 
 
 def _placed(parts: Iterable[Tensor], layer: int | None = None) -> dict[str, Destination]:
     """Return where each part goes, by transformers' name: below those of the same packed name before it."""
-    filled: Counter[str] = Counter()
+    filled: Counter[tuple[str, int | None]] = Counter()
     placed: dict[str, Destination] = {}
-    for packed, name, shape, dtype, share in parts:
-        start = filled[packed]
-        filled[packed] += shape[0]
+    for packed, name, shape, dtype, expert in parts:
+        start = filled[packed, expert]
+        filled[packed, expert] = end = start + shape[0]
         full_name = name if layer is None else f"model.layers.{layer}.{name}"
-        placed[full_name] = Destination(layer, packed, start, filled[packed], shape, dtype, share)
+        placed[full_name] = Destination(layer, packed, start, end, shape, dtype, expert)
     return placed
 
 

@@ -26,7 +26,7 @@ from offload_runtime.stream import PIECE_BYTES, HostArena, Registrar, Staging
 from offload_runtime.weights import quantised
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.encoding import NotCodable, Weight
-from offload_runtime.weights.layout import EMBEDDING, ModelLayout, checkpoint_tensors
+from offload_runtime.weights.layout import EMBEDDING, Destination, ModelLayout, checkpoint_tensors
 
 # Page faults of fresh arenas and the copy out of the page cache keep a core busy with 1 to 3 GB/s. Where torch makes
 # something of what is read in host memory, it has threads of its own in each of these.
@@ -77,12 +77,14 @@ class HostWeights:
     Attributes:
         layout: How the blocks are packed; its bytes are without the rounding of the arenas to pages.
         arenas: By decoder layer, that of None has final norm and lm_head, and `EMBEDDING`'s an embedding of its own.
+        experts: Those of the layers' experts, one behind the other.
         load_seconds: Wall-clock time of reading, converting, copying and page-locking.
     """
 
     config: ModelConfig
     layout: ModelLayout
     arenas: dict[int | None, HostArena]
+    experts: dict[int, HostArena]
     load_seconds: float = 0.0
 
     @property
@@ -99,13 +101,21 @@ class HostWeights:
         """Return the packed bytes of a layer, or with None of the shared block: uint8, host."""
         return self.arenas[layer].buffer[: self.layout.block(layer).total_bytes]
 
-    def views(self, layer: int | None) -> dict[str, Weight]:
-        """Return the packed name to weight in host memory for a layer, or with None for the shared block."""
+    def experts_of(self, layer: int) -> torch.Tensor:
+        """Return the packed bytes of a layer's experts: uint8 [E, bytes of one], host."""
+        of_layer = self.layout.experts[layer]
+        return self.experts[layer].buffer[: of_layer.total_bytes].view(of_layer.count, -1)
+
+    def views(self, layer: int | None, expert: int | None = None) -> dict[str, Weight]:
+        """Return the packed name to weight in host memory for a layer or one of its experts, or with None for the
+        shared block."""
+        if layer is not None and expert is not None:
+            return self.layout.experts[layer].block.views(self.experts_of(layer)[expert])
         return self.layout.block(layer).views(self.block(layer))
 
     def close(self) -> None:
         """Unlock and give back all arenas. Nothing may be copying from them any more."""
-        for arena in self.arenas.values():
+        for arena in (*self.arenas.values(), *self.experts.values()):
             arena.close()
 
 
@@ -114,6 +124,7 @@ def load_weights(
     layout: ModelLayout,
     *,
     onto: Mapping[int | None, torch.Tensor] | None = None,
+    experts_onto: Mapping[int, torch.Tensor] | None = None,
     pin: Collection[int] = (),
     registrar: Registrar | None = None,
     pinned_bytes: int | None = None,
@@ -127,6 +138,8 @@ def load_weights(
         layout: How its blocks are packed, and the dtype that the model computes in; stored values are converted.
         onto: Where blocks belong that do not stay in host memory, by layer, that of None the shared one: uint8 of
             their bytes, on any device.
+        experts_onto: The same of layers' experts: uint8 [E, at least the bytes of one]. Others are page-locked where
+            there is a registrar.
         pin: Blocks to page-lock: layers that are streamed, and an embedding whose rows are read on the host.
         registrar: Locks the embedding first, in one piece, layers as they are complete, and what weights pass through
             on their way to a GPU, until the system refuses; layers that it has not locked in the end stay pageable.
@@ -138,20 +151,26 @@ def load_weights(
     Raises:
         MatricesNotCodable: Of some that the layout codes; says which. Nothing stays allocated.
         CheckpointError: A file ended early.
-        BudgetError: Not enough memory, or the embedding could not be locked. Nothing stays allocated.
+        BudgetError: Not enough memory, or the embedding or experts could not be locked. Nothing stays allocated.
     """
-    started, onto = time.perf_counter(), onto or {}
+    started, onto, experts_onto = time.perf_counter(), onto or {}, experts_onto or {}
     names: dict[int | None, str] = {None: "lm_head", EMBEDDING: "the embedding"}
     names |= {layer: f"layer {layer}" for layer in range(len(layout.layers))}
     kept = {layer: name for layer, name in names.items() if layer not in onto and layout.block(layer).tensors}
     arenas = {layer: HostArena(layout.block(layer).total_bytes, name=name) for layer, name in kept.items()}
-    weights = HostWeights(source.config(), layout, arenas)
-    left_bytes = math.inf if pinned_bytes is None else max(0, pinned_bytes - sum(arenas[one].nbytes for one in pin))
+    experts = {
+        layer: HostArena(one.total_bytes, name=f"the experts of {names[layer]}")
+        for layer, one in layout.experts.items()
+        if layer not in experts_onto
+    }
+    weights = HostWeights(source.config(), layout, arenas, experts)
+    locked = [*(arenas[one] for one in pin), *experts.values()]
+    left_bytes = math.inf if pinned_bytes is None else max(0, pinned_bytes - sum(one.nbytes for one in locked))
     try:
         if EMBEDDING in pin:
             arenas[EMBEDDING].pin(registrar)
         with Staging(coding_device, registrar, left_bytes) as staging:
-            refused = _fill(weights, source, onto, set(pin), registrar, on_progress, staging)
+            refused = _fill(weights, source, onto, experts_onto, set(pin), registrar, on_progress, staging)
         if staging.locked_bytes:  # which the system may have refused those for
             _lock(weights, refused, registrar)
     except BaseException:
@@ -163,6 +182,11 @@ def load_weights(
     return weights
 
 
+def _block_of(to: Destination) -> tuple[int | None, bool]:
+    """Return the layer of a block, and whether it is that of its experts."""
+    return to.layer, to.expert is not None
+
+
 def _lock(weights: HostWeights, layers: Collection[int], registrar: Registrar | None) -> list[int]:
     """Page-lock layers until the system refuses: asking again only costs it. Returns those that are not locked."""
     left = sorted(layers)
@@ -172,37 +196,48 @@ def _lock(weights: HostWeights, layers: Collection[int], registrar: Registrar | 
 
 
 def _fill(
-    weights: HostWeights, source: CheckpointSource, onto: Mapping[int | None, torch.Tensor], to_lock: set[int],
-    registrar: Registrar | None, on_progress: Progress | None, staging: Staging,
+    weights: HostWeights, source: CheckpointSource, onto: Mapping[int | None, torch.Tensor],
+    experts_onto: Mapping[int, torch.Tensor], to_lock: set[int], registrar: Registrar | None,
+    on_progress: Progress | None, staging: Staging,
 ) -> list[int]:  # fmt: skip
     """Read every tensor into its rows, and lock layers that are complete. Returns those that are not locked."""
     destinations = checkpoint_tensors(weights.config)
     assert destinations.keys() == source.fills.keys(), f"{source.reference} reads other tensors than the model has"
-    names = defaultdict[int | None, list[str]](list)  # in the order of the files, but block by block
+    names = defaultdict[tuple[int | None, bool], list[str]](list)  # in the order of the files, but block by block
     for name in source.fills:
-        names[destinations[name].layer].append(name)
-    left = {layer: len(found) for layer, found in names.items()}
+        names[_block_of(destinations[name])].append(name)
+    left = {block: len(found) for block, found in names.items()}
     jobs: dict[Future[int], str] = {}
     not_codable, refused, done_bytes = set[str](), list[int](), 0
     most = _num_threads(source, weights.layout, staging.device)
     with ThreadPoolExecutor(min(most, os.cpu_count() or 1), "load") as pool:
         try:
-            for layer, found in names.items():
-                views = weights.layout.block(layer).views(onto[layer] if layer in onto else weights.block(layer))
+            for (layer, of_experts), found in names.items():
+                views: dict[int | None, dict[str, Weight]]
+                if of_experts and layer is not None:
+                    block, memory = weights.layout.experts[layer].block, experts_onto.get(layer)
+                    each = weights.experts_of(layer) if memory is None else memory
+                    views = {number: block.views(one) for number, one in enumerate(each)}
+                else:
+                    memory = onto[layer] if layer in onto else weights.block(layer)
+                    views = {None: weights.layout.block(layer).views(memory)}
                 for name in found:
                     to = destinations[name]
-                    fill_rows = views[to.packed].fill
+                    fill_rows = views[to.expert][to.packed].fill
                     jobs[pool.submit(fill_rows, to.row_start, to.row_end, source.fills[name], staging)] = name
             for job in as_completed(jobs):
                 name = jobs[job]
-                layer = destinations[name].layer
-                left[layer] -= 1
+                layer, of_experts = complete = _block_of(destinations[name])
+                left[complete] -= 1
                 try:
                     done_bytes += job.result()
                 except NotCodable:
                     not_codable.add(name)
-                if not left[layer] and layer in to_lock:
-                    assert layer is not None and registrar is not None
+                if left[complete] or registrar is None or layer is None:
+                    pass
+                elif of_experts and layer in weights.experts:
+                    weights.experts[layer].pin(registrar)
+                elif not of_experts and layer in to_lock:
                     # Once it has refused, only at the end, when pieces are no longer locked.
                     refused += [layer] if refused else _lock(weights, [layer], registrar)
                 if on_progress is not None:

@@ -12,10 +12,12 @@ import torch
 from offload_runtime.cache import HostKVCache, HostKVCard, KVCache, block_bytes
 from offload_runtime.cache.device import num_blocks
 from offload_runtime.core import Batch, TokenTree
+from offload_runtime.models.layers import ExpertStore, LayerWeights
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.runners import Decoder, ModelRunner, decide
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.stream import CopyEngine, DeviceBudget, Registrar, Staging, make_copy_engine
+from offload_runtime.stream.expert_pool import ExpertPool, ExpertUnits
 from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights import EMBEDDING, CheckpointSource, ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import HostWeights, load_weights
@@ -85,10 +87,27 @@ def in_memory(hf_model: Any) -> CheckpointSource:
     return CheckpointSource(config, hf_model.dtype, "memory", hf_model.config.to_dict(), fills, lambda: None)
 
 
+def make_pool(weights: HostWeights, count: int | None, device: torch.device) -> ExpertPool:
+    """The experts of a model: all of them, or as many as have room in so many buffers."""
+    experts, layers = weights.layout.experts, dict[int, ExpertUnits]()
+    for layer, one in experts.items():
+        layers[layer] = ExpertUnits(one.count, one.chosen, None if count is None else weights.experts_of(layer))
+    buffer_bytes = max(one.block.total_bytes for one in experts.values())
+    total = sum(one.count for one in experts.values()) if count is None else count
+    buffers = torch.full((total, buffer_bytes), 255, dtype=torch.uint8, device=device)
+    if count is None:
+        of_layers = buffers.split([one.count for one in experts.values()])
+        for layer, part in zip(experts, of_layers, strict=True):
+            part[:, : experts[layer].block.total_bytes] = weights.experts_of(layer).to(device)
+    engine = None if count is None else make_copy_engine(device)
+    return ExpertPool(buffers, layers, engine, most_choices=4096)
+
+
 def make_runner(
     model: Any,
     *,
     buffers: int = 0,
+    pool_buffers: int | None = None,
     resident: tuple[int, ...] | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     capacity_tokens: int = 160,
@@ -104,6 +123,7 @@ def make_runner(
     Args:
         model: An opened checkpoint, or a transformers model.
         buffers: Those of the ring; 0 keeps every layer resident.
+        pool_buffers: Those of experts; None: all experts stay.
         resident: Layers that stay on the device when there is a ring; by default none.
         chunk_tokens: Pieces that a prompt is worked on in.
         capacity_tokens: Of the cache, per sequence.
@@ -143,11 +163,20 @@ def make_runner(
     scratch = torch.full((scratch_bytes,), 255, dtype=torch.uint8, device=device) if scratch_bytes else None
     # NaN in any dtype
     ring = [torch.full((buffer_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(buffers)]
+    pool = make_pool(weights, pool_buffers, device) if layout.experts else None
+
+    def make_views(layer: int, buffer: torch.Tensor) -> LayerWeights:
+        found = LayerWeights(layout.layers[layer].views(buffer, scratch))
+        if pool is not None and layer in layout.experts:
+            matrices = layout.experts[layer].matrices(pool.buffers)
+            found.experts = ExpertStore(matrices, partial(pool.present, layer))
+        return found
+
     streamer = LayerStreamer(
         layers,
         {index: layers[index].to(device) for index in staying},
-        [CardRing(engine, ring, kv_buffers)],
-        make_views=lambda layer, buffer: layout.layers[layer].views(buffer, scratch),
+        [CardRing(engine, ring, kv_buffers, pool)],
+        make_views=make_views,
         kv=cache if isinstance(cache, HostKVCache) else None,
     )
     shared = layout.shared.views(weights.block(None).to(device), scratch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from transformers import (
 
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.weights import CheckpointSource, HostWeights, ModelLayout, Weight, load_weights
+from offload_runtime.weights import CheckpointSource, HostWeights, ModelLayout, load_weights
 from offload_runtime.weights.layout import Destination
 
 VOCAB_SIZE = 101
@@ -150,6 +150,7 @@ def cached_logits(model: Any, pieces: Sequence[Sequence[int]]) -> torch.Tensor:
     return torch.stack(logits)
 
 
-def rows_of(destination: Destination, views: Mapping[str, Weight]) -> torch.Tensor:
-    """What a checkpoint tensor has become, out of the weights of its block."""
+def rows_of(destination: Destination, weights: HostWeights) -> torch.Tensor:
+    """What a checkpoint tensor has become in host memory."""
+    views = weights.views(destination.layer, destination.expert)
     return views[destination.packed].dense[destination.row_start : destination.row_end]
