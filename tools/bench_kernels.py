@@ -59,11 +59,16 @@ def measure(case: Case, *, bytes_gbps: float, matmul_flops: float) -> dict[str, 
     }  # fmt: skip
 
 
-def measure_all(operation: str, *, copy_gbps: float, link_gbps: float, matmul_flops: float) -> Iterator[dict[str, Any]]:
+def measure_all(
+    operation: str, *, copy_gbps: float, link_gbps: float, matmul_flops: float, fp32_flops: float
+) -> Iterator[dict[str, Any]]:
     """A row a case, each printed when it is there; only one case's inputs are in memory."""
     for make_case in OPERATIONS[operation]:
         case = make_case()
-        row = measure(case, bytes_gbps=link_gbps if case.over_link else copy_gbps, matmul_flops=matmul_flops)
+        row = measure(
+            case, bytes_gbps=link_gbps if case.over_link else copy_gbps,
+            matmul_flops=fp32_flops if case.fp32 else matmul_flops,
+        )  # fmt: skip
         if case.close is not None:
             case.close()
         shown = ", ".join(f"{key} {value}" for key, value in case.configuration.items())
@@ -71,7 +76,8 @@ def measure_all(operation: str, *, copy_gbps: float, link_gbps: float, matmul_fl
             f"{row['stored_gbps']:.0f} GB/s stored, {row['decoded_gbps']:.0f} decoded; " if case.stored_bytes else ""
         )
         print(
-            f"{shown}: {row['triton_ms']['median']:.4f} ms, {row['share_of_bound']:.0%} of the bound; "
+            f"{shown}: {case.moved_bytes / 1e6:.1f} MB in {row['triton_ms']['median']:.4f} ms, "
+            f"{row['share_of_bound']:.0%} of the bound; "
             f"{decoded}reference {row['reference_ms']['median']:.4f} ms",
             flush=True,
         )
@@ -89,10 +95,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not torch.cuda.is_available():
         raise DeviceError("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
     copy_gbps, link_gbps = measure_copy_gbps(DEVICE), measure_link_gbps(DEVICE)
-    matmul_flops = measure_matmul_flops(DEVICE, torch.bfloat16)
+    matmul_flops, fp32_flops = (measure_matmul_flops(DEVICE, dtype) for dtype in (torch.bfloat16, torch.float32))
     assert link_gbps is not None
     name = options.operation
-    cases = list(measure_all(name, copy_gbps=copy_gbps, link_gbps=link_gbps, matmul_flops=matmul_flops))
+    rates = {"copy_gbps": copy_gbps, "link_gbps": link_gbps, "matmul_flops": matmul_flops, "fp32_flops": fp32_flops}
+    cases = list(measure_all(name, **rates))
     emit(
         {
             "benchmark": name,
@@ -101,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "copy_gbps": copy_gbps,
             "link_gbps": link_gbps,
             "matmul_tflops": matmul_flops / 1e12,
+            "fp32_tflops": fp32_flops / 1e12,
             "cases": cases,
         },
         options.out,

@@ -52,6 +52,13 @@ class ExpertShape:
     alpha: float = 1.702
 
 
+def row_bytes(encoding: str, columns: int) -> int:
+    """Of a row of a matrix of `StoredMatrices`."""
+    if encoding in FORMATS:
+        return FORMATS[encoding].row_bytes(columns)
+    return columns * KIND_DTYPES[encoding].itemsize
+
+
 @dataclass(frozen=True)
 class StoredMatrices:
     """A matrix of every expert, each in a buffer: what is read of a pool.
@@ -82,9 +89,7 @@ class StoredMatrices:
     @property
     def row_bytes(self) -> int:
         """Of a stored row."""
-        if self.encoding in FORMATS:
-            return FORMATS[self.encoding].row_bytes(self.columns)
-        return self.columns * KIND_DTYPES[self.encoding].itemsize
+        return row_bytes(self.encoding, self.columns)
 
     def decoded(self, buffers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrices in some buffers, [A, rows, columns]."""

@@ -28,7 +28,8 @@ from offload_runtime_kernels._jit import (
     tl,
     triton,
 )
-from offload_runtime_kernels.gguf_blocks import KIND_DTYPES
+from offload_runtime_kernels.experts_blocks import block_products
+from offload_runtime_kernels.gguf_blocks import FORMATS, KIND_DTYPES
 
 if TYPE_CHECKING:
     from offload_runtime_kernels.experts import ExpertShape, StoredMatrices
@@ -62,18 +63,24 @@ class ExpertTile:
     num_stages: int
 
 
-# By the most rows that an expert has of a pass on average; few tokens have the second.
+# By the most rows that an expert has of a pass on average; few tokens have the second. With blocks, programs have as
+# many threads as rows of a matrix, and steps are parts of 256 columns.
 _TILES = {
     0: ExpertTile(1, 32, 64, 1, 4), 1: ExpertTile(4, 32, 32, 1, 4), 8: ExpertTile(8, 64, 32, 2, 3),
     64: ExpertTile(32, 64, 16, 4, 3), sys.maxsize: ExpertTile(64, 64, 16, 4, 3),
 }  # fmt: skip
+_BLOCK_TILES = {
+    0: ExpertTile(1, 32, 64, 1, 3), 1: ExpertTile(2, 32, 64, 1, 3), 16: ExpertTile(16, 128, 32, 4, 2),
+    32: ExpertTile(32, 128, 32, 4, 2), sys.maxsize: ExpertTile(64, 128, 32, 4, 2),
+}  # fmt: skip
 
 
-def default_tile(tokens: int, choices: int, num_experts: int) -> ExpertTile:
-    """How products of a pass of so many tokens are cut."""
+def default_tile(tokens: int, choices: int, num_experts: int, *, blocks: bool = False) -> ExpertTile:
+    """How products of a pass of so many tokens with elements, or with blocks, are cut."""
+    tiles = _BLOCK_TILES if blocks else _TILES
     if tokens <= FEW_TOKENS:
-        return _TILES[tokens > 1]
-    return next(tile for rows, tile in _TILES.items() if 1 < rows >= tokens * choices / num_experts)
+        return tiles[tokens > 1]
+    return next(tile for rows, tile in tiles.items() if 1 < rows >= tokens * choices / num_experts)
 
 
 @jit
@@ -127,13 +134,35 @@ def _sort_kernel(
         start += tl.sum(own)
 
 
+@jit
+def _products(
+    x_ptr, row, real, w_ptrs, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """`experts_blocks.block_products` with elements of any dtype, rows of which are [1, BLOCK] pointers."""
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs, w_ptrs = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :], w_ptrs + k[:, None]
+    sums = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
+    for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        if K % BLOCK_K == 0:
+            w = tl.load(w_ptrs + at)
+            x = tl.load(x_ptrs + at, mask=real, other=0.0)
+        else:
+            w = tl.load(w_ptrs + at, mask=(at + k < K)[:, None], other=0.0)
+            x = tl.load(x_ptrs + at, mask=real & (at + k < K)[None, :], other=0.0)
+        w = w.to(x_ptr.dtype.element_ty).to(tl.float32)
+        sums = tl.dot(x.to(tl.float32), w, sums, input_precision="ieee")
+    return sums
+
+
 @jit(do_not_specialize=("num_tokens",))
 def _expert_kernel(
     x_ptr, numbers_ptr, order_ptr, starts_ptr, pool_ptr, slots_ptr, bias_ptr, out_ptr, num_tokens, slot_stride,
     HEIGHT: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr, CHOICE_BLOCK: tl.constexpr,
     ROWS_OF_X: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, OVERLAP: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, FORM: tl.constexpr, BLOCKS: tl.constexpr, ROW_BYTES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of x, one for every `ROWS_OF_X` rows, with some rows of their experts' matrices.
 
@@ -171,8 +200,7 @@ def _expert_kernel(
     column = tl.minimum(lane, HEIGHT - 1)
     if GATED:
         column = column // 2 + column % 2 * (HEIGHT // 2)
-    k = tl.arange(0, BLOCK_K)
-    w_ptrs = pool_ptr + slot.to(tl.int64) * slot_stride + column[None, :] * K + k[:, None]
+    w_ptr = pool_ptr + slot.to(tl.int64) * slot_stride
     for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
         wanted = first + tl.arange(0, ROWS)
         real = (wanted < count)[:, None]
@@ -183,16 +211,14 @@ def _expert_kernel(
             row = tl.sum(tl.where(is_wanted, row_of[:, None], 0), axis=0)
         else:
             row = tl.load(order_ptr + start + wanted, mask=wanted < count, other=0)
-        x_ptrs = x_ptr + (row // ROWS_OF_X).to(tl.int64)[:, None] * K + k[None, :]
-        sums = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-        for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            if K % BLOCK_K == 0:
-                w = tl.load(w_ptrs + at)
-                x = tl.load(x_ptrs + at, mask=real, other=0.0)
-            else:
-                w = tl.load(w_ptrs + at, mask=(at + k < K)[:, None], other=0.0)
-                x = tl.load(x_ptrs + at, mask=real & (at + k < K)[None, :], other=0.0)
-            sums = tl.dot(x.to(tl.float32), w.to(tl.float32), sums, input_precision="ieee")
+        row_of_x = row // ROWS_OF_X
+        if FORM is None:
+            sums = _products(x_ptr, row_of_x, real, w_ptr + column[None, :] * K, K, ROWS, BLOCK, BLOCK_K, STAGES)
+        else:
+            sums = block_products(
+                x_ptr, row_of_x, w_ptr + column[:, None] * ROW_BYTES, dtype, FORM, BLOCKS, K, ROWS, BLOCK, BLOCK_K,
+                STAGES,
+            )  # fmt: skip
         if HAS_BIAS:
             sums += tl.load(bias_ptr + expert.to(tl.int64) * HEIGHT + column).to(tl.float32)[None, :]
         y = sums.to(dtype)
@@ -233,35 +259,34 @@ _SUMMED_TOGETHER = 512
 
 @dataclass(frozen=True)
 class Routes:
-    """The experts of a pass's rows, `numbers` [N, k], and how its products are cut."""
+    """The experts of a pass's rows, `numbers` [N, k]."""
 
     numbers: torch.Tensor
     num_experts: int
-    tile: ExpertTile
     order: torch.Tensor  # [N k] int32: the rows by expert, and [E + 1] where each one's start; of many tokens
     starts: torch.Tensor
 
     @classmethod
-    def of(cls, numbers: torch.Tensor, num_experts: int, tile: ExpertTile | None) -> Routes:
+    def of(cls, numbers: torch.Tensor, num_experts: int) -> Routes:
         """Sort the rows of many tokens."""
-        tokens, num_rows = len(numbers), numbers.numel()
-        tile = tile or default_tile(tokens, num_rows // tokens, num_experts)
-        if tokens <= FEW_TOKENS:
-            return cls(numbers, num_experts, tile, numbers, numbers)
+        if len(numbers) <= FEW_TOKENS:
+            return cls(numbers, num_experts, numbers, numbers)
+        num_rows = numbers.numel()
         order, starts = (numbers.new_empty(size, dtype=torch.int32) for size in (num_rows, num_experts + 1))
         _sort_kernel[(num_experts,)](
             numbers, order, starts, num_rows, BLOCK=_SORTED_TOGETHER, num_warps=4, **overlap_options(numbers.device)
         )
-        return cls(numbers, num_experts, tile, order, starts)
+        return cls(numbers, num_experts, order, starts)
 
     def product(
         self, x: torch.Tensor, matrices: StoredMatrices, slots: torch.Tensor | None, bias: torch.Tensor | None,
-        out: torch.Tensor, *, gated: ExpertShape | None = None,
+        out: torch.Tensor, *, gated: ExpertShape | None = None, tile: ExpertTile | None = None,
     ) -> None:  # fmt: skip
         """Write [N k, rows] of x, a row of a token or of a choice; or [N k, rows / 2], `gated` as a shape says."""
-        (tokens, choices), tile = self.numbers.shape, self.tile
-        num_rows, few, height = tokens * choices, tokens <= FEW_TOKENS, matrices.rows
-        pool = matrices.data.view(KIND_DTYPES[matrices.encoding])
+        (tokens, choices), form, height = self.numbers.shape, FORMATS.get(matrices.encoding), matrices.rows
+        pool = matrices.data if form else matrices.data.view(KIND_DTYPES[matrices.encoding])
+        tile = tile or default_tile(tokens, choices, self.num_experts, blocks=form is not None)
+        num_rows, few = tokens * choices, tokens <= FEW_TOKENS
         due = triton.cdiv(num_rows, self.num_experts * tile.rows)  # tiles, if all experts have as many rows
         tiles = 1 if few else min(4 * due, triton.cdiv(tokens, tile.rows))
         grid = (tiles, triton.cdiv(height, tile.block), num_rows if few else self.num_experts)
@@ -273,8 +298,8 @@ class Routes:
             ROWS_OF_X=num_rows // len(x), FEW=0 if not few else FEW_TOKENS if tokens > 1 else 1, ROWS=tile.rows,
             BLOCK=tile.block, BLOCK_K=tile.block_k, STAGES=tile.num_stages, HAS_SLOTS=slots is not None,
             HAS_BIAS=bias is not None, GATED=gated is not None, LIMIT=gated and gated.limit,
-            ALPHA=gated.alpha if gated else 0.0, num_warps=tile.num_warps, enable_fp_fusion=True,
-            **overlap_options(x.device),
+            ALPHA=gated.alpha if gated else 0.0, FORM=form, BLOCKS=form and form.num_blocks(matrices.columns),
+            ROW_BYTES=matrices.row_bytes, num_warps=tile.num_warps, enable_fp_fusion=True, **overlap_options(x.device),
         )  # fmt: skip
 
 
@@ -286,10 +311,10 @@ def expert_rows_triton(
     """Triton version of `expert_rows`; `tile` overrides how products are cut."""
     require_triton("experts")
     with torch.cuda.device_of(x):
-        routes = Routes.of(numbers, shape.num_experts, tile)
+        routes = Routes.of(numbers, shape.num_experts)
         h = x.new_empty(numbers.numel(), shape.inner)
-        routes.product(x, gate_up, slots, gate_up_bias, h, gated=shape)
-        routes.product(h, down, slots, down_bias, out)
+        routes.product(x, gate_up, slots, gate_up_bias, h, gated=shape, tile=tile)
+        routes.product(h, down, slots, down_bias, out, tile=tile)
 
 
 def combine_experts_triton(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

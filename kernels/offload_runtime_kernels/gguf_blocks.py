@@ -349,6 +349,7 @@ def decode_blocks_reference(stored: torch.Tensor, form: BlockFormat, out: torch.
 # --- kernels
 #
 # A tensor [R, 8] has two words of each of the four lanes of a row. What the lanes of a row share is [R, 1] or [R, 8].
+# With `ALONE` a lane has rows of its own instead, for products that are no matrix units'.
 
 
 @jit
@@ -360,16 +361,47 @@ def within(index, count, WHOLE: tl.constexpr):
 
 
 @jit
-def units_at(plane_ptr, tile, plane_bytes, BYTES: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
+def _each(words, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """[R, 1] of [R, COUNT]. What is taken apart is in one lane."""
+    if COUNT == 1:
+        found = (tl.reshape(words, [ROWS])[:, None],)  # type: tuple[Any, ...]
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(words, [ROWS, 2, COUNT // 2]), (0, 2, 1)))
+        found = _each(first, ROWS, COUNT // 2) + _each(second, ROWS, COUNT // 2)
+    return found
+
+
+@jit
+def _together(words, ROWS: tl.constexpr, COUNT: tl.constexpr, START: tl.constexpr):
+    """[R, COUNT] of as many [R, 1], from one on."""
+    if COUNT == 1:
+        found = words[START]
+    else:
+        first = _together(words, ROWS, COUNT // 2, START)
+        second = _together(words, ROWS, COUNT // 2, START + COUNT // 2)
+        found = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), [ROWS, COUNT])
+    return found
+
+
+@jit
+def units_at(
+    plane_ptr, tile, plane_bytes, BYTES: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
+    ALONE: tl.constexpr = False,
+):  # fmt: skip
     """The units of a tile: [R, 8] each."""
     ptr = plane_ptr.to(tl.pointer_type(tl.uint32))
     if BYTES == 32:
-        found = (tl.load(ptr + tl.arange(0, 8)[None, :] + tile * 8),)  # type: tuple[Any, ...]
+        words = tl.load(ptr + tl.arange(0, 8)[None, :] + tile * 8)
+        if ALONE:
+            words = _together(_each(words, ROWS, 8), ROWS, 8, 0)
+        found = (words,)  # type: tuple[Any, ...]
     else:
         found = ()
         for unit in tl.static_range(BYTES // 64):
             at = within(tile * (BYTES // 64) + unit, plane_bytes // 64, WHOLE) * 16
             words = tl.load(ptr + tl.arange(0, 16)[None, :] + at)
+            if ALONE:
+                words = _together(_each(words, ROWS, 16), ROWS, 16, 0)
             first, second = tl.split(tl.permute(tl.reshape(words, [ROWS, 4, 2, 2]), (0, 1, 3, 2)))
             found += (tl.reshape(first, [ROWS, 8]), tl.reshape(second, [ROWS, 8]))
     return found
@@ -382,25 +414,32 @@ def _for_both_words(t, ROWS: tl.constexpr):
 
 
 @jit
-def _four_words_at(ptr, first, count, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr):
-    """Four words of a row, which every lane loads at once: [R, 8] each. Behind the last one as many as are `TOGETHER`
-    come again."""
-    at = first + tl.arange(0, 16)[None, :] % 4
+def _four_words_at(
+    ptr, first, count, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr, ALONE: tl.constexpr
+):
+    """Four words of a row, which every lane loads at once: [R, 8] each, or [R, 1]. Behind the last one as many as are
+    `TOGETHER` come again."""
+    at = first + tl.arange(0, 4 if ALONE else 16)[None, :] % 4
     if not WHOLE:
         at = within(at // TOGETHER, count // TOGETHER, WHOLE) * TOGETHER + at % TOGETHER
     words = tl.load(ptr + at)
-    even, odd = tl.split(tl.reshape(words, [ROWS, 4, 2, 2]))
-    a, c = tl.split(even)
-    b, d = tl.split(odd)
-    return (
-        _for_both_words(a, ROWS), _for_both_words(b, ROWS), _for_both_words(c, ROWS), _for_both_words(d, ROWS),
-    )  # fmt: skip
+    if ALONE:
+        found = _each(words, ROWS, 4)  # type: tuple[Any, ...]
+    else:
+        even, odd = tl.split(tl.reshape(words, [ROWS, 4, 2, 2]))
+        a, c = tl.split(even)
+        b, d = tl.split(odd)
+        found = (
+            _for_both_words(a, ROWS), _for_both_words(b, ROWS), _for_both_words(c, ROWS), _for_both_words(d, ROWS),
+        )  # fmt: skip
+    return found
 
 
 @jit
 def words_at(
-    plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr
-):
+    plane_ptr, tile, plane_bytes, EACH: tl.constexpr, WHOLE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
+    ALONE: tl.constexpr = False,
+):  # fmt: skip
     """The words of a tile of a plane that has `EACH` bits for one: [R, 1] or [R, 8] each."""
     ptr = plane_ptr.to(tl.pointer_type(tl.uint32))
     words: tl.constexpr = EACH // 32
@@ -408,9 +447,9 @@ def words_at(
         found = (tl.load(ptr + tile // (32 // EACH)) >> (tile % (32 // EACH) * EACH),)  # type: tuple[Any, ...]
     elif words % 4 == 0:
         count = (plane_bytes + 3) // 4
-        found = _four_words_at(ptr, tile * words, count, WHOLE, TOGETHER, ROWS)
+        found = _four_words_at(ptr, tile * words, count, WHOLE, TOGETHER, ROWS, ALONE)
         if words == 8:
-            found += _four_words_at(ptr, tile * words + 4, count, WHOLE, TOGETHER, ROWS)
+            found += _four_words_at(ptr, tile * words + 4, count, WHOLE, TOGETHER, ROWS, ALONE)
     else:
         found = (tl.load(ptr + tile * words),)
         for word in tl.static_range(1, words):
@@ -419,23 +458,26 @@ def words_at(
 
 
 @jit
-def load_tile(row_ptr, tile, blocks, FORM: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
+def load_tile(
+    row_ptr, tile, blocks, FORM: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr, ALONE: tl.constexpr = False
+):
     """What is stored of a tile of rows, for `decode_half`: words of each plane. `row_ptr` is [R, 1] of uint8; with
     `WHOLE` the `blocks` of a row are whole tiles. Behind the last blocks these come again in all planes, so that no
     weight there is larger than a real one."""
     each: tl.constexpr = 256 // FORM.weights
-    found = (units_at(row_ptr, tile, blocks * FORM.bytes_0, each * FORM.bytes_0, WHOLE, ROWS),)  # type: tuple[Any, ...]
-    ptr = row_ptr + blocks * FORM.bytes_0
+    count = blocks * FORM.bytes_0
+    found = (units_at(row_ptr, tile, count, each * FORM.bytes_0, WHOLE, ROWS, ALONE),)  # type: tuple[Any, ...]
+    ptr, count = row_ptr + count, blocks * FORM.bytes_1
     if FORM.has_upper_units:
-        found += (units_at(ptr, tile, blocks * FORM.bytes_1, each * FORM.bytes_1, WHOLE, ROWS),)
+        found += (units_at(ptr, tile, count, each * FORM.bytes_1, WHOLE, ROWS, ALONE),)
     else:
-        found += (words_at(ptr, tile, blocks * FORM.bytes_1, 8 * each * FORM.bytes_1, WHOLE, FORM.words_1, ROWS),)
+        found += (words_at(ptr, tile, count, 8 * each * FORM.bytes_1, WHOLE, FORM.words_1, ROWS, ALONE),)
     if FORM.bytes_2 != 0:
-        ptr += blocks * FORM.bytes_1
-        found += (words_at(ptr, tile, blocks * FORM.bytes_2, 8 * each * FORM.bytes_2, WHOLE, FORM.words_2, ROWS),)
+        ptr, count = ptr + count, blocks * FORM.bytes_2
+        found += (words_at(ptr, tile, count, 8 * each * FORM.bytes_2, WHOLE, FORM.words_2, ROWS, ALONE),)
     if FORM.bytes_3 != 0:
-        ptr += blocks * FORM.bytes_2
-        found += (words_at(ptr, tile, blocks * FORM.bytes_3, 8 * each * FORM.bytes_3, WHOLE, 1, ROWS),)
+        ptr, count = ptr + count, blocks * FORM.bytes_3
+        found += (words_at(ptr, tile, count, 8 * each * FORM.bytes_3, WHOLE, 1, ROWS, ALONE),)
     return found
 
 

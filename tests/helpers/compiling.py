@@ -33,9 +33,9 @@ from offload_runtime_kernels.attention_state import AttentionParams, KeySource, 
 from offload_runtime_kernels.attention_triton import attention_triton
 from offload_runtime_kernels.coded_bf16 import CodedRow
 from offload_runtime_kernels.coded_linear import coded_linear_triton
-from offload_runtime_kernels.experts import ExpertShape, StoredMatrices
+from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, row_bytes
 from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
-from offload_runtime_kernels.gguf_blocks import FORMATS, BlockFormat
+from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS, FORMATS, BlockFormat
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.linear import TILE_ROWS, LinearTile, default_tile, linear_triton
@@ -152,24 +152,31 @@ def linear_calls() -> Iterator[tuple[str, Call]]:
             yield f"{name} ragged", partial(product_of, rows, m, 576, dtype, tile)
 
 
-def route(tokens: int, shape: ExpertShape, choices: int, dtype: torch.dtype) -> None:
+def route(tokens: int, shape: ExpertShape, choices: int, dtype: torch.dtype, kind: str) -> None:
     """Experts without biases whose weights are one matrix, of which nothing is read."""
-    hidden, inner = shape.hidden, shape.inner
-    gate_up, down = torch.empty(1, 2 * inner, hidden, dtype=dtype), torch.empty(1, hidden, inner, dtype=dtype)
-    chosen, y = ints(tokens, choices, dtype=torch.int64), torch.empty(tokens, choices, hidden, dtype=dtype)
+    chosen, y = ints(tokens, choices, dtype=torch.int64), torch.empty(tokens, choices, shape.hidden, dtype=dtype)
+    gate_up, down = (
+        StoredMatrices(ints(1, rows * row_bytes(kind, columns), dtype=torch.uint8), kind, rows, columns)
+        for rows, columns in ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
+    )
     expert_rows_triton(
-        torch.empty(tokens, hidden, dtype=dtype), chosen, StoredMatrices.of(gate_up), StoredMatrices.of(down), shape,
-        slots=ints(shape.num_experts), gate_up_bias=None, down_bias=None, out=y,
+        torch.empty(tokens, shape.hidden, dtype=dtype), chosen, gate_up, down, shape, slots=ints(shape.num_experts),
+        gate_up_bias=None, down_bias=None, out=y,
     )  # fmt: skip
     combine_experts_triton(y, torch.empty(tokens, choices))
 
 
 def expert_calls() -> Iterator[tuple[str, Call]]:
     """Every tile, at the shapes of gpt-oss-120b and Qwen3-30B-A3B."""
-    gpt_oss = ExpertShape(128, 2880, 2880, limit=7.0)
+    gpt_oss, qwen3 = ExpertShape(128, 2880, 2880, limit=7.0), ExpertShape(128, 2048, 768)
     for dtype, tokens in product((BF16, FP32), (1, 16, 64, 1024, 8192)):
-        yield f"experts {tokens} {called(dtype)} gpt-oss", partial(route, tokens, gpt_oss, 4, dtype)
-        yield f"experts {tokens} {called(dtype)} qwen3", partial(route, tokens, ExpertShape(128, 2048, 768), 8, dtype)
+        name, kind = f"experts {tokens} {called(dtype)}", DTYPE_KINDS[dtype]
+        yield f"{name} gpt-oss", partial(route, tokens, gpt_oss, 4, dtype, kind)
+        yield f"{name} qwen3", partial(route, tokens, qwen3, 8, dtype, kind)
+    for tokens in (1, 16, 64, 1024, 8192):
+        yield f"experts {tokens} MXFP4", partial(route, tokens, gpt_oss, 4, BF16, "MXFP4")
+        for kind in ("Q4_K", "Q6_K", "Q8_0"):
+            yield f"experts {tokens} {kind}", partial(route, tokens, qwen3, 8, BF16, kind)
 
 
 def blocks(form: BlockFormat, rows: int, columns: int) -> torch.Tensor:

@@ -21,15 +21,26 @@ from offload_runtime_kernels.experts import (
     product_reference,
 )
 from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
+from offload_runtime_kernels.gguf_blocks import FORMATS, pack_rows
 from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, poisoned_outputs
+from tests.kernels.test_gguf_blocks import blocks_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SILU = ExpertShape(num_experts=6, hidden=40, inner=24)
 CLAMPED = replace(SILU, limit=7.0)
+
+
+def random_blocks(kind: str, experts: int, rows: int, columns: int) -> StoredMatrices:
+    """Matrices of random blocks with ordinary scales."""
+    form, scales = FORMATS[kind], (0x1A2B, 0x93C5, 0x9001, 0x1800)
+    blocks = blocks_of(kind, experts * rows * columns // form.weights, scales)[256:].to(KERNEL_DEVICE)
+    data = torch.empty(experts * rows, form.row_bytes(columns), dtype=torch.uint8, device=KERNEL_DEVICE)
+    pack_rows(blocks.view(experts * rows, -1), form, columns, data)
+    return StoredMatrices(data.view(experts, -1), kind, rows, columns)
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,28 @@ class Problem:
         biases = (normal(number, 2 * inner), normal(number, hidden)) if bias else (None, None)
         x = normal(rows, hidden)
         return cls(shape, x, order.values, weights, StoredMatrices.of(gate_up), StoredMatrices.of(down), biases)
+
+    @classmethod
+    def encoded(
+        cls, shape: ExpertShape, rows: int, choices: int, dtype: torch.dtype, kinds: tuple[str, str]
+    ) -> Problem:
+        """With random blocks."""
+        stored = (
+            random_blocks(kind, shape.num_experts, *sizes)
+            for kind, sizes in zip(kinds, ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)), strict=True)
+        )
+        one = cls.random(replace(shape, hidden=16, inner=16), rows, choices, dtype)
+        make = torch.Generator().manual_seed(rows)
+        normal = [torch.randn(size, generator=make) for size in ((rows, shape.hidden), (shape.num_experts, 1))]
+        x, bias = (normal[0] * normal[0].exp() / 64).to(dtype), normal[1].to(dtype)
+        biases = (bias.repeat(1, 2 * shape.inner), bias.repeat(1, shape.hidden)) if shape.limit else (None, None)
+        return cls(shape, x, one.numbers, one.weights, *stored, biases)
+
+    def decoded(self) -> Problem:
+        """The same with decoded matrices."""
+        every = torch.arange(self.shape.num_experts, device=self.x.device)
+        stored = (StoredMatrices.of(one.decoded(every, self.x.dtype)) for one in (self.gate_up, self.down))
+        return replace(self, **dict(zip(("gate_up", "down"), stored, strict=True)))
 
     def of(self, rows: Sequence[int]) -> Problem:
         """The same of some rows."""
@@ -228,6 +261,59 @@ def test_kernels_have_the_bits_of_the_reference(shape: ExpertShape, choices: int
         with poisoned_outputs():
             out = there.of(range(count)).solved()
         assert torch.equal(out.cpu(), expected[:count])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_matrices_may_be_blocks(kind: str) -> None:
+    shape = ExpertShape(2, 256, 32 if FORMATS[kind].weights == 32 else 256)
+    problem = Problem.encoded(shape, 2, 1, BF16, (kind, kind)).on("cpu")
+    assert torch.equal(problem.rows(), problem.decoded().rows())
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("kind", ["MXFP4", "Q4_K", "Q6_K"])
+def test_kernels_decode_blocks(kind: str, rows: int) -> None:
+    """A K that is no whole number of tiles, where blocks are that small."""
+    small = FORMATS[kind].weights == 32
+    shape = ExpertShape(2, 288 if small else 256, 32 if small else 256)
+    problem = Problem.encoded(shape, rows, 1, FP32, (kind, kind))
+    with poisoned_outputs():
+        found = problem.on(KERNEL_DEVICE).rows(expert_rows_triton).cpu()
+    expected = problem.on("cpu").rows()
+    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+
+
+# Of Qwen3-30B-A3B and gpt-oss-120b, with fewer experts.
+LARGE = (
+    (ExpertShape(32, 2048, 768), 8, ("Q4_K", "Q6_K")),
+    (ExpertShape(32, 2880, 2880, limit=7.0), 4, ("MXFP4", "MXFP4")),
+)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(("shape", "choices", "kinds"), LARGE)
+def test_blocks_have_the_bits_of_decoded_matrices(
+    shape: ExpertShape, choices: int, kinds: tuple[str, str], dtype: torch.dtype
+) -> None:
+    problem = Problem.encoded(shape, 700, choices, dtype, kinds).on("cuda")
+    decoded = problem.decoded()
+    expected = decoded.rows()
+    for count in (1, 2, 7, 16, 17, 100, 700):
+        with poisoned_outputs():
+            found = problem.of(range(count)).rows()
+        assert torch.equal(found, expected[:count]), count
+    assert torch.equal(expected[:2].cpu(), decoded.of(range(2)).on("cpu").rows())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_format_has_the_bits_of_what_it_is_decoded_to(kind: str) -> None:
+    problem = Problem.encoded(ExpertShape(4, 512, 512), 40, 2, BF16, (kind, kind)).on("cuda")
+    expected = problem.decoded().rows()
+    for count in (1, 5, 40):
+        assert torch.equal(problem.of(range(count)).rows(), expected[:count])
 
 
 @pytest.mark.gpu

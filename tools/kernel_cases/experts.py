@@ -1,7 +1,8 @@
 """Routed experts of a layer at the shapes of gpt-oss-120b and Qwen3-30B-A3B, all in the device's memory.
 
-Choices are drawn evenly, so that few tokens share experts. The reference is cuBLAS, one expert after the other. The
-bound is the longer of reading what is chosen once and of multiplying by matrix units, which these products do not use.
+Choices are drawn evenly, so that few tokens share experts. The reference is cuBLAS with matrices in bf16, one expert
+after the other. The bound is the longer of reading what is chosen once and of multiply-adds at the rate of cuBLAS's
+products in fp32.
 """
 
 from __future__ import annotations
@@ -12,42 +13,69 @@ import torch
 import torch.nn.functional as F
 from kernel_cases.case import DEVICE, Case, Cases, random_bf16
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, experts
+from offload_runtime_kernels.gguf_blocks import FORMATS, pack_rows
 
-# By model: the shape and the experts of a token.
+# By model: the shape, the experts of a token, and how both matrices are stored.
+GPT_OSS, QWEN3 = ExpertShape(128, 2880, 2880, limit=7.0), ExpertShape(128, 2048, 768)
 MODELS = {
-    "gpt-oss-120b": (ExpertShape(128, 2880, 2880, limit=7.0), 4),
-    "Qwen3-30B-A3B": (ExpertShape(128, 2048, 768), 8),
+    "gpt-oss-120b in MXFP4": (GPT_OSS, 4, ("MXFP4", "MXFP4")),
+    "Qwen3-30B-A3B in Q4_K_M": (QWEN3, 8, ("Q4_K", "Q6_K")),
+    "Qwen3-30B-A3B in Q8_0": (QWEN3, 8, ("Q8_0", "Q8_0")),
+    "Qwen3-30B-A3B in bf16": (QWEN3, 8, ("BF16", "BF16")),
 }
+ROWS = (1, 4, 8, 16, 64, 1024, 8192)
 _INPUTS = 8  # choices of their own, of experts that caches do not hold
+
+
+def make_matrices(kind: str, experts: int, rows: int, columns: int) -> StoredMatrices:
+    """Random ones, whose products are about as large as what they multiply."""
+    if kind not in FORMATS:
+        return StoredMatrices.of(random_bf16(experts, rows, columns).mul_(columns**-0.5))
+    form = FORMATS[kind]
+    blocks = torch.randint(0, 256, (experts * rows, columns // form.weights, form.nbytes), device=DEVICE).byte()
+    for at in form.file_halves:
+        blocks[..., at : at + 2] = torch.tensor([2.0**-12], dtype=torch.float16, device=DEVICE).view(torch.uint8)
+    if form.e2m1:
+        blocks[..., 0] = 119
+    data = torch.empty(experts * rows, form.row_bytes(columns), dtype=torch.uint8, device=DEVICE)
+    pack_rows(blocks.flatten(1), form, columns, data)
+    return StoredMatrices(data.view(experts, -1), kind, rows, columns)
 
 
 def make_experts(model: str, rows: int) -> Case:
     """A layer's experts of so many rows."""
-    shape, choices = MODELS[model]
-    gate_up = random_bf16(shape.num_experts, 2 * shape.inner, shape.hidden).mul_(shape.hidden**-0.5)
-    down = random_bf16(shape.num_experts, shape.hidden, shape.inner).mul_(shape.inner**-0.5)
+    shape, choices, kinds = MODELS[model]
+    gate_up = make_matrices(kinds[0], shape.num_experts, 2 * shape.inner, shape.hidden)
+    down = make_matrices(kinds[1], shape.num_experts, shape.hidden, shape.inner)
     x = random_bf16(rows, shape.hidden)
     drawn = torch.rand(_INPUTS, rows, shape.num_experts, device=DEVICE).topk(choices, dim=-1)
     numbers, weights = drawn.indices.sort(dim=-1).values, drawn.values.softmax(dim=-1)
+    biases = (
+        {"gate_up_bias": random_bf16(128, 2 * shape.inner), "down_bias": random_bf16(128, shape.hidden)}
+        if shape.limit
+        else {}
+    )
     chosen = [one.unique().tolist() for one in numbers]
-    stored = StoredMatrices.of(gate_up), StoredMatrices.of(down)
-    expert_bytes = 2 * 3 * shape.inner * shape.hidden
+    expert_bytes = gate_up.data.shape[1] + down.data.shape[1]
+    moved_bytes = sum(map(len, chosen)) * expert_bytes // _INPUTS
+    (first, second), every = (gate_up, down), torch.arange(shape.num_experts, device=DEVICE)
+    decoded = first.decoded(every, torch.bfloat16), second.decoded(every, torch.bfloat16)
 
     def reference(index: int) -> torch.Tensor:
         out = torch.zeros_like(x)
         for number in chosen[index]:
             token, choice = (numbers[index] == number).nonzero(as_tuple=True)
-            gate, up = F.linear(x[token], gate_up[number]).chunk(2, dim=-1)
-            y = F.linear(F.silu(gate) * up, down[number]) * weights[index][token, choice, None]
+            gate, up = F.linear(x[token], decoded[0][number]).chunk(2, dim=-1)
+            y = F.linear(F.silu(gate) * up, decoded[1][number]) * weights[index][token, choice, None]
             out.index_add_(0, token, y.bfloat16())
         return out
 
     return Case(
         configuration={"model": model, "rows": rows, "experts": sum(map(len, chosen)) / _INPUTS},
-        kernel=lambda index: experts(x, numbers[index], weights[index], *stored, shape), reference=reference,
-        num_inputs=_INPUTS, moved_bytes=sum(map(len, chosen)) * expert_bytes // _INPUTS,
-        operations=rows * choices * expert_bytes, reference_in_graph=False,
+        kernel=lambda index: experts(x, numbers[index], weights[index], gate_up, down, shape, **biases),
+        reference=reference, num_inputs=_INPUTS, moved_bytes=moved_bytes,
+        operations=rows * choices * 6 * shape.inner * shape.hidden, fp32=True, reference_in_graph=False,
     )  # fmt: skip
 
 
-CASES: Cases = {"experts": [partial(make_experts, model, rows) for model in MODELS for rows in (1, 8, 64, 1024)]}
+CASES: Cases = {"experts": [partial(make_experts, model, rows) for model in MODELS for rows in ROWS]}

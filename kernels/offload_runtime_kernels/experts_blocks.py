@@ -1,0 +1,111 @@
+"""Products of experts' rows with blocks of GGUF that are decoded in registers: `experts_triton` says which rows.
+
+A thread decodes rows of a matrix of its own, so that of few rows of x it has what it multiplies them with: nothing of a
+weight goes through shared memory. What is stored is loaded by neighbouring threads, and shared memory hands it on.
+"""
+
+from __future__ import annotations
+
+from offload_runtime_kernels._jit import jit, tl
+from offload_runtime_kernels.encoded_linear import INTERPRETED
+from offload_runtime_kernels.gguf_blocks import decode_half, load_tile
+
+# More rows of x than these share what is decoded through shared memory.
+_ROWS_ALONE = tl.constexpr(4)
+
+
+@jit
+def _rounded(first, second, DTYPE: tl.constexpr):
+    """fp32 numbers as they are in `DTYPE`, two at a time, as processors are fast at it. Triton does not see through
+    this: where it does, it brings them through shared memory to the threads that have them."""
+    if INTERPRETED:
+        found = first.to(DTYPE).to(tl.float32), second.to(DTYPE).to(tl.float32)
+    elif DTYPE.is_bf16():
+        found = tl.inline_asm_elementwise(
+            "{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000;}",
+            "=r,=r,r,r", [first, second], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    elif DTYPE.is_fp16():
+        found = tl.inline_asm_elementwise(
+            "{.reg .b32 p; .reg .b16 a, b; cvt.rn.f16x2.f32 p, $3, $2; mov.b32 {a, b}, p; cvt.f32.f16 $0, a; "
+            "cvt.f32.f16 $1, b;}",
+            "=r,=r,r,r", [first, second], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        tl.static_assert(DTYPE.is_fp32())
+        found = tl.inline_asm_elementwise(
+            "mov.b32 $0, $2; mov.b32 $1, $3;", "=r,=r,r,r", [first, second], dtype=(tl.float32, tl.float32),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    return found
+
+
+@jit
+def _halves(w, BLOCK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Weights [BLOCK, ...] of so many columns as those of the first half and of the second."""
+    return tl.split(tl.permute(tl.reshape(w, [BLOCK, 2, COLUMNS // 2]), (0, 2, 1)))
+
+
+@jit
+def _add_products(sums, x_ptrs, at, w, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add those of so many columns, from `at` on."""
+    k = at + tl.arange(0, COLUMNS)[None, :]
+    found = ()  # type: tuple[object, ...]
+    for part in tl.static_range(len(sums)):
+        if K % 256 == 0:
+            x = tl.load(x_ptrs[part] + k)
+        else:
+            x = tl.load(x_ptrs[part] + k, mask=k < K, other=0.0)
+        found += (tl.dot(x.to(tl.float32), w, sums[part], input_precision="ieee"),)
+    return found
+
+
+@jit
+def _add_decoded(
+    sums, x_ptrs, at, w, DTYPE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add products with decoded weights [BLOCK, ...] of so many columns, a few at a time."""
+    first, second = _halves(w, BLOCK, COLUMNS)
+    half: tl.constexpr = COLUMNS // 2
+    if half > BLOCK_K:
+        sums = _add_decoded(sums, x_ptrs, at, first, DTYPE, K, BLOCK, BLOCK_K, half)
+        sums = _add_decoded(sums, x_ptrs, at + half, second, DTYPE, K, BLOCK, BLOCK_K, half)
+    else:
+        first, second = _rounded(tl.trans(first), tl.trans(second), DTYPE)
+        sums = _add_products(sums, x_ptrs, at, first, K, half)
+        sums = _add_products(sums, x_ptrs, at + half, second, K, half)
+    return sums
+
+
+@jit
+def block_products(
+    x_ptr, row, w_ptrs, DTYPE: tl.constexpr, FORM: tl.constexpr, BLOCKS: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return the products [ROWS, BLOCK] of rows of x, of which [ROWS] says the numbers, with rows of blocks in planes,
+    [BLOCK, 1] pointers to uint8."""
+    x_ptrs, sums = (), ()  # type: tuple[object, ...], tuple[object, ...]
+    if ROWS <= _ROWS_ALONE:
+        for part in tl.static_range(ROWS):
+            own = tl.sum(tl.where(tl.arange(0, ROWS) == part, row, 0))
+            x_ptrs += (x_ptr + own.to(tl.int64) * K,)
+            sums += (tl.zeros([1, BLOCK], dtype=tl.float32),)
+    else:
+        x_ptrs += (x_ptr + row.to(tl.int64)[:, None] * K,)
+        sums += (tl.zeros([ROWS, BLOCK], dtype=tl.float32),)
+    # Of these numbers bf16 has all, so that they need not be rounded.
+    dtype: tl.constexpr = tl.float32 if FORM.e2m1 and DTYPE.is_bf16() else DTYPE
+    for tile in tl.range(0, (K + 255) // 256, num_stages=STAGES):
+        planes = load_tile(w_ptrs, tile, BLOCKS, FORM, K % 256 == 0, BLOCK, True)
+        for half in tl.static_range(2):
+            w = decode_half(planes, half, FORM, BLOCK, tl.float32, False)
+            sums = _add_decoded(sums, x_ptrs, (2 * tile + half) * 128, w, dtype, K, BLOCK, BLOCK_K, 128)
+    found = sums[0]
+    if ROWS == 2:
+        found = tl.join(sums[0], sums[1])
+    elif ROWS == 4:
+        found = tl.join(tl.join(sums[0], sums[2]), tl.join(sums[1], sums[3]))
+    if ROWS == 2 or ROWS == 4:
+        found = tl.trans(tl.reshape(found, [BLOCK, ROWS]))
+    return found
