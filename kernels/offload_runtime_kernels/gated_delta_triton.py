@@ -519,24 +519,24 @@ def _states_kernel(
 def _tile_of_rows(
     positions_ptr, tile, b, start, count, width, ROWS: tl.constexpr, TREE: tl.constexpr
 ):  # fmt: skip
-    """A tile of rows, which are of one chunk, but for trees: where rows on their paths may begin, itself, behind which
-    row it ends, and the first and the last chunk in it."""
+    """A tile of rows, which is what a chunk has of them, but for trees: where rows on their paths may begin, itself,
+    behind which row it ends, and the first and the last chunk in it."""
     begin = 0
     first = tile * ROWS
     end = count
-    tiles = tl.cdiv(tl.minimum(width, _CHUNK), ROWS)  # of a chunk
-    first_chunk = start // _CHUNK + tile // tiles
+    first_chunk = start // _CHUNK + tile
     last_chunk = first_chunk
     if TREE:
         t = first + tl.arange(0, ROWS)
         position = tl.load(positions_ptr + b * width + t, mask=t < end, other=-64)
         last_chunk = tl.max(position, axis=0) // _CHUNK
         first_chunk = tl.min(tl.where(t < end, position, last_chunk * _CHUNK), axis=0) // _CHUNK
+        end = tl.minimum(end, first + ROWS)
     else:
         begin = tl.maximum(first_chunk * _CHUNK - start, 0)
-        first = begin + tile % tiles * ROWS
+        first = begin
         end = tl.minimum(end, (first_chunk + 1) * _CHUNK - start)
-    return begin, first, tl.minimum(end, first + ROWS), first_chunk, last_chunk
+    return begin, first, end, first_chunk, last_chunk
 
 
 @jit(do_not_specialize=("width", "depth", "num_tokens"))
@@ -740,8 +740,7 @@ def gated_delta_triton(
             del solved  # what follows may take its memory
         if width:
             tile_rows = _FEW_ROWS if width <= _FEW_ROWS else CHUNK_TOKENS
-            of_chunk = triton.cdiv(min(width, CHUNK_TOKENS), tile_rows)
-            tiles = triton.cdiv(width, tile_rows) if tree else num_chunks * of_chunk
+            tiles = triton.cdiv(width, tile_rows) if tree else num_chunks
             most = _BLOCK if width <= CHUNK_TOKENS else _WIDE_BLOCK
             asked, block = decays.new_empty(num_rows, shape.value_heads, shape.key_dim), min(most, key_block)
             _asked_kernel[(tiles, batch, shape.value_heads * (shape.key_dim // block))](
