@@ -18,6 +18,7 @@ from offload_runtime.config import SpeculationOptions
 from tests.helpers.covering import few
 from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_copy  # noqa: F401 (an autouse fixture)
 
+pytestmark = pytest.mark.no_cover  # what it runs others run
 COUNT = 7
 # Shorter than everything that is cut, longer than a piece of a prompt and a block of keys and values, and than two.
 PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 260, 520)]

@@ -24,6 +24,7 @@ from offload_runtime.weights.neighbours import stored_kinds
 from tests.helpers.widening import WidenedCheckpoint, tensors_of
 from tests.test_tokenizers import metadata_of, written
 
+pytestmark = pytest.mark.no_cover  # tools
 WIDE = WideShape(128, 192, 3, 8, 4, 16)
 Q4_0, Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
 

@@ -16,6 +16,7 @@ import pytest
 
 from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
 
+pytestmark = pytest.mark.no_cover  # of the runtime it runs what others run
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = "long_target"
 TOOLS = (
