@@ -6,11 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType
 
+from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
+from offload_runtime.weights import ModelLayout, open_checkpoint
+from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.families import family_model
+from tests.helpers.families import family_model, write_family
 
 COUNT, CHOSEN, LAYERS = 8, 3, 3
 EXPERT_BYTES = 12288  # with what lies between its matrices
@@ -113,3 +118,22 @@ def test_on_a_gpu_tokens_do_not_depend_on_the_pool(buffers: int, mixture: Path) 
             with Runtime.load(mixture, expert_pool=size, **options) as runtime:
                 found += [answers(runtime, options.get("max_batch", 1)) for _ in range(3)]
     assert all(one == found[0] for one in found)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4"])
+def test_experts_are_kept_and_multiplied_as_a_file_stores_them(kind: str, tmp_path: Path) -> None:
+    sizes = {"num_experts": COUNT, "num_experts_per_tok": CHOSEN, "hidden_size": 128, "moe_intermediate_size": 64}
+    sizes |= {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True}
+    model = family_model("qwen3_moe", 1, **sizes)
+    source = open_checkpoint(write_family(tmp_path / "m.gguf", "qwen3_moe", model, kind=GGMLQuantizationType[kind]))
+    layout = source.layout(torch.float32)
+    decoded = ModelLayout.of(source.config(), torch.float32)
+    block, plain = (one.experts[1].block.total_bytes for one in (layout, decoded))
+    assert block < plain / 2 and kind in layout.bytes_by_kind
+    found = []
+    for one, buffers in ((decoded, None), (layout, None), (layout, CHOSEN), (layout, COUNT)):
+        made = make_runner(source, layout=one, pool_buffers=buffers)
+        rows = [prefill(made.runner, 0, PROMPTS[2]), verify(made.runner, {0: TokenTree((7, 8, 9))})]
+        found.append(torch.cat(rows))
+        made.close()
+    assert all(torch.equal(one, found[0]) for one in found)

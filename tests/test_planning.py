@@ -70,7 +70,11 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
     streamed = len(placement.streamed_layers) * target.layer_bytes
     own = target.layout.embedding.total_bytes if "embedding" in host else 0
     assert own <= host.get("embedding", 0) < own + 4096 and ("head" in parts) == (own > 0)
-    assert resident + streamed + own == ModelLayout.of(target.config, target.dtype).total_bytes
+    experts = sum(one.total_bytes for one in target.layout.experts.values())
+    assert resident + streamed + own + experts == ModelLayout.of(target.config, target.dtype).total_bytes
+    experts_on_host = host.get("experts in host memory", 0)
+    assert 0 < parts["experts"] <= experts if experts else "experts" not in parts
+    assert experts <= experts_on_host < experts + 4096 * len(target.layers) or parts.get("experts", 0) == experts
     on_host = host.get("streamed layers", 0) + host.get("staged layers", 0)
     assert streamed <= on_host <= streamed + 4096 * len(placement.streamed_layers)
     # Layers are staged only for want of page-locked memory, and then for not much less than there is.
@@ -82,7 +86,7 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
     lockable = [limit for limit in (request.pinned, machine.pinnable_bytes) if limit is not None]
     if plan.is_staged:
         kv_on_host = host.get("KV cache", 0) + host.get("staged KV cache", 0)
-        assert on_host + kv_on_host > min(lockable)
+        assert on_host + kv_on_host + experts_on_host > min(lockable)
     if placement.staged_layers:
         assert plan.pinned_bytes + target.host_bytes_of_layers([0]) > min(lockable)
         assert set(placement.staged_layers) <= set(placement.streamed_layers)

@@ -127,7 +127,8 @@ def gain_lines(gains: Sequence[Change]) -> list[Table | str]:
 # What a part of a plan is to its user, by a word in its name; the first that is found counts.
 _USES = {
     "draft": "draft", "KV": "KV cache", "retriev": "KV cache", "CUDA context": "CUDA", "layers": "weights",
-    "embedding": "weights", "head": "weights", "staging": "weights", "Python": "Python, PyTorch", "states": "states",
+    "embedding": "weights", "head": "weights", "staging": "weights", "experts": "experts", "Python": "Python, PyTorch",
+    "states": "states",
 }  # fmt: skip
 
 

@@ -498,7 +498,13 @@ def _stage(plan: RunPlan) -> RunPlan:
         BudgetError: Not even the rings that staging takes may be locked.
     """
     limit_bytes, name, cards = plan.limits.pinned_bytes, plan.limits.pinned_name, plan.target.cards
-    fixed = +model.Parts({"rows between cards": plan.transfer_bytes, "embedding": plan.target.host_embedding_bytes})
+    fixed = +model.Parts(
+        {
+            "rows between cards": plan.transfer_bytes,
+            "embedding": plan.target.host_embedding_bytes,
+            "experts in host memory": plan.target.host_expert_bytes,
+        }
+    )
     needed = [_streamed_from_bytes(card) for card in cards]
     limits: list[int | None] = [None] * len(cards)
     if limit_bytes is not None and sum(needed) > limit_bytes - fixed.total():

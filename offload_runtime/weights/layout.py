@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
 from offload_runtime_kernels.experts import StoredMatrices
+from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.models.config import ModelConfig
@@ -195,8 +196,8 @@ class ModelLayout:
         cls, config: ModelConfig, dtype: torch.dtype, kinds: Mapping[str, str | ScaledFormat] | None = None, *,
         coded: bool = False, uncoded: Collection[str] = (),
     ) -> ModelLayout:  # fmt: skip
-        """Lay out matrices as a checkpoint stores them, where that takes fewer bytes than `dtype`, and all else in it,
-        experts too.
+        """Lay out matrices as a checkpoint stores them, where that takes fewer bytes than `dtype`, and all else in it;
+        experts so in blocks of GGUF alone.
 
         Args:
             config: The model's shape.
@@ -213,7 +214,7 @@ class ModelLayout:
 
         def encode(parts: dict[str, Destination]) -> Encoding:
             first = next(iter(parts.values()))
-            if len(first.shape) != 2 or first.dtype or first.expert is not None:
+            if len(first.shape) != 2 or first.dtype:
                 return Encoding(first.dtype or dtype)
             columns = first.shape[1]
             found = Encoding.of(dtype, [(to.shape[0], smallest(name, columns)) for name, to in parts.items()])
@@ -228,7 +229,17 @@ class ModelLayout:
             found = PackedLayout.of({name: to for name, to in placed.items() if to.expert is None}, encode)
             if not isinstance(layer.mlp, Experts):
                 return found
-            one = PackedLayout.of({name: to for name, to in placed.items() if to.expert == 0}, encode)
+            of_experts = {name: to for name, to in placed.items() if to.expert is not None}
+
+            def encode_experts(parts: dict[str, Destination]) -> Encoding:
+                """Of one, by how all of them are stored: in one format of blocks, or else in `dtype`."""
+                packed, *_ = (to.packed for to in parts.values())
+                alike = {name: to.shape[1] for name, to in of_experts.items() if to.packed == packed}
+                (how, *others) = {*map(smallest, alike.keys(), alike.values())}
+                rows = sum(to.shape[0] for to in parts.values())
+                return Encoding.of(dtype, [(rows, how if how.kind in FORMATS and not others else plain)])
+
+            one = PackedLayout.of({name: to for name, to in of_experts.items() if to.expert == 0}, encode_experts)
             return replace(found, experts=ExpertBlocks(one, layer.mlp.count, layer.mlp.chosen))
 
         blocks = (block(layer, number if kinds or coded else None) for number, layer in enumerate(config.layers))

@@ -28,12 +28,13 @@ PROPERTY = settings(max_examples=30, deadline=None, suppress_health_check=[Healt
 
 @st.composite
 def models(draw: st.DrawFn, *, most_layers: int = 48) -> DescribedModel:
-    """A model of any size up to 70B, some with sliding windows."""
+    """A model of any size up to 70B, some with sliding windows, some with experts."""
     kv_heads, group = draw(st.sampled_from([32, 8, 2, 1])), draw(st.sampled_from([1, 2, 4]))
     layers, head_dim = (
         draw(st.integers(most_layers // 2, most_layers) | st.integers(1, 4)),
         draw(st.sampled_from([128, 64])),
     )
+    count = draw(st.sampled_from([0, 0, 16, 128]))
     slides, first = draw(st.sampled_from([(False, 0), (True, 0), (True, layers // 2)]))
     described = {
         "model_type": "qwen2", "hidden_size": kv_heads * group * head_dim,
@@ -42,6 +43,8 @@ def models(draw: st.DrawFn, *, most_layers: int = 48) -> DescribedModel:
         "vocab_size": draw(st.sampled_from([1000, 32000, 128256])), "max_position_embeddings": 131072,
         "use_sliding_window": slides, "sliding_window": 4096, "max_window_layers": first,
     }  # fmt: skip
+    if count:
+        described |= {"model_type": "qwen3_moe", "num_experts": count, "moe_intermediate_size": 512}
     return DescribedModel(model_config_from_json(described, "drawn"), torch.bfloat16)
 
 
