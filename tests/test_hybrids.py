@@ -9,6 +9,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from hashlib import blake2b
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_copy  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import VOCABULARY, family_model, write_family
 from tests.helpers.models import random_tokens
+from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 
 FAMILY, GREEDY = "qwen3_5_text", {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.0}
 ASKED: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "context": 900}
@@ -115,7 +117,8 @@ def test_a_path_alone_leads_over_the_end_of_a_chunk() -> None:
     assert chain.through_gates(5, 64) == list(range(200))
 
 
-def test_undo_and_another_answer_are_as_if_nothing_had_been(runtime: Runtime) -> None:
+def _check_undo(runtime: Runtime) -> list[tuple[int, ...]]:
+    """Return two answers, which are those of before when others were undone, and when the slot was another's."""
     chat = runtime.conversation()
     first = _say(chat, LONG)
     second = _say(chat, "and then?")
@@ -128,6 +131,22 @@ def test_undo_and_another_answer_are_as_if_nothing_had_been(runtime: Runtime) ->
     runtime.generate("of other things " * 20, **GREEDY)  # takes the slot
     assert _say(fresh, LONG).tokens == first.tokens
     assert _say(fresh, "and then?").tokens == second.tokens
+    return [first.tokens, second.tokens]
+
+
+def test_undo_and_another_answer_are_as_if_nothing_had_been(runtime: Runtime) -> None:
+    _check_undo(runtime)
+
+
+@pytest.mark.slow
+def test_undo_is_exact_however_little_memory_can_be_page_locked(hybrid: Path, runtime: Runtime) -> None:
+    layers_bytes, expected = runtime.plan.target.host_bytes_of_layers([0, 1]), _check_undo(runtime)
+    registrar = LimitedRegistrar(layers_bytes // 2)
+    with load_locked_by(registrar, hybrid, resident_layers=0, **ASKED) as staged:
+        assert staged.plan.placement.staged_layers and _check_undo(staged) == expected
+        cache, stats = staged.engine.target.runner.cache, staged.generate("a", **GREEDY).stats
+        assert stats.pinned_bytes == registrar.locked_bytes and cache.pinned_bytes < cache.anchor_bytes
+    assert not registrar.locked
 
 
 def test_answers_do_not_know_of_their_neighbours(hybrid: Path, runtime: Runtime) -> None:
@@ -148,13 +167,19 @@ def test_a_session_goes_on_behind_its_last_state(hybrid: Path, runtime: Runtime,
     assert reply.stats.kept_tokens > 300 and not reply.stats.kept_tokens % 64
 
 
-def test_a_session_saved_behind_undo_has_the_states_of_what_is_left(
-    hybrid: Path, runtime: Runtime, tmp_path: Path
+@pytest.mark.parametrize("behind", ["undo", pytest.param("regenerate", marks=pytest.mark.slow)])
+def test_a_session_saved_behind_other_answers_has_the_states_of_what_is_left(
+    hybrid: Path, runtime: Runtime, tmp_path: Path, behind: str
 ) -> None:
     chat = runtime.conversation()
-    _say(chat, LONG[:90])
+    _say(chat, LONG[:90] if behind == "undo" else LONG)
     _say(chat, LONG[:40])
-    chat.undo()
+    if behind == "undo":
+        chat.undo()
+    else:
+        for _ in (reply := chat.regenerate(replace(PARAMS, max_new_tokens=30))):
+            pass
+        assert reply.result.stats.kept_tokens > 256
     chat.save(tmp_path / "chat.json")
     expected = _say(chat, "and then?")
     with Runtime.load(hybrid, draft="none", **ASKED) as other:
@@ -203,10 +228,16 @@ def _check_drafts(runtime: Runtime, expected: Sequence[Sequence[int]], gamma: in
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param(one, marks=[] if one == "tree" else pytest.mark.slow) for one in DRAFTING]
+    ("how", "device"),
+    [
+        pytest.param(*one, marks=[] if one == ("tree", "cpu,cpu") else pytest.mark.slow)
+        for one in product(DRAFTING, ("cpu", "cpu,cpu"))
+    ],
 )
-def test_a_hybrid_that_drafts_for_itself_is_always_right(hybrid: Path, expected: list[list[int]], how: str) -> None:
-    with Runtime.load(hybrid, draft=hybrid, max_batch=3, **DRAFTING[how], **ASKED) as loaded:
+def test_a_hybrid_that_drafts_for_itself_is_always_right(
+    hybrid: Path, expected: list[list[int]], how: str, device: str
+) -> None:
+    with Runtime.load(hybrid, draft=hybrid, max_batch=3, **DRAFTING[how], **ASKED | {"device": device}) as loaded:
         _check_drafts(loaded, expected, DRAFTING[how]["gamma"])
 
 

@@ -21,6 +21,7 @@ from offload_runtime.weights.encoding import GgufBlocks
 from offload_runtime.weights.mxfp4 import mxfp4_rows, with_experts
 from offload_runtime.weights.safetensors import read_header
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.families import family_model
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, rows_of
 from tests.helpers.quantising import BF16, FORMATS, FP16, FP32, Format, fp8, packed_int, write_decoded, write_quantised
 from tests.test_config_file import HUGE
@@ -36,12 +37,18 @@ def bits_of(said: dict[str, Any]) -> torch.Tensor:
 BY_LIBRARY = json.loads((Path(__file__).parent / "data" / "compressed_tensors.json").read_text())["matrices"]
 
 
+def small_hybrid() -> Any:
+    sizes = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 4}
+    return family_model("qwen3_5_text", 1, **sizes)
+
+
 class Checkpoint:
     """One of a format, and its decoded copy, which nothing of ours has decoded."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        self.path = directory / "quantised"
-        self.decoded = write_quantised(self.path, FORMATS[name])
+        self.path, (name, _, hybrid) = directory / "quantised", name.partition(" of a hybrid")
+        self.decoded = write_quantised(self.path, FORMATS[name], small_hybrid() if hybrid else None)
         self.copy_path = write_decoded(directory / "decoded", self.path, self.decoded)
 
     @property
@@ -54,11 +61,12 @@ class Checkpoint:
 
 
 # By default one of each kind of number and of each way to pack it.
-_OFTEN = ("FP8 of blocks", "packed 4 bits, mixed", "GPTQ, ordered", "AWQ")
+_OFTEN = ("FP8 of blocks of a hybrid", "packed 4 bits, mixed", "GPTQ, ordered", "AWQ")
+_ALL = (*FORMATS, "FP8 of blocks of a hybrid", "AWQ of a hybrid")
 
 
 @pytest.fixture(
-    scope="module", params=[name if name in _OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FORMATS]
+    scope="module", params=[name if name in _OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in _ALL]
 )
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     return Checkpoint(tmp_path_factory.mktemp("quantised"), request.param)

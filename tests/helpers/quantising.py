@@ -230,25 +230,34 @@ FORMATS = {
 
 def is_quantised(name: str, form: Format) -> bool:
     """Whether a module is one that the configuration means."""
-    ignored = form.config.get("ignore", ["lm_head"])
+    ignored = form.config.get("ignore", form.config.get("modules_to_not_convert", ["lm_head"]))
+    if name in ignored:
+        return False
     if len(ignored) > 1 and (name == "model.layers.1.self_attn.v_proj" or "layers.2.mlp" in name):
         return False
     return "proj" in name or (name == "lm_head" and "lm_head" not in ignored)
 
 
-def write_quantised(directory: Path, form: Format, **sizes: int) -> dict[str, torch.Tensor]:
-    """A random Llama whose next token depends on what it has read; returns its decoded tensors in fp32."""
+def random_llama(**sizes: int) -> Any:
+    """One whose next token depends on what it has read."""
     torch.manual_seed(0)
-    config = LlamaConfig(**{
+    model = LlamaForCausalLM(LlamaConfig(**{
         "vocab_size": len(byte_level_tokenizer()), "hidden_size": 192, "intermediate_size": 320, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048,
         "tie_word_embeddings": False, **sizes,
-    })  # fmt: skip
-    config.dtype = form.dtype
-    stored, decoded = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
-    for name, parameter in LlamaForCausalLM(config).state_dict().items():
+    }))  # fmt: skip
+    for name, parameter in model.state_dict().items():
         if "norm" not in name:
             parameter.normal_(std=0.5 if "embed" in name else 2.0 * parameter.shape[-1] ** -0.5)
+    return model
+
+
+def write_quantised(directory: Path, form: Format, model: Any = None, **sizes: int) -> dict[str, torch.Tensor]:
+    """A model, or a random Llama of some sizes; returns its decoded tensors in fp32."""
+    model = random_llama(**sizes) if model is None else model
+    config, stored, decoded = model.config, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    config.dtype = form.dtype
+    for name, parameter in model.state_dict().items():
         module = name.removesuffix(".weight")
         if is_quantised(module, form):
             tensors, decoded[name] = form.pack(parameter)
@@ -256,7 +265,7 @@ def write_quantised(directory: Path, form: Format, **sizes: int) -> dict[str, to
         else:
             stored[name] = parameter.to(form.dtype)
             decoded[name] = stored[name].float()
-    settings = {**config.to_dict(), "architectures": ["LlamaForCausalLM"], "quantization_config": form.config}
+    settings = {**config.to_dict(), "architectures": [type(model).__name__], "quantization_config": form.config}
     settings["dtype"] = str(form.dtype).removeprefix("torch.")
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(settings))
