@@ -220,7 +220,7 @@ def test_what_is_imported_is_required(extra: str) -> None:
 
 # Absolute paths of somebody's home, scratch or mount; not /proc, /usr or /tmp, which are everybody's.
 ONES_OWN_PATH = re.compile(r"(?<![\w.~/:])/(?:home|root|Users|mnt|media|scratch|work|workspace)/[\w.]")
-TEXT_SUFFIXES = {".py", ".md", ".toml", ".json", ".yml", ".yaml", ".sh", ".txt", ".cfg"}
+TEXT_SUFFIXES = {".py", ".cpp", ".md", ".toml", ".json", ".yml", ".yaml", ".sh", ".txt", ".cfg"}
 NOT_OURS = {"venv", "build", "dist", "__pycache__"}
 
 

@@ -1,0 +1,756 @@
+// Routed experts in host memory. experts_cpu.py says what this computes; experts.py has the arithmetic.
+//
+// Compiled with RUN, the dtype of rows and results (BF16, F16 or F32), and FORMATS(X), the encodings: X(Q4_K) X(Q6_K).
+// A vector has the same column of as many rows of a matrix as it has lanes. Weights are decoded where they are
+// multiplied: sixteen bytes of each row are transposed, so that a lane has four columns in a word, or more.
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define LANES 16
+#define WITH_AVX512
+#else
+#define LANES 8
+#if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define WITH_AVX2
+#endif
+#endif
+#define INLINE inline __attribute__((always_inline))
+#if defined(WITH_AVX512) || defined(WITH_AVX2)
+#define OPERATION INLINE
+#else
+#define OPERATION __attribute__((noinline))  // of many instructions, which would take minutes to compile wherever they are
+#endif
+
+namespace {
+
+using F = float __attribute__((vector_size(4 * LANES)));
+using I = int32_t __attribute__((vector_size(4 * LANES)));
+using U = uint32_t __attribute__((vector_size(4 * LANES)));
+using Bytes = const uint8_t*;
+
+enum class Dtype { BF16, F16, F32 };
+constexpr Dtype DTYPE = Dtype::RUN;
+constexpr int ROWS = 4;           // of x that are multiplied with a weight that is decoded once
+constexpr int MOST = 256;         // columns of a step
+constexpr int PANEL = 2 * LANES;  // rows of a matrix that are multiplied together
+
+template <int... K, class Step>
+INLINE void unrolled(std::integer_sequence<int, K...>, Step step) {
+    (step(std::integral_constant<int, K>()), ...);
+}
+
+template <int N, class Step>
+INLINE void unrolled(Step step) {
+    unrolled(std::make_integer_sequence<int, N>(), step);
+}
+
+template <class V>
+INLINE V load(const void* from) {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+
+template <class V>
+INLINE void store(void* to, V v) {
+    std::memcpy(to, &v, sizeof v);
+}
+
+INLINE F number(float value) { return value - F{}; }
+INLINE U word(uint32_t value) { return value - U{}; }
+INLINE F not_a_number() { return (F)word(0x7fc00000); }
+INLINE F number(U integers) { return __builtin_convertvector((I)integers, F); }
+INLINE F where(I condition, F a, F b) { return (F)((condition & (I)a) | (~condition & (I)b)); }
+
+OPERATION F fma(F a, F b, F c) {
+#if defined(WITH_AVX512)
+    return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(WITH_AVX2)
+    return (F)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    for (int i = 0; i < LANES; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#endif
+}
+
+// Four words of each row.
+OPERATION void transpose(const Bytes* rows, long at, U out[4]) {
+#if defined(WITH_AVX512) || defined(WITH_AVX2)
+    auto row = [&](int i) { return _mm_loadu_si128((const __m128i*)(rows[i] + at)); };
+#endif
+#if defined(WITH_AVX512)
+    __m512i a[4];
+    unrolled<4>([&](auto i) __attribute__((always_inline)) {
+        a[i] = _mm512_inserti32x4(_mm512_castsi128_si512(row(i)), row(4 + i), 1);
+        a[i] = _mm512_inserti32x4(_mm512_inserti32x4(a[i], row(8 + i), 2), row(12 + i), 3);
+    });
+    __m512i low0 = _mm512_unpacklo_epi32(a[0], a[1]), high0 = _mm512_unpackhi_epi32(a[0], a[1]);
+    __m512i low1 = _mm512_unpacklo_epi32(a[2], a[3]), high1 = _mm512_unpackhi_epi32(a[2], a[3]);
+    out[0] = (U)_mm512_unpacklo_epi64(low0, low1), out[1] = (U)_mm512_unpackhi_epi64(low0, low1);
+    out[2] = (U)_mm512_unpacklo_epi64(high0, high1), out[3] = (U)_mm512_unpackhi_epi64(high0, high1);
+#elif defined(WITH_AVX2)
+    __m256i a[4];
+    unrolled<4>([&](auto i) __attribute__((always_inline)) {
+        a[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(row(i)), row(4 + i), 1);
+    });
+    __m256i low0 = _mm256_unpacklo_epi32(a[0], a[1]), high0 = _mm256_unpackhi_epi32(a[0], a[1]);
+    __m256i low1 = _mm256_unpacklo_epi32(a[2], a[3]), high1 = _mm256_unpackhi_epi32(a[2], a[3]);
+    out[0] = (U)_mm256_unpacklo_epi64(low0, low1), out[1] = (U)_mm256_unpackhi_epi64(low0, low1);
+    out[2] = (U)_mm256_unpacklo_epi64(high0, high1), out[3] = (U)_mm256_unpackhi_epi64(high0, high1);
+#else
+    for (int i = 0; i < LANES; ++i)
+        for (int j = 0; j < 4; ++j) out[j][i] = load<uint32_t>(rows[i] + at + 4 * j);
+#endif
+}
+
+// An integer of each row.
+template <class Integer>
+INLINE U gathered(const Bytes* rows, long at) {
+    U out;
+    for (int i = 0; i < LANES; ++i) out[i] = load<Integer>(rows[i] + at);
+    return out;
+}
+
+template <int K>
+OPERATION F byte(U words) {
+#if defined(WITH_AVX512)
+    return (F)_mm512_cvtepi32_ps(_mm512_shuffle_epi8((__m512i)words, _mm512_set4_epi32(
+        (int)0x8080800c + K, (int)0x80808008 + K, (int)0x80808004 + K, (int)0x80808000 + K)));
+#elif defined(WITH_AVX2)
+    return (F)_mm256_cvtepi32_ps(_mm256_shuffle_epi8((__m256i)words, _mm256_broadcastsi128_si256(_mm_set_epi32(
+        (int)0x8080800c + K, (int)0x80808008 + K, (int)0x80808004 + K, (int)0x80808000 + K))));
+#else
+    return number(words >> 8 * K & 255);
+#endif
+}
+
+// fp16 in the lower half of words; of NaN there is one.
+OPERATION F half(U words) {
+#if defined(WITH_AVX512)
+    F found = (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
+#elif defined(WITH_AVX2)
+    __m256i packed = _mm256_packus_epi32((__m256i)(words & 0xffff), _mm256_setzero_si256());
+    F found = (F)_mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 8)));
+#else
+    U sign = (words & 0x8000) << 16, exponent = words & 0x7c00, bits = (words & 0x7fff) << 13;
+    F normal = (F)(bits + word(112 << 23)), small = number(words & 0x3ff) * 0x1p-24f;
+    F found = where(exponent == 0, small, where(exponent == 0x7c00, (F)(bits | 0x7f800000), normal));
+    found = (F)((U)found | sign);
+#endif
+    return where(found == found, found, not_a_number());
+}
+
+// Rounded to the dtype of the run, in fp32; of NaN only if some are MAYBE_NAN or their payload is small.
+template <bool MAYBE_NAN = true>
+OPERATION F rounded(F v) {
+    if constexpr (DTYPE == Dtype::BF16) {
+#if defined(WITH_AVX512) && defined(__AVX512BF16__)
+        return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
+#else
+        U bits = (U)v;
+        F found = (F)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+        return MAYBE_NAN ? where(v == v, found, not_a_number()) : found;
+#endif
+    } else if constexpr (DTYPE == Dtype::F16) {
+#if defined(WITH_AVX512)
+        return (F)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(WITH_AVX2)
+        return (F)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+        U bits = (U)v & 0x7fffffff, sign = (U)v & 0x80000000;
+        F small = (F)bits + 0.75f - 0.75f;  // below 2^-14 there are multiples of 2^-24
+        F found = where(bits < 0x38800000, small, (F)((bits + 0xfff + (bits >> 13 & 1)) & 0xffffe000));
+        found = where(bits >= 0x477ff000, (F)word(0x7f800000), found);
+        return where(v == v, (F)((U)found | sign), not_a_number());
+#endif
+    } else {
+        return v;
+    }
+}
+
+// What has been rounded, in the dtype of the run.
+void store_results(const float* values, long count, void* to, long at) {
+    for (long i = 0; i < count; ++i) {
+        uint32_t bits = load<uint32_t>(values + i), size = bits & 0x7fffffff;
+        uint16_t half = bits >> 16;
+        if constexpr (DTYPE == Dtype::F16) {
+            uint32_t places = size < 0x38800000 ? (uint32_t)(load<float>(&size) * 0x1p24f) : (size >> 13) - (112 << 10);
+            half = (half & 0x8000) | (size > 0x7f800000 ? 0x7e00 : size == 0x7f800000 ? 0x7c00 : places);
+        }
+        if constexpr (DTYPE == Dtype::F32)
+            store((float*)to + at + i, bits);
+        else
+            store((uint16_t*)to + at + i, half);
+    }
+}
+
+F widened(const void* from) {
+    if constexpr (DTYPE == Dtype::F32) return load<F>(from);
+    using Half = uint16_t __attribute__((vector_size(2 * LANES)));
+    U words = __builtin_convertvector(load<Half>(from), U);
+    return DTYPE == Dtype::BF16 ? (F)(words << 16) : half(words);
+}
+
+// --- encodings: a step of a few columns is opened, then its groups, and `weight` says a column of the last of those
+
+struct Elements {
+    static constexpr bool ANY_NAN = true;
+    U words[4];
+    INLINE void open(const Bytes* rows, long, long step) { transpose(rows, step * 16, words); }
+    INLINE void group(int) {}
+};
+
+struct F32 : Elements {
+    static constexpr int STEP = 4, GROUP = 4;
+    static constexpr bool is_exact(Dtype dtype) { return dtype == Dtype::F32; }
+    template <int K>
+    INLINE F weight() const { return (F)words[K]; }
+};
+
+struct BF16 : Elements {
+    static constexpr int STEP = 8, GROUP = 8;
+    static constexpr bool is_exact(Dtype dtype) { return dtype != Dtype::F16; }
+    template <int K>
+    INLINE F weight() const { return (F)(K % 2 ? words[K / 2] & 0xffff0000 : words[K / 2] << 16); }
+};
+
+struct F16 : Elements {
+    static constexpr int STEP = 8, GROUP = 8;
+    static constexpr bool is_exact(Dtype dtype) { return dtype != Dtype::BF16; }
+    template <int K>
+    INLINE F weight() const { return half(words[K / 2] >> K % 2 * 16); }
+};
+
+// Blocks in planes, w = scale q + offset with q from 0 to 255. Of 64 bytes of q every fourth pair lies in one of four
+// sixteenths, and so do the q of a group in `numbers`: two words of each. With an offset that is a whole number of
+// scales every operation but the last rounding is exact, as it is where q takes it off first.
+struct Blocks {
+    static constexpr bool ANY_NAN = false;
+    static constexpr int GROUP = 32;
+    static constexpr bool is_exact(Dtype dtype) { return dtype == Dtype::F32; }
+    U words[16], numbers[8];
+    F scales[2], offsets[2];  // of a half of the group each
+    template <int K>
+    INLINE F weight() const {
+        return fma(byte<K / 8 % 2 * 2 + K % 2>(numbers[K / 2 % 4 * 2 + K / 16]), scales[K / 16], offsets[K / 16]);
+    }
+    INLINE void take(const Bytes* rows, long at) {
+        for (int i = 0; i < 4; ++i) transpose(rows, at + 16 * i, words + 4 * i);
+    }
+    INLINE void scale(F by, F offset) {
+        scales[0] = scales[1] = by;
+        offsets[0] = offsets[1] = offset;
+    }
+    // Half-bytes of the sixteen bytes `block`, or of the 32 bytes `pair`.
+    INLINE void both_halves(int block) {
+        for (int i = 0; i < 4; ++i) {
+            numbers[2 * i] = words[4 * i + block] & 0x0f0f0f0f;
+            numbers[2 * i + 1] = words[4 * i + block] >> 4 & 0x0f0f0f0f;
+        }
+    }
+    INLINE void one_half(int pair, int upper) {
+        for (int i = 0; i < 8; ++i) numbers[i] = words[i / 2 * 4 + pair * 2 + i % 2] >> 4 * upper & 0x0f0f0f0f;
+    }
+};
+
+struct Q8_0 : Blocks {
+    static constexpr int STEP = 64;
+    U halves;
+    INLINE void open(const Bytes* rows, long blocks, long step) {
+        take(rows, step * 64);
+        halves = gathered<uint32_t>(rows, blocks * 32 + step * 4);
+    }
+    INLINE void group(int block) {
+        F d = half(halves >> 16 * block);
+        scale(d, d * -128);
+        for (int i = 0; i < 8; ++i) numbers[i] = words[i / 2 * 4 + block * 2 + i % 2] ^ 0x80808080;
+    }
+};
+
+struct Q4_0 : Blocks {
+    static constexpr int STEP = 128;
+    U halves[2];
+    INLINE void open(const Bytes* rows, long blocks, long step) {
+        take(rows, step * 64);
+        for (int i = 0; i < 2; ++i) halves[i] = gathered<uint32_t>(rows, blocks * 16 + step * 8 + 4 * i);
+    }
+    INLINE void group(int block) {
+        F d = half(halves[block / 2] >> 16 * (block % 2));
+        scale(d, d * -8);
+        both_halves(block);
+    }
+};
+
+struct MXFP4 : Blocks {
+    static constexpr int STEP = 128;
+    static constexpr bool is_exact(Dtype dtype) { return dtype != Dtype::F16; }
+    U exponents;
+    INLINE void open(const Bytes* rows, long blocks, long step) {
+        take(rows, step * 64);
+        exponents = gathered<uint32_t>(rows, blocks * 16 + step * 4);
+    }
+    INLINE void group(int block) {
+        U e = exponents >> 8 * block & 255;
+        // Half of 2^(e - 127), of which the two least are no normal numbers.
+        F d = where(e < 2, (F)(word(1 << 21) << (e & 1)), (F)((e - 1) << 23));
+        scale(d, d * -12);
+        both_halves(block);
+        for (U& four : numbers) four = codes(four);
+    }
+    // Twice the numbers of E2M1, and 12.
+    static INLINE U codes(U places) {
+#if defined(WITH_AVX512) || defined(WITH_AVX2)
+        __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+#endif
+#if defined(WITH_AVX512)
+        return (U)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)places);
+#elif defined(WITH_AVX2)
+        return (U)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)places);
+#else
+        static const uint8_t table[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+        uint8_t each[sizeof places];
+        store(each, places);
+        for (uint8_t& place : each) place = table[place];
+        return load<U>(each);
+#endif
+    }
+};
+
+// Eight groups with scales and minima of six bits in twelve bytes.
+struct Packed : Blocks {
+    static constexpr int STEP = 256;
+    Bytes const* rows;
+    long at;  // of the block's q
+    F d, m;
+    U by[2], minima[2];
+    INLINE void open(const Bytes* from, long q_at, long head_at) {
+        U head[4];
+        transpose(rows = from, head_at, head);
+        at = q_at;
+        d = half(head[0]), m = half(head[0] >> 16);
+        by[0] = head[1] & 0x3f3f3f3f, minima[0] = head[2] & 0x3f3f3f3f;
+        by[1] = (head[3] & 0x0f0f0f0f) | (head[1] >> 2 & 0x30303030);
+        minima[1] = (head[3] >> 4 & 0x0f0f0f0f) | (head[2] >> 2 & 0x30303030);
+    }
+    INLINE void group(int group) {
+        int shift = group % 4 * 8;
+        scale(d * number(by[group / 4] >> shift & 255), -(m * number(minima[group / 4] >> shift & 255)));
+        if (group % 4 == 0) take(rows, at + group * 16);
+        one_half(group / 2 % 2, group % 2);
+    }
+};
+
+struct Q4_K : Packed {
+    INLINE void open(const Bytes* rows, long blocks, long step) {
+        Packed::open(rows, step * 128, blocks * 128 + step * 16);
+    }
+};
+
+struct Q5_K : Packed {
+    U upper[8];
+    INLINE void open(const Bytes* rows, long blocks, long step) {
+        Packed::open(rows, step * 128, blocks * 160 + step * 16);
+        transpose(rows, blocks * 128 + step * 32, upper);
+        transpose(rows, blocks * 128 + step * 32 + 16, upper + 4);
+    }
+    INLINE void group(int group) {
+        Packed::group(group);
+        for (int i = 0; i < 8; ++i) numbers[i] |= (upper[i] >> group & 0x01010101) << 4;
+    }
+};
+
+struct Q6_K : Blocks {
+    static constexpr int STEP = 256;
+    Bytes const* rows;
+    long at;
+    F d;
+    U upper[16], by[4];
+    INLINE void open(const Bytes* from, long blocks, long step) {
+        rows = from, at = step * 128;
+        for (int i = 0; i < 4; ++i) transpose(rows, blocks * 128 + step * 64 + 16 * i, upper + 4 * i);
+        transpose(rows, blocks * 192 + step * 16, by);
+        d = half(gathered<uint16_t>(rows, blocks * 208 + step * 2));
+    }
+    INLINE void group(int group) {
+        if (group % 4 == 0) take(rows, at + group * 16);
+        one_half(group % 2, group / 2 % 2);
+        for (int i = 0; i < 8; ++i)
+            numbers[i] |= (upper[i / 2 * 4 + group / 4 * 2 + i % 2] >> group % 4 * 2 & 0x03030303) << 4;
+        I pair = (I)(by[group / 2] >> group % 2 * 16);
+        scales[0] = d * __builtin_convertvector(pair << 24 >> 24, F), offsets[0] = scales[0] * -32;
+        scales[1] = d * __builtin_convertvector(pair << 16 >> 24, F), offsets[1] = scales[1] * -32;
+    }
+};
+
+// --- products
+
+// Rows of a matrix that are wanted next, in two pieces of `nbytes`.
+struct Ahead {
+    Bytes pieces[2];
+    long nbytes, at;
+    INLINE void fetch(long step) {
+        for (long end = at + step < nbytes ? at + step : nbytes; at < end; at += 64)
+            __builtin_prefetch(pieces[0] + at, 0, 2), __builtin_prefetch(pieces[1] + at, 0, 2);
+    }
+};
+
+struct Matrix {
+    int64_t offset, row_bytes, blocks, columns;  // of an expert's block; blocks of a row, in planes
+    int32_t encoding;
+};
+
+// Sums [R, PANEL] of R rows x with rows of a matrix. Behind the columns x has zeros up to a whole number of steps.
+template <class Format, int R>
+void product(const Bytes* rows, const Matrix& matrix, const float* const* x, float* sums, Ahead& ahead) {
+    constexpr int GROUPS = Format::STEP / Format::GROUP;
+    F totals[R][2] = {};
+    Format panel[2];
+    uint8_t rest[PANEL][16];
+    Bytes from[PANEL];
+    const long steps = (matrix.columns + Format::STEP - 1) / Format::STEP, piece = ahead.nbytes / (steps * GROUPS) + 1;
+    for (long step = 0; step < steps; ++step) {
+        if (!std::is_base_of<Blocks, Format>::value && (step + 1) * Format::STEP > matrix.columns) {
+            std::memset(rest, 0, sizeof rest);
+            for (int i = 0; i < PANEL; ++i) {
+                std::memcpy(rest[i], rows[i] + step * 16, matrix.row_bytes - step * 16);
+                from[i] = rest[i] - step * 16;
+            }
+            rows = from;
+        }
+        unrolled<2>([&](auto half) __attribute__((always_inline)) {
+            panel[half].open(rows + half * LANES, matrix.blocks, step);
+        });
+        const long column = step * Format::STEP;
+        for (int group = 0; group < GROUPS; ++group) {
+            ahead.fetch(piece);
+            unrolled<2>([&](auto half) __attribute__((always_inline)) { panel[half].group(group); });
+            unrolled<Format::GROUP>([&](auto k) __attribute__((always_inline)) {
+                F weights[2];
+                unrolled<2>([&](auto half) __attribute__((always_inline)) {
+                    F weight = panel[half].template weight<k>();
+                    weights[half] = Format::is_exact(DTYPE) ? weight : rounded<Format::ANY_NAN>(weight);
+                });
+                unrolled<R>([&](auto r) __attribute__((always_inline)) {
+                    F each = number(x[r][column + group * Format::GROUP + k]);
+                    unrolled<2>([&](auto half) __attribute__((always_inline)) {
+                        totals[r][half] = fma(each, weights[half], totals[r][half]);
+                    });
+                });
+            });
+        }
+    }
+    std::memcpy(sums, totals, sizeof totals);
+}
+
+using Product = void (*)(const Bytes*, const Matrix&, const float* const*, float*, Ahead&);
+
+// Of one row, two, and three or four.
+#define PRODUCTS(F) {product<F, 1>, product<F, 2>, product<F, ROWS>},
+const Product ENCODINGS[][3] = {FORMATS(PRODUCTS)};
+
+// --- activation
+
+INLINE F exponential(F x) {
+    x = where(x < -87.0f, number(-87.0f), where(x > 88.0f, number(88.0f), x));
+    F scaled = fma(x, number(1.44269504088896341f), number(0.5f));
+    F n = __builtin_convertvector(__builtin_convertvector(scaled, I), F);
+    n += __builtin_convertvector(n > scaled, F);  // true is -1
+    F r = fma(n, number(2.12194440e-4f), fma(n, number(-0.693359375f), x));
+    F power = number(1.9875691500e-4f);
+    for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
+        power = fma(power, r, number(term));
+    return power * (F)((__builtin_convertvector(n, I) + 127) << 23);
+}
+
+struct Experts {
+    int64_t hidden, inner;
+    Matrix gate_up, down;  // gates first
+    const float *gate_up_bias, *down_bias;
+    float limit, alpha;
+    int32_t limited;
+};
+
+INLINE F gated(F gate, F up, const Experts& experts) {
+    if (!experts.limited) return rounded(rounded(gate / (1 + exponential(-gate))) * up);
+    F limit = number(experts.limit);
+    gate = where(gate > limit, limit, gate);
+    up = where(up > limit, limit, where(up < -limit, -limit, up));
+    return rounded((up + 1) * (gate / (1 + exponential(gate * -experts.alpha))));
+}
+
+// --- threads
+
+using Clock = std::chrono::steady_clock;
+constexpr auto AWAKE = std::chrono::milliseconds(2);  // a layer takes less, and waking threads takes 50 us
+
+INLINE void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+// What is asked for: tasks are the panels of the first matrices of all experts, and then those of the second ones.
+struct Job {
+    Experts experts;
+    long choices, row_stride, inner_stride, first_panels, second_panels, num_tasks;
+    std::vector<Bytes> blocks;             // by expert
+    std::vector<int64_t> numbers;          // likewise
+    std::vector<long> starts, rows;        // where an expert's rows, token * choices + choice, begin
+    std::vector<float> x, h;               // [tokens, row_stride], and [rows, inner_stride] in the order of `rows`
+    std::vector<std::atomic<long>> panels_done;  // first ones, by expert
+    void* y;
+};
+
+class Pool {
+  public:
+    Pool(int threads, const int32_t* cores) {
+        workers.reserve(threads);
+        sigset_t all, before;  // signals are for the threads that Python knows
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        try {
+            for (int i = 0; i < threads; ++i) {
+                workers.emplace_back([this] { work(); });
+                cpu_set_t core;
+                CPU_ZERO(&core);
+                CPU_SET(cores[i], &core);
+                pthread_setaffinity_np(workers.back().native_handle(), sizeof core, &core);
+            }
+        } catch (const std::system_error&) {
+            refused = true;
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    ~Pool() {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            stopped = true;
+            generation.fetch_add(1);
+        }
+        woken.notify_all();
+        for (std::thread& worker : workers) worker.join();
+    }
+
+    bool refused = false;
+
+    void submit(const Experts& experts, const void* x, long tokens, const int64_t* numbers, long choices,
+                const int64_t* wanted, const Bytes* blocks, long count, void* y) {
+        while (inside.load(std::memory_order_acquire)) pause();  // some may still find that nothing is left of the last
+        job.experts = experts, job.choices = choices, job.y = y;
+        job.blocks.assign(blocks, blocks + count);
+        job.numbers.assign(wanted, wanted + count);
+        job.starts.assign(1, 0), job.rows.clear();
+        for (long e = 0; e < count; ++e) {
+            for (long row = 0; row < tokens * choices; ++row)
+                if (numbers[row] == wanted[e]) job.rows.push_back(row);
+            job.starts.push_back(job.rows.size());
+        }
+        job.row_stride = (experts.hidden + MOST - 1) / MOST * MOST;
+        job.inner_stride = (experts.inner + MOST - 1) / MOST * MOST;
+        job.x.assign(tokens * job.row_stride, 0), job.h.assign(job.rows.size() * job.inner_stride, 0);
+        for (long token = 0; token < tokens; ++token) widen(x, token, experts.hidden);
+        job.first_panels = (experts.inner + LANES - 1) / LANES, job.second_panels = (experts.hidden + PANEL - 1) / PANEL;
+        job.num_tasks = count * (job.first_panels + job.second_panels);
+        if ((long)job.panels_done.size() < count) job.panels_done = std::vector<std::atomic<long>>(count);
+        for (auto& done : job.panels_done) done.store(0, std::memory_order_relaxed);
+        next.store(0, std::memory_order_relaxed), remaining.store(job.num_tasks, std::memory_order_relaxed);
+        began = ended = Clock::now();
+        done.store(!job.num_tasks, std::memory_order_relaxed);
+        inside.store(workers.size(), std::memory_order_relaxed);
+        generation.fetch_add(1);
+        if (sleepers.load()) {
+            { std::lock_guard<std::mutex> lock(mutex); }
+            woken.notify_all();
+        }
+    }
+
+    double wait() {
+        for (int i = 0; i < 2000 && !done.load(std::memory_order_acquire); ++i) pause();
+        std::unique_lock<std::mutex> lock(mutex);
+        finished.wait(lock, [this] { return done.load(std::memory_order_acquire); });
+        return std::chrono::duration<double>(ended - began).count();
+    }
+
+  private:
+    Job job;
+    std::vector<std::thread> workers;
+    std::atomic<uint64_t> generation{0};
+    std::atomic<long> next{0}, remaining{0}, inside{0}, sleepers{0};
+    std::atomic<bool> done{true};
+    std::mutex mutex;
+    std::condition_variable woken, finished;
+    Clock::time_point began, ended;
+    bool stopped = false;
+
+    void widen(const void* x, long token, long hidden) {
+        constexpr int SIZE = DTYPE == Dtype::F32 ? 4 : 2;
+        float* to = job.x.data() + token * job.row_stride;
+        Bytes from = (Bytes)x + token * hidden * SIZE;
+        long column = 0;
+        for (; column + LANES <= hidden; column += LANES) store(to + column, widened(from + column * SIZE));
+        uint8_t rest[4 * LANES] = {};
+        std::memcpy(rest, from + column * SIZE, (hidden - column) * SIZE);
+        F last = widened(rest);
+        std::memcpy(to + column, &last, (hidden - column) * 4);
+    }
+
+    void work() {
+        uint64_t seen = 0;
+        for (;;) {
+            auto since = Clock::now();
+            for (int i = 0; generation.load(std::memory_order_acquire) == seen; ++i) {
+                pause();
+                if (i % 64 || Clock::now() - since < AWAKE) continue;
+                std::unique_lock<std::mutex> lock(mutex);
+                sleepers.fetch_add(1);
+                woken.wait(lock, [&] { return generation.load() != seen; });
+                sleepers.fetch_sub(1);
+            }
+            seen = generation.load(std::memory_order_acquire);
+            if (stopped) return;
+            for (long task = next.fetch_add(1), following; task < job.num_tasks; task = following) {
+                following = next.fetch_add(1);  // claimed already, to be fetched meanwhile
+                run(task, following);
+                if (remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+                    std::lock_guard<std::mutex> lock(mutex);
+                    ended = Clock::now();
+                    done.store(true, std::memory_order_release);
+                    finished.notify_all();
+                }
+            }
+            inside.fetch_sub(1, std::memory_order_release);
+        }
+    }
+
+    // What a task multiplies: rows of an expert's matrix from `start` on, and as many from `second` on.
+    struct Place {
+        bool first;
+        long expert, start, second;
+        const Matrix& matrix;
+        Bytes data;
+    };
+
+    Place place(long task) const {
+        const Experts& all = job.experts;
+        long firsts = job.first_panels * (long)job.blocks.size(), rest = task - firsts;
+        if (task < firsts) {
+            long expert = task / job.first_panels, start = task % job.first_panels * LANES;
+            return {true, expert, start, all.inner + start, all.gate_up, job.blocks[expert] + all.gate_up.offset};
+        }
+        long expert = rest / job.second_panels, start = rest % job.second_panels * PANEL;
+        return {false, expert, start, start + LANES, all.down, job.blocks[expert] + all.down.offset};
+    }
+
+    Ahead ahead(long task) const {
+        if (task >= job.num_tasks) return {};
+        Place there = place(task);
+        long row = there.matrix.row_bytes;
+        return {{there.data + there.start * row, there.data + there.second * row}, LANES * row, 0};
+    }
+
+    void run(long task, long following) {
+        Place here = place(task);
+        const Experts& all = job.experts;
+        while (!here.first && job.panels_done[here.expert].load(std::memory_order_acquire) < job.first_panels) pause();
+        Bytes rows[PANEL];
+        long height = here.first ? all.inner : all.hidden, indices[PANEL];
+        for (int i = 0; i < PANEL; ++i) {  // what lies behind the last row reads that row
+            long within = here.start + (here.first ? i % LANES : i);
+            indices[i] = (within < height ? within : height - 1) + (here.first ? i / LANES * all.inner : 0);
+            rows[i] = here.data + indices[i] * here.matrix.row_bytes;
+        }
+        Ahead fetched = ahead(following);
+        const float* bias = here.first ? all.gate_up_bias : all.down_bias;
+        if (bias) bias += job.numbers[here.expert] * (here.first ? 2 * all.inner : all.hidden);
+        for (long at = job.starts[here.expert], end = job.starts[here.expert + 1]; at < end; at += ROWS) {
+            long count = end - at < ROWS ? end - at : ROWS;
+            const float* x[ROWS];
+            for (long r = 0; r < ROWS; ++r) {
+                long row = r < count ? at + r : at;
+                x[r] = here.first ? job.x.data() + job.rows[row] / job.choices * job.row_stride
+                                  : job.h.data() + row * job.inner_stride;
+            }
+            alignas(64) float sums[ROWS][PANEL];
+            ENCODINGS[here.matrix.encoding][count < 3 ? count - 1 : 2](rows, here.matrix, x, sums[0], fetched);
+            for (long r = 0; r < count; ++r) {
+                if (bias)
+                    for (int i = 0; i < PANEL; ++i) sums[r][i] += bias[indices[i]];
+                finish(here, at + r, sums[r]);
+            }
+        }
+        if (here.first) job.panels_done[here.expert].fetch_add(1, std::memory_order_release);
+    }
+
+    void finish(const Place& here, long row, float* sums) {
+        F one = rounded(load<F>(sums)), two = rounded(load<F>(sums + LANES));
+        if (here.first) {
+            F inner = gated(one, two, job.experts);
+            long left = job.experts.inner - here.start;  // behind the last column there are zeros
+            std::memcpy(job.h.data() + row * job.inner_stride + here.start, &inner, 4 * (left < LANES ? left : LANES));
+            return;
+        }
+        store(sums, one), store(sums + LANES, two);
+        long left = job.experts.hidden - here.start;
+        store_results(sums, left < PANEL ? left : PANEL, job.y, job.rows[row] * job.experts.hidden + here.start);
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+const char* experts_instructions() {
+#if defined(WITH_AVX512) && defined(__AVX512BF16__)
+    return "AVX-512 with BF16";
+#elif defined(WITH_AVX512)
+    return "AVX-512";
+#elif defined(WITH_AVX2)
+    return "AVX2";
+#else
+    return "plain C++";
+#endif
+}
+
+// Threads, each pinned to a core, or null.
+void* experts_start(int threads, const int32_t* cores) {
+    Pool* pool = new (std::nothrow) Pool(threads, cores);
+    if (pool && !pool->refused) return pool;
+    delete pool;
+    return nullptr;
+}
+
+void experts_stop(void* pool) { delete (Pool*)pool; }
+
+// Returns whether there is memory for it. `y` is written until `experts_wait` returns; all else is read before this does.
+bool experts_submit(void* pool, const Experts* experts, const void* x, int64_t tokens, const int64_t* numbers,
+                    int64_t choices, const int64_t* wanted, const uint8_t* const* blocks, int64_t count, void* y) try {
+    ((Pool*)pool)->submit(*experts, x, tokens, numbers, choices, wanted, blocks, count, y);
+    return true;
+} catch (const std::bad_alloc&) {
+    return false;
+}
+
+double experts_wait(void* pool) { return ((Pool*)pool)->wait(); }
+}

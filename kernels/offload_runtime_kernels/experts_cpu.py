@@ -1,0 +1,326 @@
+"""Routed experts that stay in host memory, computed there by C++ with the bits of `expert_rows_reference`.
+
+`experts_cpu.cpp` is compiled when it is first wanted, for one dtype, some encodings and the machine's instructions, and
+kept in a folder of the caller's. A library that does not give the bits of the reference is not used.
+
+Weights are read as they are stored, row after row. A thread decodes 16 or 32 rows at once, column by column and in
+registers, so that an output is still one chain over ascending columns; decoding them to a buffer in the nearest cache
+first took half as long again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, expert_rows_reference, row_bytes
+from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS, FORMATS, KIND_DTYPES, pack_rows
+
+Instructions = Literal["native", "avx2", "plain"]
+
+ENCODINGS = (*DTYPE_KINDS.values(), "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+_SOURCE = Path(__file__).with_name("experts_cpu.cpp")
+_COMPILERS = ("g++", "clang++", "c++")
+_FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
+_TARGETS: dict[Instructions, tuple[str, ...]] = {
+    "native": ("-march=native",), "avx2": ("-mavx2", "-mfma", "-mf16c"), "plain": (),
+}  # fmt: skip
+_DIGEST_BYTES = 32
+
+
+class NoCpuShare(Exception):
+    """Why the CPU computes no experts here, for the user to read."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"the CPU takes no share of the experts: {reason}")
+
+
+class HostMatrix(NamedTuple):
+    """Where a matrix of every expert lies: from which byte of the expert's block on, and in which encoding, by the
+    names of `StoredMatrices`."""
+
+    encoding: str
+    offset: int
+
+
+class Work(NamedTuple):
+    """What was computed: bytes of weights, and seconds from `submit` to the last result."""
+
+    nbytes: int
+    seconds: float
+
+
+class _Matrix(ctypes.Structure):
+    _fields_ = (
+        ("offset", ctypes.c_int64), ("row_bytes", ctypes.c_int64), ("blocks", ctypes.c_int64),
+        ("columns", ctypes.c_int64), ("encoding", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class _Experts(ctypes.Structure):
+    _fields_ = (
+        ("hidden", ctypes.c_int64), ("inner", ctypes.c_int64), ("gate_up", _Matrix), ("down", _Matrix),
+        ("gate_up_bias", ctypes.c_void_p), ("down_bias", ctypes.c_void_p), ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float), ("limited", ctypes.c_int32),
+    )  # fmt: skip
+
+
+# --- the library
+
+
+def load_experts_library(
+    folder: Path, dtype: torch.dtype, encodings: Iterable[str], instructions: Instructions = "native"
+) -> ExpertsLibrary:
+    """Compile the library, unless it is in `folder`, and compare its bits with those of the reference.
+
+    Args:
+        folder: Where libraries are kept; made if it is not there.
+        dtype: Of rows and results.
+        encodings: Of all weights, by the names of `StoredMatrices`.
+        instructions: What it is compiled for; all but "native" is for tests.
+
+    Raises:
+        NoCpuShare: There is no compiler or it fails, an encoding is unknown, bits differ, or this is not Linux.
+    """
+    if sys.platform != "linux":
+        raise NoCpuShare(f"its threads are pinned to cores as Linux does it, and this is {sys.platform}")
+    names = sorted(set(encodings))
+    if unknown := [name for name in names if name not in ENCODINGS]:
+        raise NoCpuShare(f"it decodes {', '.join(ENCODINGS)}, but not {', '.join(unknown)}")
+    compiler, target = _compiler(), _TARGETS[instructions]
+    formats = " ".join(f"X({name})" for name in names)
+    command = [*compiler, *_FLAGS, *target, f"-DRUN={DTYPE_KINDS[dtype]}", f"-DFORMATS(X)={formats}"]
+    # What the compiler says of itself and of the instructions that it compiles for.
+    machine = _output([*compiler, *target, "-dM", "-E", "-x", "c++", os.devnull])
+    key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), " ".join(command).encode(), machine])).hexdigest()
+    path = folder / f"experts-{key[:_DIGEST_BYTES]}.so"
+    try:
+        if not _is_whole(path):
+            folder.mkdir(parents=True, exist_ok=True)
+            _compile(command, path)
+        library = ExpertsLibrary(ctypes.CDLL(str(path)), dtype, names)
+    except OSError as error:
+        raise NoCpuShare(f"{path} cannot be written or loaded ({error})") from error
+    for name in names:
+        if not _has_right_bits(library, name):
+            raise NoCpuShare(f"{compiler[0]} makes code of {_SOURCE.name} that gets other bits of {name}")
+    return library
+
+
+def _compiler() -> list[str]:
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in [named] if named else [[name] for name in _COMPILERS]:
+        if shutil.which(command[0]):
+            return command
+    looked_for = named[0] if named else ", ".join(_COMPILERS)
+    raise NoCpuShare(f"no C++ compiler found ({looked_for}): install g++, or name one in the variable CXX")
+
+
+def _output(command: Sequence[str]) -> bytes:
+    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+        raise NoCpuShare(f"the compiler {command[0]} fails: {said or f'exit status {done.returncode}'}")
+    return done.stdout
+
+
+def _compile(command: list[str], path: Path) -> None:
+    """Write the library and, behind it, its SHA-256: to load a damaged one may kill the process."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}-") as partial:
+        made = Path(partial) / path.name
+        _output([*command, str(_SOURCE), "-o", str(made)])
+        with made.open("ab") as file:
+            file.write(hashlib.sha256(made.read_bytes()).digest())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(made, path)
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+class ExpertsLibrary:
+    """Compiled code for rows of one dtype and weights of some encodings."""
+
+    def __init__(self, code: Any, dtype: torch.dtype, encodings: Sequence[str]) -> None:
+        self.code, self.dtype, self.encodings = code, dtype, tuple(encodings)
+        address, integer = ctypes.c_void_p, ctypes.c_int64
+        submitted = [address, address, address, integer, address, integer, address, address, integer, address]
+        for name, result, arguments in (
+            ("instructions", ctypes.c_char_p, []), ("start", address, [ctypes.c_int, address]),
+            ("stop", None, [address]), ("submit", ctypes.c_bool, submitted), ("wait", ctypes.c_double, [address]),
+        ):  # fmt: skip
+            function = getattr(code, f"experts_{name}")
+            function.restype, function.argtypes = result, arguments
+
+    @property
+    def instructions(self) -> str:
+        """What it makes use of: "AVX-512 with BF16", "AVX-512", "AVX2" or "plain C++"."""
+        return str(self.code.experts_instructions().decode())
+
+
+def random_rows(encoding: str, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+    """Weights about as large as those of models, uint8 [rows, row_bytes], as `StoredMatrices` has them."""
+    if encoding not in FORMATS:
+        weights = torch.randn(rows, columns, generator=generator) / columns**0.5
+        return weights.to(KIND_DTYPES[encoding]).view(torch.uint8)
+    form = FORMATS[encoding]
+    blocks = torch.randint(256, (rows, columns // form.weights, form.nbytes), generator=generator, dtype=torch.uint8)
+    if form.e2m1:
+        blocks[..., 0] = blocks[..., 0] % 16 + 114
+    for at in form.file_halves:
+        scales = torch.randn(blocks.shape[:2], generator=generator) / (columns**0.5 * 64)
+        blocks[..., at : at + 2] = scales.half()[..., None].view(torch.uint8)
+    out = torch.empty(rows, form.row_bytes(columns), dtype=torch.uint8)
+    pack_rows(blocks.flatten(1), form, columns, out)
+    return out
+
+
+def _has_right_bits(library: ExpertsLibrary, encoding: str) -> bool:
+    """Whether three random experts, of seven rows, two and one, give what the reference gives."""
+    make, width = torch.Generator().manual_seed(0), 256
+    shape = ExpertShape(num_experts=3, hidden=width, inner=width)
+    gate_up = random_rows(encoding, 6 * width, width, make).view(3, -1)
+    pool = torch.cat([gate_up, random_rows(encoding, 3 * width, width, make).view(3, -1)], dim=1)
+    x = torch.randn(10, width, generator=make).to(library.dtype)
+    numbers = torch.tensor([0, 1, 0, 0, 2, 0, 0, 1, 0, 0])[:, None]
+    found, expected = torch.zeros(2, 10, 1, width, dtype=library.dtype)
+    size = gate_up.shape[1]
+    layer = HostExperts(library, shape, HostMatrix(encoding, 0), HostMatrix(encoding, size))
+    with ExpertsCpu(library, threads=1) as cpu:
+        cpu.submit(layer, x, numbers, [(number, pool[number].data_ptr()) for number in range(3)], found)
+        cpu.wait()
+    first = StoredMatrices(pool[:, :size], encoding, 2 * width, width)
+    second = StoredMatrices(pool[:, size:], encoding, width, width)
+    expert_rows_reference(
+        x, numbers, first, second, shape, slots=None, gate_up_bias=None, down_bias=None, out=expected
+    )  # fmt: skip
+    return torch.equal(found, expected)
+
+
+# --- experts and threads
+
+
+class HostExperts:
+    """A layer's experts, each in a block of host memory.
+
+    Args:
+        library: What computes them.
+        shape: Of these.
+        gate_up: [2I, H] of an expert, gates first.
+        down: [H, I].
+        gate_up_bias: [E, 2I] by the expert's number, in host memory, or None.
+        down_bias: [E, H] or None.
+    """
+
+    def __init__(
+        self, library: ExpertsLibrary, shape: ExpertShape, gate_up: HostMatrix, down: HostMatrix, *,
+        gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self.library, self.shape = library, shape
+        first, second = (
+            _Matrix(where.offset, row_bytes(where.encoding, columns), _blocks(where.encoding, columns), columns,
+                    library.encodings.index(where.encoding))
+            for where, columns in ((gate_up, shape.hidden), (down, shape.inner))
+        )  # fmt: skip
+        self.expert_bytes = 2 * shape.inner * first.row_bytes + shape.hidden * second.row_bytes
+        self._biases = [b if b is None else b.float().contiguous() for b in (gate_up_bias, down_bias)]
+        self.described = _Experts(
+            shape.hidden, shape.inner, first, second, *(b if b is None else b.data_ptr() for b in self._biases),
+            shape.limit or 0.0, shape.alpha, shape.limit is not None,
+        )  # fmt: skip
+
+
+def _blocks(encoding: str, columns: int) -> int:
+    return FORMATS[encoding].num_blocks(columns) if encoding in FORMATS else 0
+
+
+class ExpertsCpu:
+    """Threads that compute experts, each pinned to a core: they stay awake for two milliseconds behind a layer, and
+    sleep after that. One layer at a time. In a process that was forked there are none, and it may not be used there.
+
+    Args:
+        library: What they run.
+        threads: How many.
+        cores: A core for each; None: the first of those that this process may run on.
+
+    Raises:
+        NoCpuShare: There are fewer cores than threads, or the system refuses threads.
+    """
+
+    def __init__(self, library: ExpertsLibrary, threads: int, cores: Sequence[int] | None = None) -> None:
+        allowed = sorted(os.sched_getaffinity(0))
+        cores = allowed[:threads] if cores is None else cores
+        if len(cores) < threads or not set(cores) <= set(allowed):
+            raise NoCpuShare(f"{threads} threads need a core each, of the {len(allowed)} that this process may use")
+        self.library, self._bytes = library, 0
+        self._held: tuple[HostExperts, torch.Tensor] | None = None
+        self._threads = library.code.experts_start(threads, (ctypes.c_int32 * threads)(*cores[:threads]))
+        if not self._threads:
+            raise NoCpuShare(f"the system refuses {threads} threads")
+        self._stop = weakref.finalize(self, _stop, library.code, self._threads, os.getpid())
+
+    def submit(
+        self, layer: HostExperts, x: torch.Tensor, numbers: torch.Tensor, experts: Sequence[tuple[int, int]],
+        out: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Begin with some experts of a layer; what was submitted before must have been waited for.
+
+        Args:
+            layer: Their layer, of the same library.
+            x: [N, H] in the library's dtype, contiguous, in host memory, as all of these. It is read before this
+                returns, and so is all else but weights and biases.
+            numbers: [N, k] int64, contiguous: the experts of every row, none of them twice.
+            experts: The number of each that is wanted, and the address of its block.
+            out: [N, k, H] in the dtype of x, contiguous. Rows of the experts that are wanted are written until `wait`
+                returns, and no others.
+        """
+        (tokens, choices), hidden, count = numbers.shape, layer.shape.hidden, len(experts)
+        assert layer.library is self.library and x.dtype == out.dtype == self.library.dtype
+        assert x.shape == (tokens, hidden) and out.shape == (tokens, choices, hidden) and numbers.dtype == torch.int64
+        assert x.is_cpu and numbers.is_cpu and out.is_cpu
+        assert x.is_contiguous() and numbers.is_contiguous() and out.is_contiguous()
+        wanted = (ctypes.c_int64 * count)(*(number for number, _ in experts))
+        blocks = (ctypes.c_void_p * count)(*(address for _, address in experts))
+        self._bytes, self._held = count * layer.expert_bytes, (layer, out)  # their memory stays
+        if not self.library.code.experts_submit(
+            self._threads, ctypes.byref(layer.described), x.data_ptr(), tokens, numbers.data_ptr(), choices, wanted,
+            blocks, count, out.data_ptr(),
+        ):  # fmt: skip
+            raise MemoryError(f"rows of {count} experts find no memory")
+
+    def wait(self) -> Work:
+        """Wait until all that was submitted is written; other threads of Python run meanwhile."""
+        return Work(self._bytes, self.library.code.experts_wait(self._threads))
+
+    def close(self) -> None:
+        """End the threads, which first finish what was submitted."""
+        self._stop()
+
+    def __enter__(self) -> ExpertsCpu:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _stop(code: Any, threads: int, process: int) -> None:
+    if os.getpid() == process:  # a fork has none of them
+        code.experts_stop(threads)

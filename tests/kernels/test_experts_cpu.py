@@ -1,0 +1,232 @@
+"""Experts on a CPU: the reference's bits of every encoding, by all instructions; and what keeps the CPU from it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, expert_rows
+from offload_runtime_kernels.experts_cpu import (
+    ENCODINGS,
+    ExpertsCpu,
+    ExpertsLibrary,
+    HostExperts,
+    HostMatrix,
+    Instructions,
+    NoCpuShare,
+    load_experts_library,
+    random_rows,
+)
+from offload_runtime_kernels.gguf_blocks import FORMATS
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CORES = len(os.sched_getaffinity(0))
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+
+
+@pytest.fixture(scope="session")
+def libraries(models_dir: Path) -> Path:
+    """Where all tests keep what they compile."""
+    return models_dir / "libraries"
+
+
+@pytest.fixture
+def simple(libraries: Path) -> ExpertsLibrary:
+    """What is compiled fast."""
+    return load_experts_library(libraries, FP32, ["F32"])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sixteen rows, with two of six experts each."""
+
+    shape: ExpertShape
+    x: torch.Tensor
+    numbers: torch.Tensor
+    gate_up: StoredMatrices
+    down: StoredMatrices
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+    @classmethod
+    def random(cls, encoding: str, dtype: torch.dtype, hidden: int, inner: int, *, limited: bool = False) -> Problem:
+        """With a limit there are biases too."""
+        make, count = torch.Generator().manual_seed(hidden), 6
+        shape = ExpertShape(count, hidden, inner, limit=2.0 if limited else None)
+        first = random_rows(encoding, count * 2 * inner, hidden, make).view(count, -1)
+        second = random_rows(encoding, count * hidden, inner, make).view(count, -1)
+        gap, rest = (torch.zeros(count, -size % 16, dtype=torch.uint8) for size in (first.shape[1], second.shape[1]))
+        pool = torch.cat([first, gap, second, rest], dim=1)
+        end, start = first.shape[1], first.shape[1] + gap.shape[1]
+        numbers = torch.rand(16, count, generator=make).topk(2, dim=1).indices.sort(dim=1).values
+        biases = [torch.randn(count, width, generator=make).to(dtype) for width in (2 * inner, hidden) if limited]
+        return cls(
+            shape, (torch.randn(16, hidden, generator=make) * 2).to(dtype), numbers,
+            StoredMatrices(pool[:, :end], encoding, 2 * inner, hidden),
+            StoredMatrices(pool[:, start : start + second.shape[1]], encoding, hidden, inner), *biases,
+        )  # fmt: skip
+
+    @property
+    def expected(self) -> torch.Tensor:
+        """[16, 2, H]: what the reference gives."""
+        out = self.x.new_empty(16, 2, self.shape.hidden)
+        expert_rows(
+            self.x, self.numbers, self.gate_up, self.down, self.shape, gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias, out=out,
+        )  # fmt: skip
+        return out
+
+    def layer(self, library: ExpertsLibrary) -> HostExperts:
+        """The experts, for the CPU."""
+        first, second = (HostMatrix(m.encoding, m.data.storage_offset()) for m in (self.gate_up, self.down))
+        return HostExperts(
+            library, self.shape, first, second, gate_up_bias=self.gate_up_bias, down_bias=self.down_bias
+        )  # fmt: skip
+
+    def blocks(self, *wanted: int) -> list[tuple[int, int]]:
+        """Where experts lie."""
+        return [(number, self.gate_up.data[number].data_ptr()) for number in wanted]
+
+    def solved(self, cpu: ExpertsCpu, rows: int = 16) -> torch.Tensor:
+        """What threads give of the first rows."""
+        out = self.x.new_full((rows, 2, self.shape.hidden), torch.nan)
+        cpu.submit(self.layer(cpu.library), self.x[:rows], self.numbers[:rows], self.blocks(*range(6)), out)
+        cpu.wait()
+        return out
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("encoding", ["MXFP4", *(name for name in ENCODINGS if name != "MXFP4")])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize("instructions", ["native", "plain", "avx2"])
+def test_bits_are_those_of_the_reference(
+    libraries: Path, encoding: str, dtype: torch.dtype, instructions: Instructions
+) -> None:
+    if instructions == "avx2" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("this processor has no AVX2")
+    library = load_experts_library(libraries, dtype, [encoding], instructions)
+    unit = FORMATS[encoding].weights if encoding in FORMATS else 1
+    sizes = {1: (44, 21), 32: (96, 160), 256: (256, 256)}[unit]
+    with ExpertsCpu(library, threads=1) as cpu:
+        for limited in (False, True):
+            problem = Problem.random(encoding, dtype, *sizes, limited=limited)
+            expected = problem.expected
+            for rows in range(1, 17):
+                assert torch.equal(problem.solved(cpu, rows), expected[:rows])
+
+
+def test_matrices_may_be_stored_in_different_ways(libraries: Path) -> None:
+    library = load_experts_library(libraries, FP32, ["F32", "F16"])
+    one, other = (Problem.random(encoding, FP32, 40, 24) for encoding in ("F32", "F16"))
+    mixed = Problem(one.shape, one.x, one.numbers, one.gate_up, other.down)
+    size = one.gate_up.data.shape[1]
+    blocks = torch.cat([one.gate_up.data, other.down.data], dim=1)
+    layer = HostExperts(library, one.shape, HostMatrix("F32", 0), HostMatrix("F16", size))
+    out = torch.empty(16, 2, 40)
+    with ExpertsCpu(library, threads=1) as cpu:
+        cpu.submit(layer, one.x, one.numbers, [(number, blocks[number].data_ptr()) for number in range(6)], out)
+        work = cpu.wait()
+    assert torch.equal(out, mixed.expected)
+    assert work.nbytes == blocks.nbytes and work.seconds > 0
+
+
+def test_rows_of_other_experts_stay(simple: ExpertsLibrary) -> None:
+    problem = Problem.random("F32", FP32, 40, 24)
+    out = torch.full((16, 2, 40), torch.nan)
+    with ExpertsCpu(simple, threads=1) as cpu:
+        layer = problem.layer(simple)
+        for wanted in ([], [4], [5, 1]):
+            cpu.submit(layer, problem.x, problem.numbers, problem.blocks(*wanted), out)
+            cpu.wait()
+    written = torch.isin(problem.numbers, torch.tensor([1, 4, 5]))
+    assert torch.equal(out[written], problem.expected[written]) and out[~written].isnan().all()
+
+
+@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+def test_threads_and_instances_work_side_by_side(simple: ExpertsLibrary) -> None:
+    problems = [Problem.random("F32", FP32, hidden, 120) for hidden in (200, 52)]
+    expected = [problem.expected for problem in problems]
+    with ExpertsCpu(simple, threads=2) as both, ExpertsCpu(simple, threads=1) as alone:
+        layers = [problem.layer(simple) for problem in problems]
+        for _ in range(100):
+            outs = [torch.full_like(one, torch.nan) for one in expected]
+            for cpu, layer, problem, out in zip((both, alone), layers, problems, outs, strict=True):
+                cpu.submit(layer, problem.x, problem.numbers, problem.blocks(*range(6)), out)
+            for cpu, out, wanted in zip((both, alone), outs, expected, strict=True):
+                cpu.wait()
+                assert torch.equal(out, wanted)
+
+
+def test_no_thread_is_left_behind(simple: ExpertsLibrary) -> None:
+    problem = Problem.random("F32", FP32, 40, 24)
+    before = set(os.listdir("/proc/self/task"))
+    cpu = ExpertsCpu(simple, threads=1)
+    assert len(set(os.listdir("/proc/self/task")) - before) == 1
+    child = os.fork()
+    if not child:
+        cpu.close()  # where its threads are not
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(problem.solved(cpu), problem.expected)
+    cpu.close()
+    cpu.close()
+    assert not set(os.listdir("/proc/self/task")) - before
+
+
+def test_each_thread_has_a_core(simple: ExpertsLibrary) -> None:
+    with pytest.raises(NoCpuShare, match=f"{CORES + 1} threads need a core each"):
+        ExpertsCpu(simple, threads=CORES + 1)
+    with pytest.raises(NoCpuShare, match="a core each"):
+        ExpertsCpu(simple, threads=1, cores=[4096])
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [
+        ("no-such-compiler", r"no C\+\+ compiler found \(no-such-compiler\): install g\+\+"),
+        ("false", "the compiler false fails: exit status 1"),
+        ("g++ --no-such-option", "the compiler g.. fails: g.*no-such-option"),
+    ],
+)
+def test_without_a_compiler_the_cpu_takes_no_share(
+    libraries: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, message: str
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(NoCpuShare, match=message):
+        load_experts_library(libraries, BF16, ["BF16"])
+
+
+def test_unknown_encodings_are_named(libraries: Path) -> None:
+    with pytest.raises(NoCpuShare, match="but not IQ4_XS"):
+        load_experts_library(libraries, BF16, ["IQ4_XS", "Q8_0"])
+
+
+def test_a_folder_that_cannot_be_written_is_named() -> None:
+    with pytest.raises(NoCpuShare, match=r"/dev/null/experts-.*cannot be written"):
+        load_experts_library(Path("/dev/null"), FP32, ["F32"])
+
+
+@pytest.mark.slow
+def test_code_with_other_bits_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ '-D__builtin_fmaf(a,b,c)=((a)*(b)+(c))'")
+    with pytest.raises(NoCpuShare, match="other bits of F32"):
+        load_experts_library(tmp_path, FP32, ["F32"], "plain")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", [0, 1000, -1])
+def test_a_damaged_library_is_compiled_again(libraries: Path, tmp_path: Path, left: int) -> None:
+    load_experts_library(tmp_path, FP32, ["F32"])
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    path.unlink()  # the one that is loaded stays as it was
+    path.write_bytes(content[:left])
+    library = load_experts_library(tmp_path, FP32, ["F32"])
+    assert [path] == list(tmp_path.iterdir()) and path.read_bytes()[:left] == content[:left]
+    problem = Problem.random("F32", FP32, 40, 24)
+    with ExpertsCpu(library, threads=1) as cpu:
+        assert torch.equal(problem.solved(cpu), problem.expected)
