@@ -61,7 +61,7 @@ class Checkpoint:
 
 
 # By default one of each kind of number and of each way to pack it.
-_OFTEN = ("FP8 of blocks of a hybrid", "packed 4 bits, mixed", "GPTQ, ordered", "AWQ")
+_OFTEN = ("FP8 of blocks of a hybrid", "packed 4 bits, mixed", "GPTQ, ordered", "AWQ", "NVFP4")
 _ALL = (*FORMATS, "FP8 of blocks of a hybrid", "AWQ of a hybrid")
 
 
@@ -225,6 +225,32 @@ def test_a_mixture_in_mxfp4_is_read_as_its_decoded_copy(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "0")
 
 
+@pytest.mark.parametrize("name", ["NVFP4", "NVFP4 of ModelOpt"])
+def test_a_mixture_in_nvfp4_is_what_the_formula_says(name: str, tmp_path: Path) -> None:
+    """As ModelOpt's older checkpoints say it beside the configuration."""
+    family_model("qwen3_moe", 0, hidden_size=64, moe_intermediate_size=32, head_dim=16).save_pretrained(tmp_path)
+    form, stored, decoded = FORMATS[name], dict[str, torch.Tensor](), load_file(tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    for tensor in decoded:
+        if (module := tensor.removesuffix(".weight")).endswith("_proj"):
+            parts, decoded[tensor] = form.pack(decoded[tensor])
+            stored |= {f"{module}.{part}": each.contiguous() for part, each in parts.items()}
+        else:
+            stored[tensor] = decoded[tensor]
+    save_file(stored, tmp_path / "model.safetensors")
+    if "ModelOpt" in name:
+        said = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.mlp.gate"]}
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    else:
+        settings["quantization_config"] = form.config
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+    source = open_checkpoint(tmp_path)
+    weights = load_weights(source, source.layout(BF16))
+    for tensor, to in checkpoint_tensors(source.config()).items():
+        assert torch.equal(rows_of(to, weights), decoded[tensor].to(to.dtype or BF16)), tensor
+    assert sum(".experts." in tensor for tensor in source.kinds) == sum(".experts." in tensor for tensor in decoded)
+
+
 def test_experts_in_mxfp4_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     stored = write_experts(path, 2, 4, 64)
@@ -257,7 +283,7 @@ PACKED_WEIGHTS = PACKED["config_groups"]["group_0"]["weights"]
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("hqq", "quantised \\('hqq'\\), which is not read: .*compressed-tensors, fp8, gptq, awq, mxfp4, or a GGUF"),
+        ("hqq", "quantised \\('hqq'\\), which is not read: .*compressed-tensors, fp8, gptq, awq, modelopt, mxfp4, or"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised \\('bitsandbytes'\\)"),
         ({"quant_method": "gptq", "bits": 3}, "bits 3, and only 4, 8 can be read"),
         ({"quant_method": "gptq"}, "bits None, and only 4, 8"),
@@ -270,7 +296,8 @@ PACKED_WEIGHTS = PACKED["config_groups"]["group_0"]["weights"]
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
-        ({**PACKED, "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized', and only pack-quantized"),
+        ({**PACKED, "format": "nvfp4-pack-quantized"}, "type 'int', and only float"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ', and only NVFP4"),
         ({**PACKED, "format": None}, "format None"),
         ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse or transformed"),
         ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "sparse or transformed"),
@@ -339,6 +366,9 @@ def decode(stored: dict[str, torch.Tensor]) -> None:
         ("FP8 of blocks", changed("weight_scale_inv", lambda scales: scales.to(torch.uint8)), "weight_scale_inv is U8"),
         ("FP8 of channels", changed("weight_scale", lambda scales: scales[:1]), "weight_scale is F16"),
         ("FP8 of channels", changed("weight", lambda weight: weight.view(torch.int8)), "weight is I8"),
+        ("NVFP4", without("weight_global_scale"), "lacks .*weight_global_scale"),
+        ("NVFP4", changed("weight_scale", lambda scales: scales[:, 1:]), r"expected F8_E4M3 \[96, 12\]"),
+        ("NVFP4 of ModelOpt", changed("weight", lambda weight: weight[:, 8:]), r"expected U8 \[96, 96\]"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_when_opened(

@@ -1,9 +1,10 @@
-"""Rows of small numbers with scales, as quantised safetensors checkpoints have them: FP8, int8, int4.
+"""Rows of small numbers with scales, as quantised safetensors checkpoints have them: FP8, int8, int4, NVFP4.
 
     w = ((q - z) * s rounded to the scales' dtype), rounded to the dtype of the result
 
 q is a number of 8 bits in two's complement (int8), without a sign (uint8) or as E4M3 (FP8: four bits of exponent with
-bias 7, three of mantissa, no infinity, 0x7F and 0xFF no number), or of 4 bits without a sign (uint4). z is a constant,
+bias 7, three of mantissa, no infinity, 0x7F and 0xFF no number), or of 4 bits without a sign (uint4) or as E2M1 (two
+bits of exponent with bias 1, one of mantissa, neither infinity nor NaN). z is a constant,
 or is added to an integer that is stored like q beside every scale. q - z and its product with a scale of 16 bits are
 exact in fp32 (at most 9 + 11 bits), so that only what the formula names rounds; where scales are fp32, the product
 itself does.
@@ -16,9 +17,10 @@ matrix units: of each 64 bytes of a row every fourth pair of numbers belongs to 
 bits in a word those of even columns come first.
 
 Kernels read numbers as floats of 16 bits without converting them: an integer in the lowest bits of fp16's 1024, from
-bit 4 on of fp16's 64, or in the lowest bits of bf16's 128 is added to that, and an E4M3 has the bits of an fp16 whose
-exponent is 8 too small. Zeros are read likewise, so that differences are those of the numbers. Where numbers of 4 bits
-have scales of 16, both operations are done in the scales' dtype, on two weights at a time; elsewhere in fp32.
+bit 4 on of fp16's 64, or in the lowest bits of bf16's 128 is added to that, an E4M3 has the bits of an fp16 whose
+exponent is 8 too small, and an E2M1 those of one that is 14 too small. Zeros are read likewise, so that differences are
+those of the numbers. Where integers of 4 bits have scales of 16, both operations are done in the scales' dtype, on two
+weights at a time; elsewhere in fp32.
 """
 
 from typing import NamedTuple
@@ -34,7 +36,8 @@ _DECODED_ROWS = 32  # of a program
 _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
 LARGEST_SCALE = 2.0**100  # which scales are below: kernels multiply them with up to 2^10
 _GROUPS = (32, 64, 128)  # columns of a scale, of which several are in a tile
-BITS = {"FP8": 8, "int8": 8, "uint8": 8, "uint4": 4}
+BITS = {"FP8": 8, "int8": 8, "uint8": 8, "uint4": 4, "E2M1": 4}
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class ScaledFormat(NamedTuple):
@@ -158,8 +161,9 @@ def unpack_numbers(stored: torch.Tensor, form: ScaledFormat, columns: int) -> to
 
 def _numbers_reference(stored: torch.Tensor, count: int, number: str) -> torch.Tensor:
     """fp32 [rows, count] of uint8 [rows, bytes]."""
-    if number == "uint4":
-        return torch.stack((stored & 15, stored >> 4), dim=-1).view(len(stored), -1)[:, :count].float()
+    if BITS[number] == 4:
+        found = torch.stack((stored & 15, stored >> 4), dim=-1).view(len(stored), -1)[:, :count]
+        return found.float() if number == "uint4" else torch.tensor(_E2M1, device=stored.device)[found.long()]
     return stored.view({"FP8": torch.float8_e4m3fn, "int8": torch.int8, "uint8": torch.uint8}[number]).float()
 
 
@@ -193,6 +197,9 @@ def _number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexp
         if P == 0:
             words = words << 8
         found = (words & 0x80008000) | ((words & 0x7F007F00) >> 1)
+    elif NUMBER == "E2M1":
+        words = words >> (4 * P)
+        found = ((words & 0x00080008) << 12) | ((words & 0x00070007) << 9)
     elif NUMBER == "uint4" and BF16:
         found = masked(words >> (4 * P), 0x000F000F, 0x43004300)
     elif NUMBER == "uint4":
@@ -280,6 +287,8 @@ def _weights(
             w = tl.where(tl.abs(numbers) == 1.875, float("nan"), numbers * 256.0) * s
         elif NUMBER == "FP8":
             w = numbers * (s * 256.0)
+        elif NUMBER == "E2M1":
+            w = numbers * 16384.0 * s
         elif EXACT or scale.dtype.primitive_bitwidth == 32:
             w = (numbers - offset) * s
         else:  # products of at most 11 + 11 bits, and a difference of 9 + 11

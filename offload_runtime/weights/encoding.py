@@ -412,7 +412,7 @@ class CodedBf16(Format):
 # --- quantised safetensors: numbers, scales, their zeros and the groups of columns behind one another, in the one
 # layout that all of their formats are brought to without loss when they are read
 
-_NAMES = {"FP8": "FP8", "int8": "INT8", "uint8": "INT8", "uint4": "INT4"}
+_NAMES = {"FP8": "FP8", "int8": "INT8", "uint8": "INT8", "uint4": "INT4", "E2M1": "NVFP4"}
 
 
 def _tensors(form: ScaledFormat, rows: int, columns: int) -> list[tuple[tuple[int, ...], int, torch.dtype]]:

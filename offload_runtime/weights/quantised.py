@@ -12,6 +12,9 @@ is what the formats' own libraries make of a stored matrix:
 - AWQ: `(qweight - qzeros) * scales` in fp16 (AutoAWQ's `dequantize_gemm`).
 - FP8 of DeepSeek and Qwen: in fp32, then the model's dtype (DeepSeek-V3's `weight_dequant`, transformers'
   `Fp8Dequantize`). Their scales are kept in fp32, whatever they are stored in.
+- NVFP4: `q * (scale / weight_global_scale)` in fp32 (compressed-tensors' `nvfp4-pack-quantized`) or
+  `q * (scale * weight_scale_2)` (ModelOpt's `NVFP4QTensor`), of scales in E4M3, each of 16 columns; then the model's
+  dtype. What is in the parentheses is kept in fp32.
 - MXFP4 of gpt-oss' experts: see `weights.mxfp4`.
 
 Only weights are quantised here. Schemes that quantise activations too are run on their decoded weights, as transformers
@@ -24,7 +27,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,7 +55,8 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8,
     "I32": torch.int32,
 }  # fmt: skip
-METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "mxfp4")
+METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "modelopt", "mxfp4")
+_IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
 _EMBEDDING = "model.embed_tokens"
 _SCALES = ("F16", "BF16", "F32")
 # Which of eight neighbouring rows each number in a word of AWQ is of, from the lowest bits on, and where a row's is.
@@ -151,10 +155,11 @@ def quantisation_of(settings: Mapping[str, Any], where: str) -> Quantisation | N
     elif method == "mxfp4":
         found = Quantisation(mxfp4=True)
     else:
-        scheme = {"fp8": _fp8, "gptq": _gptq, "awq": _awq}[method](fields)
-        names = [name for key in ("modules_to_not_convert", "ignored_layers") for name in fields.items(key, str)]
-        parts = tuple(f"re:.*{re.escape(name)}" for name in names)
-        activations = method == "fp8"
+        scheme = {"fp8": _fp8, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}[method](fields)
+        inside = Fields(fields.where, fields.mapping("quantization") or fields.values)  # of a file of its own
+        names = [name for key in _IGNORED for name in inside.items(key, str)]
+        parts = tuple(f"re:.*{re.escape(name)}".replace("\\*", ".*") for name in names)
+        activations = method in ("fp8", "modelopt")
         found = Quantisation(((("Linear",), scheme),), (*parts, "lm_head"), activations)
     for words in (*found.ignored, *(words for targets, _ in found.groups for words in targets)):
         try:
@@ -189,6 +194,16 @@ def _fp8(fields: Fields) -> Scheme:
     _one_of(fields, "fmt", ("e4m3",), "e4m3")
     names = ("weight_scale_inv", "weight_scale")
     return Scheme("plain", "FP8", (sizes[0], sizes[1]), scale=torch.float32, scale_names=names)
+
+
+_NVFP4 = Scheme("nvfp4", "E2M1", (1, 16), scale=torch.float32)
+
+
+def _modelopt(fields: Fields) -> Scheme:
+    stated = Fields(fields.where, fields.mapping("quantization") or fields.values)
+    _one_of(stated, "quant_algo", ("NVFP4",))
+    _one_of(stated, "group_size", (16,), 16)
+    return replace(_NVFP4, layout="modelopt")
 
 
 def _gptq(fields: Fields) -> Scheme:
@@ -228,7 +243,12 @@ def _compressed_tensors(fields: Fields) -> Quantisation:
 
 def _compressed_scheme(weights: Fields) -> Scheme:
     """Return the scheme that the arguments for weights and the format mean."""
-    form = _one_of(weights, "format", ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized"))
+    forms = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized")
+    form = _one_of(weights, "format", forms)
+    if form == forms[-1]:
+        for name, value in (("type", "float"), ("num_bits", 4), ("group_size", 16), ("symmetric", True)):
+            _one_of(weights, name, (value,))
+        return _NVFP4
     packed = form == "pack-quantized"
     kind = _one_of(weights, "type", ("int",) if packed else ("int", "float"), "int")
     bits = _one_of(weights, "num_bits", (4, 8) if kind == "int" else (8,), 8)
@@ -343,6 +363,9 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 def _read_scales(layout: str, parts: Mapping[str, StoredTensor], to: ScaledRows, bits: int) -> None:
     """Write the scales of a matrix and their zeros; of those of GPTQ and AWQ the transposed matrix is stored."""
     scales, across = read_tensor(parts["scales"]), layout in _TRANSPOSED
+    if "of_all" in parts:
+        of_all = read_tensor(parts["of_all"])
+        scales = scales.float() / of_all if layout == "nvfp4" else scales.float() * of_all
     to.scales.copy_(scales.t() if across else scales.view(to.scales.shape))
     if "zeros" not in parts:
         return
@@ -390,7 +413,12 @@ def _gptq_words(stored: torch.Tensor) -> torch.Tensor:
 
 
 _TRANSPOSED = ("gptq", "awq")
-_NUMBERS = {"plain": "weight", "packed": "weight_packed", "gptq": "qweight", "awq": "qweight"}
+_NUMBERS = {
+    "plain": "weight", "packed": "weight_packed", "gptq": "qweight", "awq": "qweight", "nvfp4": "weight_packed",
+    "modelopt": "weight",
+}  # fmt: skip
+_OF_ALL = {"nvfp4": "weight_global_scale", "modelopt": "weight_scale_2"}  # what scales a whole matrix beside its groups
+_IN_WEIGHT = {"plain": ("F8_E4M3", "I8"), "modelopt": ("U8",)}  # what numbers are that go by the name of weights
 _ZEROS = {"plain": "weight_zero_point", "packed": "weight_zero_point", "gptq": "qzeros", "awq": "qzeros"}
 _GROUPS = {"plain": "weight_g_idx", "packed": "weight_g_idx", "gptq": "g_idx"}
 
@@ -404,6 +432,8 @@ def _shapes(scheme: Scheme, shape: tuple[int, ...]) -> dict[str, list[tuple[int,
         scales += [(down,)] * (across == 1) + [()] * (down * across == 1)
     if scheme.layout == "plain":
         return {"numbers": [shape], "scales": scales, "zeros": scales}
+    if scheme.layout in _OF_ALL:
+        return {"numbers": [(rows, columns // 2)], "scales": scales[:1], "of_all": [(1,), ()]}
     row_words, column_words = -(-rows // unit), -(-columns // unit)
     numbers, zeros = {
         "gptq": ((column_words, rows), (across, row_words)),
@@ -429,13 +459,16 @@ def _quantised(module: str, shape: tuple[int, ...], scheme: Scheme, own: Mapping
     """Return a matrix out of its module's tensors, by what is behind its name; checks all that can be without reading
     them."""
     numbers = own[_NUMBERS[scheme.layout]]
-    unit = 32 // BITS[scheme.number] if scheme.layout != "plain" else 1
-    if any(size % unit for size in (shape[1:] if scheme.layout == "packed" else shape)):
+    unit = 16 if scheme.layout in _OF_ALL else 32 // BITS[scheme.number] if scheme.layout != "plain" else 1
+    if any(size % unit for size in (shape if scheme.layout in _TRANSPOSED else shape[1:])):
         raise CheckpointError(
             f"{numbers.path}: {module} has shape {list(shape)}, and only multiples of {unit} can be packed: use another"
         )
-    names = {"numbers": (_NUMBERS[scheme.layout],), "scales": scheme.scale_names, "zeros": (_ZEROS[scheme.layout],)}
-    dtypes = {"numbers": ("I32",), "scales": _SCALES, "zeros": ("I32",)}
+    names = {"numbers": (_NUMBERS[scheme.layout],), "scales": scheme.scale_names}
+    names |= {"zeros": (_ZEROS.get(scheme.layout, ""),), "of_all": (_OF_ALL.get(scheme.layout, ""),)}
+    dtypes = {"numbers": ("I32",), "scales": _SCALES, "zeros": ("I32",), "of_all": ("F32",)}
+    if scheme.layout in _OF_ALL:
+        dtypes |= {"numbers": ("U8",), "scales": ("F8_E4M3",)}
     if scheme.layout == "plain":
         dtypes |= {"numbers": ("F8_E4M3",) if scheme.number == "FP8" else ("I8",), "zeros": ("I8",)}
     parts = dict[str, StoredTensor]()
@@ -469,7 +502,8 @@ def refuse_unsaid(where: str, stored: Mapping[str, StoredTensor]) -> None:
     Raises:
         CheckpointError: There are some.
     """
-    parts = tuple(f".{part}" for part in (*_NUMBERS.values(), "weight_scale_inv") if part != "weight")
+    parts = (*_NUMBERS.values(), *_OF_ALL.values(), "weight_scale_inv")
+    parts = tuple(f".{part}" for part in parts if part != "weight")
     named = next((name for name in stored if name.endswith(parts) or EXPERTS.fullmatch(name)), None)
     if named is not None:
         raise CheckpointError(
@@ -498,7 +532,7 @@ def gather(
         scheme, own = quantisation.scheme(module), modules[module]
         if len(to.shape) != 2 or scheme is None or (numbers := own.get(_NUMBERS[scheme.layout])) is None:
             continue
-        if scheme.layout == "plain" and numbers.dtype not in ("F8_E4M3", "I8"):
+        if numbers.dtype not in _IN_WEIGHT.get(scheme.layout, (numbers.dtype,)):
             continue
         if module == _EMBEDDING:
             raise CheckpointError(f"{numbers.path}: the embedding is quantised, which is not read: use another")

@@ -188,7 +188,7 @@ _MOST_DIMENSIONS = 8
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 # What old tools wrote about a quantisation beside a config.json that says nothing of it, and their words for ours.
-_OLD_STATEMENTS = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_OLD_STATEMENTS = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 _OLD_WORDS = {"w_bit": "bits", "q_group_size": "group_size"}
 _DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 

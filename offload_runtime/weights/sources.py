@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 
 CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
-CONFIGURATION_FILES = ("config.json", "adapter_config.json", "quantize_config.json", "quant_config.json")
+CONFIGURATION_FILES = (
+    "config.json", "adapter_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
+)  # fmt: skip
 # Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file. Of
 # subfolders only templates are wanted (`additional_chat_templates/`).
 _UNWANTED = (*(f"*/{files}" for files in CHECKPOINT_FILES if files != "*.jinja"), "consolidated*")

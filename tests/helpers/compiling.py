@@ -215,9 +215,10 @@ def multiply_numbers(
     scaled_linear_triton(x, numbers_of(form, m, k), form, out, bias=added if bias else None, add=add)
 
 
-# With a scale of all, of rows and of blocks.
+# With a scale of all, of rows and of blocks, and of groups that are smaller than a word of a unit.
 SCALED = (
     ScaledFormat("FP8", 4096, 4096, BF16), ScaledFormat("FP8", 1, 4096, FP16), ScaledFormat("FP8", 128, 128, FP32),
+    ScaledFormat("E2M1", 1, 16, FP32),
 )  # fmt: skip
 
 

@@ -126,6 +126,26 @@ def fp8_in_fp32_of_all(w: torch.Tensor) -> Packed:
     return {**tensors, "weight_scale": tensors["weight_scale"].view(())}, decoded
 
 
+def nvfp4(w: torch.Tensor, *, divided: bool) -> Packed:
+    """Groups of 16 with scales in E4M3, and one of all, by which the scales of compressed-tensors were multiplied and
+    those of ModelOpt divided; the even column in the lower half of a byte."""
+    groups = w.view(len(w), -1, 16)
+    largest = groups.abs().amax(2)
+    of_all = (448 * 6 / largest.max()) if divided else largest.max() / (448 * 6)
+    scales = (largest / 6 * of_all if divided else largest / 6 / of_all).to(torch.float8_e4m3fn)
+    each = scales.float() / of_all if divided else scales.float() * of_all
+    values = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+    numbers = (groups.abs() / each[..., None]).sub(values[:, None, None, None]).abs().argmin(0)
+    decoded = (values[numbers] * each[..., None]).copysign(groups).view(w.shape)
+    nibbles = (numbers + 8 * (groups < 0)).view(len(w), -1, 2).to(torch.uint8)
+    packed = nibbles[..., 0] | nibbles[..., 1] << 4
+    if divided:
+        of_group = {"weight_packed": packed, "weight_global_scale": of_all.view(1), "input_global_scale": torch.ones(1)}
+    else:
+        of_group = {"weight": packed, "weight_scale_2": of_all, "input_scale": torch.ones(())}
+    return {**of_group, "weight_scale": scales}, decoded
+
+
 # --- GPTQ and AWQ: the transposed matrix
 
 
@@ -165,6 +185,7 @@ _INT, _FLOAT = {"type": "int", "symmetric": True}, {"type": "float", "num_bits":
 _GROUP = {**_INT, "num_bits": 4, "strategy": "group", "group_size": 64}
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": False}
 _MIXED = ["lm_head", "model.layers.1.self_attn.v_proj", r"re:.*layers\.2\.mlp.*"]
+_NVFP4 = {"type": "float", "num_bits": 4, "group_size": 16, "symmetric": True, "strategy": "tensor_group"}
 FORMATS = {
     "FP8 of a tensor": Format(
         compressed("float-quantized", {**_FLOAT, "strategy": "tensor"}, inputs={**_FLOAT, "dynamic": True}),
@@ -221,6 +242,15 @@ FORMATS = {
     "GPTQ, rows": Format({**_GPTQ, "group_size": -1}, lambda w: gptq(w, w.shape[1], 4), FP16),
     "GPTQ 8 bits": Format({**_GPTQ, "bits": 8}, lambda w: gptq(w, 64, 8), FP16),
     "GPTQ v2": Format({**_GPTQ, "checkpoint_format": "gptq_v2"}, lambda w: gptq(w, 64, 4, less=0), FP16),
+    "NVFP4": Format(
+        compressed("nvfp4-pack-quantized", _NVFP4, inputs={**_NVFP4, "dynamic": "local"}),
+        lambda w: nvfp4(w, divided=True), BF16,
+    ),
+    "NVFP4 of ModelOpt": Format(
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.1.self_attn.v_proj",
+                                                                     "model.layers.2.mlp*"]},
+        lambda w: nvfp4(w, divided=False), BF16,
+    ),
     "AWQ": Format(
         {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
         lambda w: awq(w, 64), FP16,

@@ -44,7 +44,10 @@ def e4m3(byte: int) -> float:
     return sign * (mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10))
 
 
-NUMBERS = {"FP8": e4m3, "int8": lambda byte: float(byte - 256 if byte > 127 else byte), "uint8": float, "uint4": float}
+NUMBERS = {
+    "FP8": e4m3, "int8": lambda byte: float(byte - 256 if byte > 127 else byte), "uint8": float, "uint4": float,
+    "E2M1": lambda n: (-1.0 if n & 8 else 1.0) * (n & 1 | 2 * (n & 6 != 0)) * 2.0 ** (max(n >> 1 & 3, 1) - 2),
+}  # fmt: skip
 
 
 def apart(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
@@ -102,7 +105,7 @@ def by_definition(stored: ScaledRows, form: ScaledFormat, rows: int, columns: in
 
     def number(tensor: torch.Tensor, row: int, at: int) -> float:
         if BITS[form.number] == 4:
-            return float(int(tensor[row, at // 2]) >> 4 * (at % 2) & 15)
+            return NUMBERS[form.number](int(tensor[row, at // 2]) >> 4 * (at % 2) & 15)
         return NUMBERS[form.number](int(tensor[row, at]))
 
     out = torch.empty(rows, columns, dtype=torch.float64)
@@ -119,7 +122,7 @@ def formats(scale: torch.dtype, shape: tuple[int, int], block: tuple[int, int]) 
     found += [ScaledFormat("int8", *block, scale, zeros=True), ScaledFormat("uint8", *block, scale, 128)]
     if shape[1] % 2 == 0:
         found += [ScaledFormat("uint4", *block, scale, 8), ScaledFormat("uint4", *block, scale, 1, zeros=True)]
-        found += [ScaledFormat("uint4", *block, scale, zeros=True, ordered=True)]
+        found += [ScaledFormat("uint4", *block, scale, zeros=True, ordered=True), ScaledFormat("E2M1", *block, scale)]
     return found
 
 
