@@ -84,7 +84,7 @@ def default_tile(tokens: int, choices: int, num_experts: int, *, blocks: bool = 
 
 
 @jit
-def _exp(x):
+def exponential(x):
     x = tl.minimum(tl.maximum(x, _EXP_LOW), _EXP_HIGH)
     n = tl.floor(tl.fma(x, _LOG2_E, 0.5))
     r = tl.fma(n, _LN2_LOW, tl.fma(n, _LN2_HIGH, x))
@@ -102,12 +102,12 @@ def _exp(x):
 @jit
 def _gated(gate, up, DTYPE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     if LIMIT is None:
-        h = tl.div_rn(gate, 1.0 + _exp(-gate)).to(DTYPE).to(tl.float32) * up
+        h = tl.div_rn(gate, 1.0 + exponential(-gate)).to(DTYPE).to(tl.float32) * up
     else:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
-        h = (up + 1.0) * tl.div_rn(gate, 1.0 + _exp(gate * -ALPHA))
+        h = (up + 1.0) * tl.div_rn(gate, 1.0 + exponential(gate * -ALPHA))
     return h
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from offload_runtime_kernels.experts import ExpertShape, combine_experts, expert_rows
+from offload_runtime_kernels.router import Scores, choose_experts
 
 from offload_runtime.models.layers import (
     GatedMLP,
@@ -58,7 +58,7 @@ class Experts:
     expert: GatedMLP
     count: int
     chosen: int
-    scores: Literal["softmax", "sigmoid", "softmax of the chosen"] = "softmax"
+    scores: Scores = "softmax"
     corrected: bool = False
     normed: bool = True
     scale: float = 1.0
@@ -136,20 +136,8 @@ class Experts:
 
     def _choose(self, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row, [N, k] int64 ascending, of equal ones the first, and their weights, [N, k] fp32."""
-        logits = weights["router"].linear(x if self.router_dtype is None else x.to(self.router_dtype)).float()
-        scores = logits
-        if self.scores != "softmax of the chosen":
-            scores = torch.softmax(logits, dim=-1) if self.scores == "softmax" else torch.sigmoid(logits)
-        ranked = scores + weights["correction"].dense if self.corrected else scores
-        best = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : self.chosen]
-        numbers = best.sort(dim=-1).values
-        chosen = scores.gather(1, numbers)
-        if self.scores == "softmax of the chosen":
-            chosen = torch.softmax(chosen, dim=-1)
-        if self.normed:
-            total = chosen[:, :1]
-            for at in range(1, self.chosen):  # in one order, however many rows there are
-                total = total + chosen[:, at : at + 1]
-            chosen = chosen / total
-        chosen = chosen * self.scale if self.scale != 1 else chosen
-        return numbers, chosen.to(x.dtype).float() if self.rounds else chosen
+        logits = weights["router"].linear(x if self.router_dtype is None else x.to(self.router_dtype))
+        return choose_experts(
+            logits, self.chosen, scores=self.scores, correction=weights["correction"].dense if self.corrected else None,
+            normed=self.normed, scale=self.scale, dtype=x.dtype if self.rounds else None,
+        )  # fmt: skip
