@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -321,6 +322,39 @@ def test_thinking_text_and_calls_are_told_apart(kind: str, answer: str, expected
         assert found == expected
     else:
         assert (found[2] or [("f", "{}")])[-1] == ("f", "{}")
+
+
+MARKS_OF_GPT_OSS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>")
+CALL, PREAMBLE = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "<|channel|>commentary<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>No.<|return|>",
+         ("Hm.", "No.", [])),
+        (f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{CALL}{MARKED}<|call|>",
+         ("Hm.", "", [("f", MARKED)])),
+        (f"{CALL}{{}}", ("", "", [("f", "{}")])),
+        (" to=functions.f<|channel|>commentary json<|message|>{}<|call|>", ("", "", [("f", "{}")])),
+        (f"{PREAMBLE}So.<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{CALL}{{}}",
+         ("Hm.", "So.", [("f", "{}")])),
+        (f"{PREAMBLE}So.<|end|><|start|>assistant<|channel|>final<|message|>No.", ("", "So.\n\nNo.", [])),
+        ("<|channel|>analysis<|message|>Hm", ("Hm", "", [])),
+        (f"{CALL.replace('.f', '.h')}{{}}", ("", hermes("{}", "h").replace("\n", ""), [])),
+        ("analysis of a model without channels", ("", "analysis of a model without channels", [])),
+    ],
+)  # fmt: skip
+def test_messages_of_gpt_oss_are_told_apart(answer: str, expected: Any) -> None:
+    added = {number: SimpleNamespace(content=mark, special=True) for number, mark in enumerate(MARKS_OF_GPT_OSS)}
+    tokenizer = SimpleNamespace(chat_template="{% if tools %}", added_tokens_decoder=added, decode=lambda *_, **__: "")
+    parser, found = AnswerParser(tokenizer, [1], ["f", "g"]), list[Any]()
+    for piece in re.split(r"(<\|\w+\|>)", answer):  # those tokens have no text
+        is_mark = piece in MARKS_OF_GPT_OSS
+        found.append(parser.push("" if is_mark else piece, MARKS_OF_GPT_OSS.index(piece) if is_mark else 99))
+    thought, text, calls = zip(*found, parser.finish(), strict=True)
+    called = [(call.name, call.arguments) for some in calls for call in some]
+    assert ("".join(thought), "".join(text), called) == expected
 
 
 def test_a_template_may_have_begun_the_thinking() -> None:
