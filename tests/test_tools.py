@@ -20,8 +20,8 @@ pytestmark = pytest.mark.no_cover  # of the runtime it runs what others run
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = "long_target"
 TOOLS = (
-    "bench_hybrids", "bench_kernels", "bench_long_context", "bench_serving", "bench_streaming", "bench_trees",
-    "check_hybrids", "check_identity", "compare", "sweep", "timeline", "widen_model",
+    "bench_experts", "bench_hybrids", "bench_kernels", "bench_long_context", "bench_serving", "bench_streaming",
+    "bench_trees", "check_hybrids", "check_identity", "compare", "sweep", "timeline", "widen_model",
 )  # fmt: skip
 ON_CPU = ("--device", "cpu", "--dtype", "fp32")
 TINY = ("--shape", "tiny", *ON_CPU, "--repeats", "1", "--prompt-tokens", "12", "--new-tokens", "6")
@@ -106,6 +106,13 @@ def test_hybrids_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("check_hybrids", "--shape", "tiny-hybrid", "--layers", 4, *ON_CPU, *sizes) == 0
     parts = json.loads(capsys.readouterr().out.splitlines()[-1])["parts"]
     assert [part["compared"] for part in parts] == [2, 2, 1, 36]
+
+
+def test_pools_of_experts_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--pools", "auto,300KB", "--prompts", 20, "--tokens", 4, "--warm-up", 2, "--context", 128)
+    assert call("bench_experts", "--shape", "tiny-gpt-oss", *ON_CPU, *sizes) == 0
+    whole, some = json.loads(capsys.readouterr().out.splitlines()[-1])["pools"]
+    assert whole["expert_hit_rate"] is None and 0 == whole["bytes_per_pass"] < some["bytes_per_pass"]
 
 
 def test_kernels_need_a_gpu_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:
