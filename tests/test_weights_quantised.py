@@ -427,7 +427,16 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
-    "name", ["FP8 of blocks", "FP8 of compressed blocks", "packed 4 bits with zeros", "GPTQ", "AWQ"]
+    "name",
+    [
+        "FP8 of blocks",
+        "FP8 of compressed blocks",
+        "packed 4 bits with zeros",
+        "GPTQ",
+        "AWQ",
+        "NVFP4",
+        "NVFP4 of ModelOpt",
+    ],
 )
 def test_any_value_anywhere_is_read_or_refused(name: str, tmp_path: Path) -> None:
     """Nothing but our own errors comes of a configuration that says nonsense."""
