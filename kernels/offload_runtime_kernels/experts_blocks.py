@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from offload_runtime_kernels._jit import jit, tl
 from offload_runtime_kernels.encoded_linear import INTERPRETED
-from offload_runtime_kernels.gguf_blocks import decode_half, load_tile
+from offload_runtime_kernels.gguf_blocks import decode_half, load_half, load_tile
 
 # More rows of x than these share what is decoded through shared memory.
 _ROWS_ALONE = tl.constexpr(4)
@@ -96,11 +96,21 @@ def block_products(
         sums += (tl.zeros([ROWS, BLOCK], dtype=tl.float32),)
     # Of these numbers bf16 has all, so that they need not be rounded.
     dtype: tl.constexpr = tl.float32 if FORM.e2m1 and DTYPE.is_bf16() else DTYPE
-    for tile in tl.range(0, (K + 255) // 256, num_stages=STAGES):
-        planes = load_tile(w_ptrs, tile, BLOCKS, FORM, K % 256 == 0, BLOCK, True)
-        for half in tl.static_range(2):
-            w = decode_half(planes, half, FORM, BLOCK, tl.float32, False)
-            sums = _add_decoded(sums, x_ptrs, (2 * tile + half) * 128, w, dtype, K, BLOCK, BLOCK_K, 128)
+    if ROWS <= _ROWS_ALONE:
+        for tile in tl.range(0, (K + 255) // 256, num_stages=STAGES):
+            planes = load_tile(w_ptrs, tile, BLOCKS, FORM, K % 256 == 0, BLOCK, True)
+            for half in tl.static_range(2):
+                w = decode_half(planes, half, FORM, BLOCK, tl.float32, False)
+                sums = _add_decoded(sums, x_ptrs, (2 * tile + half) * 128, w, dtype, K, BLOCK, BLOCK_K, 128)
+    else:
+        # What is repeated has to fit the cache of instructions, of which a step's multiply-adds are most.
+        for step in tl.range(0, (K + 127) // 128, num_stages=STAGES):
+            planes = load_half(w_ptrs, step, BLOCKS, FORM, K % 256 == 0, BLOCK)
+            if step % 2 == 0:
+                w = decode_half(planes, 0, FORM, BLOCK, tl.float32, False)
+            else:
+                w = decode_half(planes, 1, FORM, BLOCK, tl.float32, False)
+            sums = _add_decoded(sums, x_ptrs, step * 128, w, dtype, K, BLOCK, BLOCK_K, 128)
     found = sums[0]
     if ROWS == 2:
         found = tl.join(sums[0], sums[1])

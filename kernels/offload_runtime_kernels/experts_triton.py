@@ -70,8 +70,8 @@ _TILES = {
     64: ExpertTile(32, 64, 16, 4, 3), sys.maxsize: ExpertTile(64, 64, 16, 4, 3),
 }  # fmt: skip
 _BLOCK_TILES = {
-    0: ExpertTile(1, 32, 64, 1, 3), 1: ExpertTile(2, 32, 64, 1, 3), 16: ExpertTile(16, 128, 32, 4, 2),
-    32: ExpertTile(32, 128, 32, 4, 2), sys.maxsize: ExpertTile(64, 128, 32, 4, 2),
+    0: ExpertTile(1, 32, 64, 1, 3), 1: ExpertTile(2, 32, 64, 1, 3), 2: ExpertTile(2, 32, 64, 1, 3),
+    8: ExpertTile(4, 32, 64, 1, 3), 64: ExpertTile(16, 128, 16, 4, 2), sys.maxsize: ExpertTile(32, 128, 16, 4, 2),
 }  # fmt: skip
 
 

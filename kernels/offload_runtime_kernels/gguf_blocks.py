@@ -482,6 +482,21 @@ def load_tile(
 
 
 @jit
+def load_half(row_ptr, half, blocks, FORM: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr):
+    """The same with rows of a lane's own of half a tile, counted from a row's beginning: what only the other half of
+    the tile has is this half's again."""
+    tile = load_tile(row_ptr, half // 2, blocks, FORM, WHOLE, ROWS, True)
+    nbytes: tl.constexpr = 128 * FORM.bytes_0 // FORM.weights
+    found = (tile[0],)  # type: tuple[Any, ...]
+    if nbytes >= 64:
+        units = units_at(row_ptr, half, blocks * FORM.bytes_0, nbytes, WHOLE, ROWS, True)
+        found = (units + units,)
+    for plane in tl.static_range(1, len(tile)):
+        found += (tile[plane],)
+    return found
+
+
+@jit
 def _small_number(bits):
     """fp32 of what the lower 16 bits are as fp16: of integers below 2048 they themselves, times 2^-24."""
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)

@@ -25,7 +25,7 @@ WANTED = {
     86: LARGEST,
     89: (
         "linear 128 4096 bfloat16", "gguf_linear Q4_K 8", "12-bit 8", "scaled_linear uint4 1x128 True bfloat16",
-        "scaled_linear FP8 bfloat16", "experts bfloat16 gpt-oss", "experts 1 Q4_K", "experts 1024 MXFP4",
+        "scaled_linear FP8 bfloat16", "experts bfloat16 gpt-oss", "experts 64 Q4_K", "experts 8192 MXFP4",
         "attention prefill bfloat16", "attention tree llama-3-8b", "sources 64 bfloat16", "decode FP8 128x128",
     ),
     120: LARGEST + ENCODED,
@@ -33,9 +33,9 @@ WANTED = {
 OF_ENCODED = ("_gguf_linear_kernel", "_coded_linear_kernel", "_scaled_linear_kernel")
 # Most bytes of stack of a thread, where it keeps what registers do not hold. Measured at most, by Triton 3.9: products
 # of matrices none; attention in 16 bits 368 (prompts, 256 channels, 8.9), in fp32 528 (windows, 128 channels, 9.0);
-# several sources 160; products of encoded matrices none; experts in blocks 504, of many rows.
+# several sources 160; products of encoded matrices none; experts in blocks 240, of four rows.
 STACK_BYTES = {
-    "_linear_kernel": 64, "_expert_kernel": 640, "prefill_kernel": 512, "split_kernel": 640, "_sources_kernel": 512,
+    "_linear_kernel": 64, "_expert_kernel": 320, "prefill_kernel": 512, "split_kernel": 640, "_sources_kernel": 512,
     **dict.fromkeys(OF_ENCODED, 64),
 }  # fmt: skip
 

@@ -270,9 +270,7 @@ def test_matrices_may_be_blocks(kind: str) -> None:
     assert torch.equal(problem.rows(), problem.decoded().rows())
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("rows", [1, 3, 20])
-@pytest.mark.parametrize("kind", ["MXFP4", "Q4_K", "Q6_K"])
+@pytest.mark.parametrize(("kind", "rows"), [("MXFP4", 1), ("Q6_K", 3), ("Q4_K", 6), ("MXFP4", 20), ("Q8_0", 20)])
 def test_kernels_decode_blocks(kind: str, rows: int) -> None:
     """A K that is no whole number of tiles, where blocks are that small."""
     small = FORMATS[kind].weights == 32
@@ -286,33 +284,33 @@ def test_kernels_decode_blocks(kind: str, rows: int) -> None:
 
 # Of Qwen3-30B-A3B and gpt-oss-120b, with fewer experts.
 LARGE = (
-    (ExpertShape(32, 2048, 768), 8, ("Q4_K", "Q6_K")),
-    (ExpertShape(32, 2880, 2880, limit=7.0), 4, ("MXFP4", "MXFP4")),
+    (ExpertShape(32, 2048, 768), 8, ("Q4_K", "Q6_K"), FP16),
+    (ExpertShape(32, 2880, 2880, limit=7.0), 4, ("MXFP4", "MXFP4"), BF16),
 )
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(("shape", "choices", "kinds"), LARGE)
+@pytest.mark.parametrize(("shape", "choices", "kinds", "dtype"), LARGE)
 def test_blocks_have_the_bits_of_decoded_matrices(
     shape: ExpertShape, choices: int, kinds: tuple[str, str], dtype: torch.dtype
 ) -> None:
-    problem = Problem.encoded(shape, 700, choices, dtype, kinds).on("cuda")
+    """Of every way to cut them."""
+    problem = Problem.encoded(shape, 600, choices, dtype, kinds).on("cuda")
     decoded = problem.decoded()
     expected = decoded.rows()
-    for count in (1, 2, 7, 16, 17, 100, 700):
+    for count in (1, 16, 40, 100, 600):
         with poisoned_outputs():
             found = problem.of(range(count)).rows()
         assert torch.equal(found, expected[:count]), count
-    assert torch.equal(expected[:2].cpu(), decoded.of(range(2)).on("cpu").rows())
+    assert torch.equal(expected[:1].cpu(), decoded.of([0]).on("cpu").rows())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", FORMATS)
-def test_every_format_has_the_bits_of_what_it_is_decoded_to(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q5_K", "IQ4_XS"])
+def test_other_formats_have_the_bits_of_what_they_are_decoded_to(kind: str) -> None:
     problem = Problem.encoded(ExpertShape(4, 512, 512), 40, 2, BF16, (kind, kind)).on("cuda")
     expected = problem.decoded().rows()
-    for count in (1, 5, 40):
+    for count in (1, 40):
         assert torch.equal(problem.of(range(count)).rows(), expected[:count])
 
 
