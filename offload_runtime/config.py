@@ -192,8 +192,14 @@ class RuntimeConfig:
         None, "Layers that stay on the device; others are streamed every pass.", MACHINE, least=0, auto=True
     )
     expert_pool: int | None = option(
-        None, "Memory of each card for the experts of a mixture, those that were used last; by itself what is left of "
-        "it. What has no room stays in host memory and comes when it is needed.", MACHINE, size=True, metavar="SIZE",
+        None, "Memory of each card for the experts of a mixture, those that were used last; auto: what is left of it. "
+        "What has no room stays in host memory and comes when it is needed.", MACHINE, size=True, auto=True,
+        metavar="SIZE|auto",
+    )  # fmt: skip
+    cpu_share: float | None = option(
+        None, "Share of the experts that a token needs and the card has not which the CPU computes where they lie. "
+        "auto: so much that it ends with the link, by rates measured meanwhile; none with --device cpu.", MACHINE,
+        least=0, most=1, auto=True, metavar="SHARE|auto",
     )  # fmt: skip
     profile: Any = option(
         None, "Choose and predict by these figures; left out, by a profile of this GPU, your own or a shipped one.",

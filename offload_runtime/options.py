@@ -38,7 +38,7 @@ class Option:
         group: The part of `--help` that shows it; None for options of one command alone.
         least, most, below: Bounds of its number: `least` and `most` may be, `below` may not.
         note: What one of its values stands for, such as `0 is off`.
-        auto: It is a count, or `auto`, which stands for None or, where that may not be, the default.
+        auto: It is a number or a size, or `auto`, which stands for None or, where that may not be, the default.
         size: It is a size in bytes; of a type with tuples, one for each card.
         flag: Its name on the command line where that is not the field's; None where it is no option there.
         metavar: What `--help` calls its value.
@@ -109,6 +109,11 @@ class OptionField:
         return get_args(self.hint) if isinstance(self.hint, UnionType) else (self.hint,)
 
     @property
+    def _counts(self) -> bool:
+        """Return whether it is a count, or `auto`."""
+        return self.option is not None and self.option.auto and int in self.types and not self.option.size
+
+    @property
     def automatic(self) -> Any:
         """Return what `auto` stands for."""
         return None if NoneType in self.types else self.default
@@ -126,7 +131,7 @@ class OptionField:
         """Turn what was typed into a value; `auto` and one of several texts stay as they are. Raises `OptionError`,
         by this `name`."""
         assert self.option is not None
-        if self.option.auto:
+        if self.option.auto and (text == "auto" or self._counts):
             return text if text == "auto" else self.checked(name, text)
         if self.option.repeated:
             return text
@@ -146,8 +151,10 @@ class OptionField:
         if option is None:
             require_type(name, value, self.hint)
             return value
-        if option.auto:
+        if self._counts:
             return self._count(name, given)
+        if option.auto and given == "auto":
+            return self.automatic
         if option.size and value is not None:
             value = parse_sizes(value, name) if tuple[int, ...] in self.types else parse_bytes(value, name)
         elif isinstance(value, str) and Path in self.types and str not in self.types:

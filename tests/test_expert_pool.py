@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +12,24 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
-from offload_runtime.weights import ModelLayout, open_checkpoint
+from offload_runtime.models.registry import model_config_from_json
+from offload_runtime.plan import forecast, plan_run
+from offload_runtime.sizes import parse_bytes
+from offload_runtime.weights import DescribedModel, ModelLayout, open_checkpoint
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.families import family_model, write_family
+from tests.helpers.families import family_config, family_model, write_family
+from tests.helpers.planning import made_up_machine
 
 COUNT, CHOSEN, LAYERS = 8, 3, 3
 EXPERT_BYTES = 12288  # with what lies between its matrices
+SPARSE: dict[str, Any] = {
+    "num_experts": COUNT, "num_experts_per_tok": CHOSEN, "mlp_only_layers": [], "decoder_sparse_step": 1,
+}  # fmt: skip
 PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 150, 40)]
 
 
@@ -26,8 +37,8 @@ PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of three layers of eight experts, three of which a token goes through."""
     path = tmp_path_factory.mktemp("mixture")
-    sizes = {"num_experts": COUNT, "num_experts_per_tok": CHOSEN, "num_hidden_layers": LAYERS}
-    family_model("qwen3_moe", 1, max_position_embeddings=1024, **sizes).save_pretrained(path)
+    sizes = {"num_hidden_layers": LAYERS, "max_position_embeddings": 1024}
+    family_model("qwen3_moe", 1, **SPARSE, **sizes).save_pretrained(path)
     byte_level_tokenizer().save_pretrained(path)
     return path
 
@@ -66,6 +77,42 @@ def test_tokens_do_not_depend_on_the_pool(way: str, buffers: int, mixture: Path,
             assert answers(runtime, ways.get("max_batch", 1)) == expected
 
 
+needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+
+
+@needs_compiler
+@pytest.mark.few(3)
+@pytest.mark.parametrize("way", ["batch", "windows", "cards"])
+@pytest.mark.parametrize("buffers", [CHOSEN, COUNT, 2 * COUNT + 1])
+@pytest.mark.parametrize("share", [0.4, 1.0])
+def test_tokens_do_not_depend_on_what_the_cpu_computes(
+    way: str, buffers: int, share: float, mixture: Path, expected: list[list[int]]
+) -> None:
+    ways = {"device": "cpu", "cpu_share": share, **WAYS[way]}
+    with Runtime.load(mixture, context=300, expert_pool=buffers * EXPERT_BYTES, **ways) as runtime:
+        assert answers(runtime, ways.get("max_batch", 1)) == expected
+        result = runtime.generate(PROMPTS[0], max_new_tokens=4, ignore_eos=True)
+    assert share < 1 or result.stats.expert_hit_rate is None or result.stats.expert_cpu_share == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_the_cpu_takes_what_keeps_it_busy_as_long_as_the_link(family: str, tmp_path: Path) -> None:
+    """By measured rates, with what the link brings meanwhile for later passes."""
+    family_model(family, 1).save_pretrained(tmp_path)
+    source, found = open_checkpoint(tmp_path), list[torch.Tensor]()
+    ways: list[dict[str, Any]] = [{}, *({"pool_buffers": count, "cpu_share": None} for count in (3, 4, 7))]
+    for options in ways:
+        made = make_runner(source, **options)
+        rows = [prefill(made.runner, 0, PROMPTS[2])]
+        for first in range(20):
+            rows.append(verify(made.runner, {0: TokenTree(tuple(range(first, first + 1 + first % 4)))}))
+            made.runner.cache.commit_path(0, [0])
+        found.append(torch.cat(rows))
+        made.close()
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
 def test_an_answer_that_breaks_off_leaves_the_pool_fit(mixture: Path, expected: list[list[int]]) -> None:
     with load(mixture, context=300, draft="none", expert_pool=2 * COUNT * EXPERT_BYTES) as runtime:
         for stop in (1, 2):
@@ -99,8 +146,9 @@ def test_a_pool_too_small_for_a_token_is_refused_before_loading(mixture: Path) -
 
 
 def test_a_model_without_experts_has_no_pool(target: Path) -> None:
-    with pytest.raises(OptionError, match="--expert-pool does nothing for a model without experts"):
-        Runtime.load(target, device="cpu", expert_pool="1MB")
+    for option, value in {"expert_pool": "1MB", "cpu_share": 0.5}.items():
+        with pytest.raises(OptionError, match=f"--{option.replace('_', '-')} does nothing for a model without experts"):
+            Runtime.load(target, device="cpu", **{option: value})
 
 
 @pytest.mark.gpu
@@ -122,9 +170,8 @@ def test_on_a_gpu_tokens_do_not_depend_on_the_pool(buffers: int, mixture: Path) 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4"])
 def test_experts_are_kept_and_multiplied_as_a_file_stores_them(kind: str, tmp_path: Path) -> None:
-    sizes = {"num_experts": COUNT, "num_experts_per_tok": CHOSEN, "hidden_size": 128, "moe_intermediate_size": 64}
-    sizes |= {"mlp_only_layers": [], "decoder_sparse_step": 1, "norm_topk_prob": True}
-    model = family_model("qwen3_moe", 1, **sizes)
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    model = family_model("qwen3_moe", 1, **SPARSE, **sizes)
     source = open_checkpoint(write_family(tmp_path / "m.gguf", "qwen3_moe", model, kind=GGMLQuantizationType[kind]))
     layout = source.layout(torch.float32)
     decoded = ModelLayout.of(source.config(), torch.float32)
@@ -137,3 +184,22 @@ def test_experts_are_kept_and_multiplied_as_a_file_stores_them(kind: str, tmp_pa
         found.append(torch.cat(rows))
         made.close()
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_plans_tell_what_the_pool_leaves_to_bring() -> None:
+    settings = json.loads(family_config("mixtral", 0).to_json_string())
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_local_experts": 64, "num_hidden_layers": 12}
+    config = model_config_from_json({**settings, **sizes}, "config.json")
+    machine = made_up_machine(host_gbps=100.0)
+    assert machine.link_gbps is not None
+    request = RuntimeConfig(DescribedModel(config, torch.bfloat16), context=256, draft="none", kv="gpu", cpu_share=0)
+    speeds = []
+    for size in ("1GB", "3GB", "6GB", None):
+        plan = plan_run(replace(request, expert_pool=size and parse_bytes(size)), machine)
+        once = forecast(plan, machine).plain
+        assert once.demand_s == pytest.approx(once.expert_bytes / (machine.link_gbps * 1e9))
+        assert (once.expert_bytes == 0) == (size is None) == ("experts in host memory" not in plan.host)
+        speeds.append(1 / once.seconds)
+    assert speeds == sorted(speeds) and speeds[0] < speeds[-1] / 2
+    both = plan_run(replace(request, expert_pool=10**9, cpu_share=None), machine)
+    assert 1 / forecast(both, machine).plain.seconds > speeds[0]

@@ -363,6 +363,7 @@ class _Passes(NamedTuple):
     experts_wanted: int = 0
     experts_found: int = 0
     expert_bytes: int = 0
+    experts_computed: int = 0
 
     def grown(self, now: _Passes, before: _Passes) -> _Passes:
         """Return the same with what has come between two times."""
@@ -451,6 +452,7 @@ class PassMeter:
             accepted_by_source=dict(request.tally.accepted_by_source),
             expert_hit_rate=passes.experts_found / passes.experts_wanted if passes.experts_wanted else None,
             expert_bytes_per_pass=round(passes.expert_bytes / count) if count else 0,
+            expert_cpu_share=passes.experts_computed / max(1, passes.experts_wanted - passes.experts_found),
         )  # fmt: skip
         logprobs = None if request.params.logprobs is None else tuple(request.logprobs)
         of_prompt = None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)

@@ -189,7 +189,7 @@ def describe_placement(model: LoadedModel, plan: RunPlan, budgets: Sequence[Devi
         sizes.append(f"{format_bytes(budget.reserved_bytes)}{limit}")
     reserved = f"{' and '.join(sizes)} of {budgets[0].memory_name} reserved"
     drafts = describe_draft_cache(plan), describe_speculation(plan)
-    parts = [where, target.experts_in_words, describe_staging(placement), kv, reserved, *drafts]
+    parts = [where, target.experts_in_words, model.cpu.in_words, describe_staging(placement), kv, reserved, *drafts]
     return "; ".join(part for part in parts if part)
 
 

@@ -5,6 +5,7 @@ What could not be page-locked (`StagedMemory`) crosses rings: layers spread amon
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ from functools import partial
 from itertools import chain, islice
 
 import torch
+from offload_runtime_kernels.experts_cpu import ExpertsCpu, HostExperts, NoCpuShare, load_experts_library
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import TILE_ROWS
 
@@ -20,10 +22,13 @@ from offload_runtime.cache.device import StreamingDraftCache
 from offload_runtime.cache.retrieval import RetrievedDraftCache
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.errors import BudgetError
+from offload_runtime.files import user_directory
 from offload_runtime.hardware.bench import usable_cores
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import ExpertStore, LayerWeights
 from offload_runtime.models.rope import RopeTable
+from offload_runtime.options import require
 from offload_runtime.plan import ModelPlan, Placement, RunPlan, place_staged, with_staging_rings
 from offload_runtime.runners import CapturedPasses, Decoder, ModelRunner
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
@@ -46,6 +51,7 @@ from offload_runtime.stream import (
     require_readable_arenas,
     staging_threads,
 )
+from offload_runtime.stream.cpu_experts import CpuExperts
 from offload_runtime.stream.expert_pool import ExpertPool, ExpertUnits
 from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights import (
@@ -229,6 +235,11 @@ class OpenCard:
     budget: DeviceBudget
     queues: CopyQueues
 
+    @property
+    def device(self) -> torch.device:
+        """Return where it computes."""
+        return self.budget.device
+
 
 @dataclass(frozen=True)
 class LoadedCard:
@@ -268,6 +279,7 @@ class LoadedModel:
     rope: RopeTable
     cards: tuple[LoadedCard, ...]
     plan: ModelPlan  # as it turned out
+    cpu: CpuThreads
     shared: SharedVocabulary | None = None  # of a draft, with its target; None where that was not compared
 
     @property
@@ -314,7 +326,9 @@ def load_models(
         load_model, registrar=registrar, pinned_bytes=plan.limits.pinned_bytes, on_progress=on_progress, undo=undo
     )
     draft = load(draft_source, plan.draft, cards[:1], name="draft") if draft_source and plan.draft else None
-    target = load(target_source, plan.target, cards, name="target")
+    share = plan.request.cpu_share
+    share = 0.0 if share is None and not on_gpu else share
+    target = load(target_source, plan.target, cards, name="target", cpu_share=share)
     runner = target.runner
     if on_gpu and plan.captured_bytes and not runner.streamer.num_streamed:
         runner.captured = CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope)
@@ -323,9 +337,10 @@ def load_models(
 
 def load_model(
     source: CheckpointSource, plan: ModelPlan, cards: Sequence[OpenCard], *, name: str, registrar: Registrar | None,
-    on_progress: LoadProgress | None, undo: ExitStack, pinned_bytes: int | None = None,
+    on_progress: LoadProgress | None, undo: ExitStack, pinned_bytes: int | None = None, cpu_share: float | None = 0,
 ) -> LoadedModel:  # fmt: skip
-    """Read the weights and connect the parts of one model, which `undo` gives back again."""
+    """Read the weights and connect the parts of one model, which `undo` gives back again. `cpu_share` is that of the
+    missing experts which the CPU computes; None: by measured rates."""
     report = None if on_progress is None else partial(on_progress, f"{name} weights")
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
@@ -356,8 +371,54 @@ def load_model(
         if plan.embedding_on_host:
             undo.callback(torch.cuda.synchronize, device)  # passes may be reading rows
         torch.cuda.empty_cache()  # of what passed through
-    limited = pinned_bytes is not None
-    return connect_model(weights, held, pools, plan, cards, name=name, registrar=registrar, undo=undo, limited=limited)
+    limited, cpu = pinned_bytes is not None, _start_cpu(plan, cpu_share, undo)
+    return connect_model(
+        weights, held, pools, plan, cards, name=name, registrar=registrar, undo=undo, limited=limited, cpu=cpu
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CpuThreads:
+    """Has the threads of the CPU that compute some of the missing experts, `share` of them or, by None, as many as
+    keeps link and CPU busy alike; or the reason why there are none."""
+
+    share: float | None
+    threads: ExpertsCpu | None = None
+    why_not: str = ""
+
+    @property
+    def in_words(self) -> str:
+        """One phrase about them; nothing where there need not be any."""
+        if self.threads is None:
+            return self.why_not
+        library = self.threads.library
+        return f"{expert_threads()} threads of the CPU compute some of the experts ({library.instructions})"
+
+
+NO_CPU = CpuThreads(0)
+_LEFT_CORES, _MOST_THREADS = 2, 16  # which launch and copy; no memory feeds more
+
+
+def expert_threads() -> int:
+    """Return how many threads of the CPU compute experts."""
+    return max(1, min(_MOST_THREADS, usable_cores() - _LEFT_CORES))
+
+
+def _start_cpu(plan: ModelPlan, share: float | None, undo: ExitStack) -> CpuThreads:
+    """Start the CPU's threads where a card has not all experts. Raises `OptionError` where a share was asked for that
+    the CPU cannot take."""
+    if share == 0 or not plan.host_experts:
+        return NO_CPU
+    kinds = {place.encoding for one in plan.host_experts.values() for place in one.places.values()}
+    try:
+        library = load_experts_library(user_directory("cache", holds="compiled code") / "experts", plan.dtype, kinds)
+        threads = ExpertsCpu(library, expert_threads())
+    except NoCpuShare as error:
+        require(share is None, f"--cpu-share {share}: {error}")
+        logging.getLogger(__name__).warning("%s", error)
+        return CpuThreads(0, why_not=str(error))
+    undo.callback(threads.close)  # before what they may still read
+    return CpuThreads(share, threads)
 
 
 def _buffers_of_experts(budget: DeviceBudget, own: ModelPlan, name: str) -> torch.Tensor:
@@ -366,7 +427,10 @@ def _buffers_of_experts(budget: DeviceBudget, own: ModelPlan, name: str) -> torc
     return budget.allocate(f"{name}: experts", nbytes).view(-1, own.expert_bytes) if nbytes else torch.empty(0, 0)
 
 
-def _pool_of(weights: HostWeights, buffers: torch.Tensor, own: ModelPlan, one: OpenCard) -> ExpertPool | None:
+def _pool_of(
+    weights: HostWeights, held: Mapping[int | None, torch.Tensor], cpu: CpuThreads, buffers: torch.Tensor,
+    own: ModelPlan, one: OpenCard,
+) -> ExpertPool | None:  # fmt: skip
     """Return the pool of a card's experts; None where its layers have none."""
     if not own.experts:
         return None
@@ -376,12 +440,23 @@ def _pool_of(weights: HostWeights, buffers: torch.Tensor, own: ModelPlan, one: O
         layers[layer] = ExpertUnits(experts.count, experts.chosen, host)
     most_rows = max(own.chunk_tokens, own.batch * own.window_tokens)
     chosen = max(experts.chosen for experts in own.experts.values())
-    return ExpertPool(buffers, layers, None if whole else one.queues.demand, most_choices=most_rows * chosen)
+    engine = None if whole else one.queues.demand
+    share = None
+    if engine is not None and cpu.threads is not None:
+        on_cpu, x = dict[int, HostExperts](), torch.empty(0, own.config.hidden_size, dtype=own.dtype, device=one.device)
+        for layer, experts in own.experts.items():
+            views = own.layout.layers[layer].views(held[layer] if layer in held else weights.block(layer))
+            mixer = own.config.layers[layer].mlp
+            assert isinstance(mixer, Experts)
+            on_cpu[layer] = mixer.on_cpu(cpu.threads.library, experts.places, views)
+        share = CpuExperts(cpu.threads, on_cpu, cpu.share, engine, choices=chosen, x=x)
+    return ExpertPool(buffers, layers, engine, most_choices=most_rows * chosen, cpu=share)
 
 
 def connect_model(
     weights: HostWeights, held: Mapping[int | None, torch.Tensor], experts: Sequence[torch.Tensor], plan: ModelPlan,
     cards: Sequence[OpenCard], *, name: str, registrar: Registrar | None, undo: ExitStack, limited: bool,
+    cpu: CpuThreads = NO_CPU,
 ) -> LoadedModel:  # fmt: skip
     """Connect loaded weights, those on the host and those `held` on devices, with buffers of `experts` on each card,
     and build the runner. Where page-locked memory is `limited` all of it is for what passes stream.
@@ -402,7 +477,7 @@ def connect_model(
         kv_buffers.append(_ring(one.budget, f"{name}: KV ring", num_kv_buffers, own.kv_piece_bytes))
     cache = make_cache(plan, cards, f"{name}: KV cache", memories, None if limited else registrar)
     undo.callback(cache.close)
-    pools = [_pool_of(weights, *args) for args in zip(experts, plan.cards, cards, strict=True)]
+    pools = [_pool_of(weights, held, cpu, *of_card) for of_card in zip(experts, plan.cards, cards, strict=True)]
     stores = {
         layer: ExpertStore(one.matrices(pool.buffers), partial(pool.present, layer))
         for pool, own in zip(pools, plan.cards, strict=True)
@@ -438,7 +513,7 @@ def connect_model(
     fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
     rope = RopeTable(plan.config, cards[0].budget.device, fixed_length=fixed_length)
     runner = ModelRunner(decoder, streamer, cache, rope, plan.chunk_tokens)
-    return LoadedModel(runner, weights, rope, tuple(loaded), plan)
+    return LoadedModel(runner, weights, rope, tuple(loaded), plan, cpu)
 
 
 def _ring(budget: DeviceBudget, name: str, count: int, buffer_bytes: int) -> list[torch.Tensor]:

@@ -71,6 +71,7 @@ class GenerationStats:
         expert_hit_rate: Share of the experts that layers of these passes needed, each once for all rows, which were on
             the device; None where all are, and where nothing was asked for.
         expert_bytes_per_pass: What of `bytes_per_pass` are experts.
+        expert_cpu_share: Share of those experts that were not on the device which the CPU has computed.
     """
 
     prompt_tokens: int
@@ -96,6 +97,7 @@ class GenerationStats:
     windows: dict[str, int] = field(default_factory=dict)
     expert_hit_rate: float | None = None
     expert_bytes_per_pass: int = 0
+    expert_cpu_share: float = 0.0
     kept_tokens: int = 0
 
     def __repr__(self) -> str:

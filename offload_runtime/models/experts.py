@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from offload_runtime_kernels.experts import ExpertShape, combine_experts, expert_rows
+from offload_runtime_kernels.experts_cpu import ExpertsLibrary, HostExperts, HostMatrix
 from offload_runtime_kernels.router import Scores, choose_experts
 
 from offload_runtime.models.layers import (
@@ -108,22 +109,14 @@ class Experts:
 
     def forward(self, x: torch.Tensor, weights: LayerWeights, rows: Rows) -> torch.Tensor:
         """[N, H] -> [N, H]."""
-        hidden, inner = self.expert.hidden_size, self.expert.intermediate_size
-        shape, biases = ExpertShape(self.count, hidden, inner), dict[str, torch.Tensor]()
-        if self.swiglu is not None:
-            alpha, limit = self.swiglu
-            shape = replace(shape, limit=limit, alpha=alpha)
-            in_turn = weights["gate_up_biases"].dense.view(self.count, inner, 2)
-            biases["gate_up_bias"] = in_turn.transpose(1, 2).reshape(self.count, 2 * inner)
-            biases["down_bias"] = weights["down_biases"].dense
         numbers, chosen = self._choose(x, weights)
         if rows.prompt is None and len(x) > 1:  # absent rows must not ask for experts of their own
-            numbers = torch.where(rows.query.positions.view(-1, 1) < 0, numbers[:1], numbers)
+            numbers = torch.where(rows.query.positions.reshape(-1, 1) < 0, numbers[:1], numbers)
         matrices, present = weights.experts
-        y = x.new_empty(*numbers.shape, hidden)
-        for slots in present(numbers, rows.between):
+        y, biases = x.new_empty(*numbers.shape, x.shape[1]), self._biases(weights)
+        for slots in present(x, numbers, y, rows.between):
             expert_rows(
-                x, numbers, matrices["gate_up"], matrices["down"], shape, out=y, slots=slots, **biases
+                x, numbers, matrices["gate_up"], matrices["down"], self._shape, out=y, slots=slots, **biases
             )  # fmt: skip
         out = combine_experts(y, chosen)
         if self.shared is not None:
@@ -133,6 +126,25 @@ class Experts:
                 of_shared = of_shared.mul_(torch.sigmoid(weights["shared_gate"].linear(x)))
             out.add_(of_shared)
         return out
+
+    @property
+    def _shape(self) -> ExpertShape:
+        """What kernels have to know."""
+        shape = ExpertShape(self.count, self.expert.hidden_size, self.expert.intermediate_size)
+        return shape if self.swiglu is None else replace(shape, alpha=self.swiglu[0], limit=self.swiglu[1])
+
+    def _biases(self, weights: Weights) -> dict[str, torch.Tensor]:
+        """Those of all experts, gates first."""
+        if self.swiglu is None:
+            return {}
+        in_turn = weights["gate_up_biases"].dense.view(self.count, -1, 2)
+        gates_first = in_turn.transpose(1, 2).reshape(self.count, -1)
+        return {"gate_up_bias": gates_first, "down_bias": weights["down_biases"].dense}
+
+    def on_cpu(self, library: ExpertsLibrary, places: Mapping[str, HostMatrix], weights: Weights) -> HostExperts:
+        """What the CPU computes with, where the matrices of an expert lie at `places` of its bytes."""
+        biases = {name: bias.cpu() for name, bias in self._biases(weights).items()}
+        return HostExperts(library, self._shape, places["gate_up"], places["down"], **biases)
 
     def _choose(self, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row, [N, k] int64 ascending, of equal ones the first, and their weights, [N, k] fp32."""

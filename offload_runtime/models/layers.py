@@ -81,13 +81,14 @@ class ExpertStore(NamedTuple):
 
     Attributes:
         matrices: By packed name, those of the experts that are in buffers on the layer's card.
-        present: Of the experts that are chosen, [N, k] int64 on the card, it yields for some after the other, until
-            each has had its turn, the buffer of each of the layer's experts, [E] int32, -1 of those without a turn.
-            What the host has to do meanwhile it gives to its second argument.
+        present: Takes rows [N, H], the experts that each has chosen, [N, k] int64, what these make of the rows,
+            [N, k, H], all on the card, and what lets the host act. It yields for some of the experts after the other,
+            until each has had its turn, the buffer of each of the layer's experts, [E] int32, -1 of those without a
+            turn; results of those that never have one it has written, before the first turn.
     """
 
     matrices: Mapping[str, StoredMatrices]
-    present: Callable[[torch.Tensor, Callable[[HostAction], None]], Iterator[torch.Tensor]]
+    present: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[HostAction], None]], Iterator[torch.Tensor]]
 
 
 class LayerWeights(dict[str, Weight]):

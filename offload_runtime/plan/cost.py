@@ -69,6 +69,8 @@ _GRAPH_LAUNCH_US, _TRANSFER_US = 2.5, 30.0
 # A staged byte crosses the host's memory three times: read, written, read by the link. Two channels of DDR4-3200 carry
 # 51 GB/s at best, so 17 of staged bytes; a share is left to everything else.
 _STAGING_GBPS = 10.0
+# Of what cores read of host memory, what link and CPU are taken to reach together.
+_BOTH_SHARE = 0.8
 
 # Of what a level proposes, the share that the next one accepts while all before are right. The retrieval verifier: 0.93
 # to 0.97 (4096 of 120,000 tokens of a novel, T = 0.6). A draft of the target's family: 0.83 on code, less on prose;
@@ -106,6 +108,14 @@ def _link(plan: RunPlan, machine: MachineProfile) -> float:
     """Bytes per second of the link of a plan's card."""
     assert machine.link_gbps is not None
     return machine.link_gbps * plan.limits.cards[0].link_ratio * GB
+
+
+def _demand(plan: RunPlan, machine: MachineProfile) -> float:
+    """Bytes per second of missing experts: of the link, or of link and CPU together, whose sum host memory bounds."""
+    link, host_gbps = _link(plan, machine), machine.host_gbps
+    if plan.on_cpu or plan.request.cpu_share is not None or host_gbps is None:
+        return link
+    return max(link, _BOTH_SHARE * host_gbps * GB)
 
 
 def _launch_s(machine: MachineProfile) -> float:
@@ -242,7 +252,8 @@ def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, row
         launch_s=0.0 if captured else layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S, staging_s=staging_s,
         # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
         lookahead_s=max(link_s, staging_s) * (lookahead_bytes / max(1, weight_bytes + kv_bytes)),
-        exposed_s=exposed_bytes / link, expert_bytes=expert_bytes, demand_s=expert_bytes / link,
+        exposed_s=exposed_bytes / link, expert_bytes=expert_bytes,
+        demand_s=expert_bytes / _demand(plan, machine),
     )  # fmt: skip
 
 

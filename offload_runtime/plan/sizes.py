@@ -443,8 +443,9 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
             f"--encode always has nothing to code in a run in {DTYPE_NAMES[dtype]}: no matrix would be in bf16 with "
             f"columns that 64 divides: drop it{'' if dtype == torch.bfloat16 else ', or take --dtype bf16'}"
         )
-    has_pool = request.expert_pool is None or bool(layout.experts)
-    require(has_pool, "--expert-pool does nothing for a model without experts: drop it")
+    for option, value in (("--expert-pool", request.expert_pool), ("--cpu-share", request.cpu_share)):
+        fine = value is None or bool(layout.experts)
+        require(fine, f"{option} does nothing for a model without experts: drop it")
     chunk_tokens = PREFILL_CHUNK_TOKENS[request.device_type]
     assert request.max_batch is not None, "it is chosen by then"
     target = ModelPlan(

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from offload_runtime_kernels.copy_words import copy_words
 
+from offload_runtime.stream.cpu_experts import MOST_CPU_ROWS, CpuExperts
 from offload_runtime.stream.queue import CopyEngine
 
 EXPERTS = "experts"
@@ -39,11 +40,13 @@ class ExpertUnits(NamedTuple):
 
 class PoolCounts(NamedTuple):
     """Counts the experts that layers of passes of few rows have wanted, each once whatever the rows; of these the ones
-    that were in the pool; and the bytes of all experts that were begun to be copied."""
+    that were in the pool; the bytes of all experts that were begun to be copied; and those that the CPU has
+    computed."""
 
     wanted: int = 0
     found: int = 0
     bytes_begun: int = 0
+    computed: int = 0
 
 
 class ExpertPool:
@@ -55,14 +58,15 @@ class ExpertPool:
         layers: Those of the card that have experts, by their numbers, in the order of a pass.
         engine: Copies what is missing; None where nothing is.
         most_choices: Of the rows that a layer is given at once.
+        cpu: Computes some of what is missing; None: it is all brought.
     """
 
     def __init__(
         self, buffers: torch.Tensor, layers: Mapping[int, ExpertUnits], engine: CopyEngine | None = None, *,
-        most_choices: int = 0,
+        most_choices: int = 0, cpu: CpuExperts | None = None,
     ) -> None:  # fmt: skip
-        self.buffers, self.engine, self.counts = buffers, engine, PoolCounts()
-        self._layers = layers
+        self.buffers, self.engine, self.cpu, self.counts = buffers, engine, cpu, PoolCounts()
+        self._layers, most_chosen = layers, max(one.chosen for one in layers.values())
         locked, most = buffers.is_cuda and engine is not None, max(one.number for one in layers.values())
         # Of each layer and expert, the buffer that a pass is to find it in: where the host writes it, and on the card.
         self._places_host = torch.full((len(layers), most), -1, dtype=torch.int32, pin_memory=locked)
@@ -76,14 +80,17 @@ class ExpertPool:
         self._places = self._places_host.to(buffers.device, copy=True)
         if engine is None:
             return
-        assert len(buffers) >= max(one.chosen for one in layers.values()), "there is room for what a row chooses"
+        assert len(buffers) >= most_chosen, "there is room for what a row chooses"
         self._numbers_host = torch.zeros(most_choices, dtype=torch.int64, pin_memory=locked)
         # Buffers by layer and expert; those come first that were used least recently.
         self._at: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = [*range(len(buffers))]
         self._brings_all = False  # the running pass does
         self._coming: dict[int, dict[int, int]] = {}  # by layer, buffers of experts that were not waited for
-        self._demanded, self._never = engine.new_event(), engine.new_event()
+        self._demanded, self._never, self._late_ready = (engine.new_event() for _ in range(3))
+        # A buffer for what the CPU has computed and the link brings without a hurry, for later passes.
+        self._spare = int(cpu is not None and len(buffers) > most_chosen)
+        self._late: dict[tuple[int, int], int] = {}
         # Of each layer: what was brought for it is there; what has been enqueued of it has read its buffers.
         self._brought, self._read = ({layer: engine.new_event() for layer in layers} for _ in range(2))
 
@@ -108,8 +115,10 @@ class ExpertPool:
         """Return whether the host looks once at most at what so many rows choose of a layer, for which all there is
         room."""
         layers = self._layers.values()
-        fits = all(min(one.number, rows * one.chosen) <= len(self.buffers) for one in layers)
-        return self.is_whole or (fits and not self.brings_all(rows))
+        if self.is_whole:
+            return True
+        room = len(self.buffers) - self._spare
+        return not self.brings_all(rows) and all(min(one.number, rows * one.chosen) <= room for one in layers)
 
     # --- a pass
 
@@ -119,9 +128,11 @@ class ExpertPool:
         if self.engine is None:
             return
         self._coming.clear()
-        if len(self._free) + len(self._at) < len(self.buffers):
-            self._free = [*{*range(len(self.buffers))}.difference(self._at.values())]
+        if len(self._free) + len(self._at) + len(self._late) < len(self.buffers):
+            self._free = [*{*range(len(self.buffers))}.difference(self._at.values(), self._late.values())]
         self._whole_layer, self._brings_all = None, self.brings_all(rows)
+        if self._brings_all and self._late:
+            self._take_late()
         for read in self._read.values() if self._brings_all else ():
             self.engine.compute_record(read)  # by passes before this one
 
@@ -185,18 +196,23 @@ class ExpertPool:
     # --- what a layer chooses
 
     def present(
-        self, layer: int, numbers: torch.Tensor, between: Callable[[Callable[[], None]], None]
-    ) -> Iterator[torch.Tensor]:
+        self, layer: int, x: torch.Tensor, numbers: torch.Tensor, y: torch.Tensor,
+        between: Callable[[Callable[[], None]], None],
+    ) -> Iterator[torch.Tensor]:  # fmt: skip
         """Yield the buffers of some of the experts `numbers` of a layer after the other; see `ExpertStore.present` of
         `models.layers`. There is one turn where `looks_once` says so, which may be captured in two graphs."""
         host, places = self._places_of(layer)
         if self.is_whole or self._whole_layer == layer:
             yield places
             return
-        chosen = numbers.view(-1)
-        copy_words(chosen.view(torch.int32), self._numbers_host[: len(chosen)].view(torch.int32))
+        chosen, cpu = self._numbers_host[: numbers.numel()], self.cpu if len(x) <= MOST_CPU_ROWS else None
+        copy_words(numbers.view(-1).view(torch.int32), chosen.view(torch.int32))
+        if cpu is not None:
+            cpu.fetch_rows(x)
         left = list[int]()
-        between(partial(self._look, layer, len(chosen), left))
+        between(partial(self._look, layer, chosen.view(numbers.shape), left, cpu))
+        if cpu is not None:
+            cpu.give_results(y)
         while True:
             copy_words(host, places)
             yield places
@@ -204,14 +220,42 @@ class ExpertPool:
                 return
             between(partial(self._give_turns, layer, left))
 
-    def _look(self, layer: int, count: int, left: list[int]) -> None:
-        """See what a layer has chosen, and give some of it a turn."""
+    def _look(self, layer: int, chosen: torch.Tensor, left: list[int], cpu: CpuExperts | None) -> None:
+        """See what a layer has chosen, [N, k] int64, host; have the CPU compute some of what is missing, and give some
+        of the rest a turn."""
         self._wait_for_card()
-        left[:] = dict.fromkeys(self._numbers_host[:count].tolist())
-        found = sum((layer, expert) in self._at for expert in left)
-        wanted, so_far, nbytes = self.counts
-        self.counts = PoolCounts(wanted + len(left), so_far + found, nbytes)
+        assert self.engine is not None
+        if self._late and self.engine.is_done(self._late_ready):
+            self._take_late()
+        left[:] = dict.fromkeys(chosen.view(-1).tolist())
+        missing = [expert for expert in left if (layer, expert) not in self._at]
+        computed = list[int]()
+        if cpu is not None and missing:
+            host = self._layers[layer].host
+            assert host is not None
+            missing.sort(key=lambda expert: (layer, expert) in self._late)  # which are on their way without a hurry
+            by_link = len(missing) - cpu.split(len(missing), host.shape[1], queued=len(self._late))
+            computed = missing[by_link:]
+            if any((layer, expert) in self._late for expert in missing[:by_link]):
+                self._take_late()
+        counts = self.counts
+        self.counts = counts._replace(
+            wanted=counts.wanted + len(left), found=counts.found + len(left) - len(missing),
+            computed=counts.computed + len(computed),
+        )  # fmt: skip
+        left[:] = [expert for expert in left if expert not in computed]
+        if cpu is None or not computed:
+            self._give_turns(layer, left)
+            return
+        units = self._layers[layer].host
+        assert units is not None
+        cpu.begin(layer, chosen, [(expert, units[expert]) for expert in computed])
         self._give_turns(layer, left)
+        if self._spare and not self._late and cpu.share is None:  # the link brings one for those that come after
+            buffer = self._free.pop() if self._free else self._at.popitem(last=False)[1]
+            self._late[layer, computed[0]] = buffer
+            self._copy(layer, computed[0], buffer, self._never, self._late_ready)
+        cpu.finish()
 
     def _give_turns(self, layer: int, left: list[int]) -> None:
         """Give those of the experts that are `left` a turn that are there, and as many others as there are buffers
@@ -221,7 +265,8 @@ class ExpertPool:
         here = [expert for expert in left if (layer, expert) in self._at]
         for expert in here:
             self._at.move_to_end((layer, expert))
-        missing = [expert for expert in left if (layer, expert) not in self._at][: len(self.buffers) - len(here)]
+        most = len(self.buffers) - self._spare - len(here)
+        missing = [expert for expert in left if (layer, expert) not in self._at][:most]
         if missing:
             short = len(missing) - len(self._free)
             self._free += [self._at.popitem(last=False)[1] for _ in range(short)]
@@ -234,6 +279,13 @@ class ExpertPool:
         turns = {*here, *missing}
         left[:] = [expert for expert in left if expert not in turns]
         self._write_places(layer, turns)
+
+    def _take_late(self) -> None:
+        """Take up what has come late, or wait for it."""
+        assert self.engine is not None
+        self.engine.compute_wait(self._late_ready)
+        self._at.update(self._late)
+        self._late.clear()
 
     def _wait_for_card(self) -> None:
         """Wait for what the current stream has to do."""

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
 from offload_runtime_kernels.experts import StoredMatrices
+from offload_runtime_kernels.experts_cpu import HostMatrix
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
@@ -171,13 +172,22 @@ class ExpertBlocks:
         """Return how many of them so many rows have, if each has any."""
         return self.count * (1 - (1 - self.chosen / self.count) ** rows)
 
+    @property
+    def places(self) -> dict[str, HostMatrix]:
+        """Return how each matrix of an expert is stored, and where in its block."""
+        found = dict[str, HostMatrix]()
+        for spec in self.block.tensors:
+            (kind,) = [how.kind for _, how in spec.encoding.parts] or [DTYPE_KINDS[spec.encoding.dtype]]
+            found[spec.name] = HostMatrix(kind, spec.offset_bytes)
+        return found
+
     def matrices(self, buffers: torch.Tensor) -> dict[str, StoredMatrices]:
         """Name the matrices of experts that lie in buffers, uint8 [S, at least the bytes of one], without copying."""
         found = dict[str, StoredMatrices]()
         for spec in self.block.tensors:
-            (how,) = [how for _, how in spec.encoding.parts] or [Format(DTYPE_KINDS[spec.encoding.dtype])]
-            end = spec.offset_bytes + how.nbytes(*spec.shape)
-            found[spec.name] = StoredMatrices(buffers[:, spec.offset_bytes : end], how.kind, *spec.shape)
+            kind, start = self.places[spec.name]
+            end = start + format_of(kind).nbytes(*spec.shape)
+            found[spec.name] = StoredMatrices(buffers[:, start:end], kind, *spec.shape)
         return found
 
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from offload_runtime_kernels.experts_cpu import ExpertsCpu, load_experts_library
 
 from offload_runtime.cache import HostKVCache, HostKVCard, KVCache, block_bytes
 from offload_runtime.cache.device import num_blocks
 from offload_runtime.core import Batch, TokenTree
+from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import ExpertStore, LayerWeights
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.runners import Decoder, ModelRunner, decide
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.stream import CopyEngine, DeviceBudget, Registrar, Staging, make_copy_engine
+from offload_runtime.stream.cpu_experts import CpuExperts
 from offload_runtime.stream.expert_pool import ExpertPool, ExpertUnits
 from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights import EMBEDDING, CheckpointSource, ModelLayout, checkpoint_tensors
@@ -87,8 +92,8 @@ def in_memory(hf_model: Any) -> CheckpointSource:
     return CheckpointSource(config, hf_model.dtype, "memory", hf_model.config.to_dict(), fills, lambda: None)
 
 
-def make_pool(weights: HostWeights, count: int | None, device: torch.device) -> ExpertPool:
-    """The experts of a model: all of them, or as many as have room in so many buffers."""
+def make_pool(weights: HostWeights, count: int | None, device: torch.device, cpu_share: float | None) -> ExpertPool:
+    """The experts of a model: all of them, or as many as have room in so many buffers beside what the CPU computes."""
     experts, layers = weights.layout.experts, dict[int, ExpertUnits]()
     for layer, one in experts.items():
         layers[layer] = ExpertUnits(one.count, one.chosen, None if count is None else weights.experts_of(layer))
@@ -99,8 +104,20 @@ def make_pool(weights: HostWeights, count: int | None, device: torch.device) -> 
         of_layers = buffers.split([one.count for one in experts.values()])
         for layer, part in zip(experts, of_layers, strict=True):
             part[:, : experts[layer].block.total_bytes] = weights.experts_of(layer).to(device)
-    engine = None if count is None else make_copy_engine(device)
-    return ExpertPool(buffers, layers, engine, most_choices=4096)
+    engine, cpu = None if count is None else make_copy_engine(device), None
+    if engine is not None and cpu_share != 0:
+        dtype, folder = weights.layout.dtype, Path(tempfile.gettempdir()) / "experts-of-tests"
+        kinds = {place.encoding for one in experts.values() for place in one.places.values()}
+        library = load_experts_library(folder, dtype, kinds)
+        mixers = {layer: weights.config.layers[layer].mlp for layer in experts}
+        on_cpu = {
+            layer: mixer.on_cpu(library, experts[layer].places, weights.views(layer))
+            for layer, mixer in mixers.items()
+            if isinstance(mixer, Experts)
+        }
+        most, x = max(one.chosen for one in experts.values()), torch.empty(0, weights.config.hidden_size, dtype=dtype)
+        cpu = CpuExperts(ExpertsCpu(library, 1), on_cpu, cpu_share, engine, choices=most, x=x)
+    return ExpertPool(buffers, layers, engine, most_choices=4096, cpu=cpu)
 
 
 def make_runner(
@@ -108,6 +125,7 @@ def make_runner(
     *,
     buffers: int = 0,
     pool_buffers: int | None = None,
+    cpu_share: float | None = 0,
     resident: tuple[int, ...] | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     capacity_tokens: int = 160,
@@ -124,6 +142,7 @@ def make_runner(
         model: An opened checkpoint, or a transformers model.
         buffers: Those of the ring; 0 keeps every layer resident.
         pool_buffers: Those of experts; None: all experts stay.
+        cpu_share: Of the missing ones, what the CPU computes; None: by measured rates.
         resident: Layers that stay on the device when there is a ring; by default none.
         chunk_tokens: Pieces that a prompt is worked on in.
         capacity_tokens: Of the cache, per sequence.
@@ -163,7 +182,7 @@ def make_runner(
     scratch = torch.full((scratch_bytes,), 255, dtype=torch.uint8, device=device) if scratch_bytes else None
     # NaN in any dtype
     ring = [torch.full((buffer_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(buffers)]
-    pool = make_pool(weights, pool_buffers, device) if layout.experts else None
+    pool = make_pool(weights, pool_buffers, device, cpu_share) if layout.experts else None
 
     def make_views(layer: int, buffer: torch.Tensor) -> LayerWeights:
         found = LayerWeights(layout.layers[layer].views(buffer, scratch))
