@@ -83,7 +83,7 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ comp
 @needs_compiler
 @pytest.mark.few(3)
 @pytest.mark.parametrize("way", ["batch", "windows", "cards"])
-@pytest.mark.parametrize("buffers", [CHOSEN, COUNT, 2 * COUNT + 1])
+@pytest.mark.parametrize("buffers", [CHOSEN + 1, COUNT, 2 * COUNT + 1])
 @pytest.mark.parametrize("share", [0.4, 1.0])
 def test_tokens_do_not_depend_on_what_the_cpu_computes(
     way: str, buffers: int, share: float, mixture: Path, expected: list[list[int]]
@@ -99,14 +99,14 @@ def test_tokens_do_not_depend_on_what_the_cpu_computes(
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_the_cpu_takes_what_keeps_it_busy_as_long_as_the_link(family: str, tmp_path: Path) -> None:
     """By measured rates, with what the link brings meanwhile for later passes."""
-    family_model(family, 1).save_pretrained(tmp_path)
+    family_model(family, 1, **SPARSE, num_local_experts=COUNT).save_pretrained(tmp_path)
     source, found = open_checkpoint(tmp_path), list[torch.Tensor]()
     ways: list[dict[str, Any]] = [{}, *({"pool_buffers": count, "cpu_share": None} for count in (3, 4, 7))]
     for options in ways:
         made = make_runner(source, **options)
         rows = [prefill(made.runner, 0, PROMPTS[2])]
-        for first in range(20):
-            rows.append(verify(made.runner, {0: TokenTree(tuple(range(first, first + 1 + first % 4)))}))
+        for first in range(24):
+            rows.append(verify(made.runner, {0: TokenTree(tuple(range(first, first + 1 + first % 5)))}))
             made.runner.cache.commit_path(0, [0])
         found.append(torch.cat(rows))
         made.close()
@@ -159,6 +159,7 @@ def test_on_a_gpu_tokens_do_not_depend_on_the_pool(buffers: int, mixture: Path) 
     for size in (None, buffers * EXPERT_BYTES // 2):
         for ways in (
             {"draft": "none", "max_batch": 2},
+            {"draft": "none", "cpu_share": 0},
             {"draft": "ngram", "gamma": 6},
             {"draft": "none", "kv": "host"},
         ):

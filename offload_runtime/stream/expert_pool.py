@@ -262,11 +262,11 @@ class ExpertPool:
         for; these are there for what is enqueued from now on."""
         assert self.engine is not None
         self._wait_for_card()  # which may still read any buffer, and the places
-        here = [expert for expert in left if (layer, expert) in self._at]
+        room = len(self.buffers) - self._spare
+        here = [expert for expert in left if (layer, expert) in self._at][:room]
         for expert in here:
             self._at.move_to_end((layer, expert))
-        most = len(self.buffers) - self._spare - len(here)
-        missing = [expert for expert in left if (layer, expert) not in self._at][:most]
+        missing = [expert for expert in left if (layer, expert) not in self._at][: room - len(here)]
         if missing:
             short = len(missing) - len(self._free)
             self._free += [self._at.popitem(last=False)[1] for _ in range(short)]
