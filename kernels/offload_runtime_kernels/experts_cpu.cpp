@@ -37,7 +37,7 @@
 #if defined(WITH_AVX512) || defined(WITH_AVX2)
 #define OPERATION INLINE
 #else
-#define OPERATION __attribute__((noinline))  // of many instructions, which would take minutes to compile wherever they are
+#define OPERATION __attribute__((noinline))  // many instructions, which would take minutes to compile everywhere
 #endif
 
 namespace {
@@ -130,9 +130,19 @@ INLINE U gathered(const Bytes* rows, long at) {
     return out;
 }
 
-template <int K>
+#if defined(WITH_AVX512)
+// Of lanes' lowest four bits, or five, what a table has there: as fast as it gets from integers to fp32.
+INLINE F looked_up(U places, __m512 table) { return (F)_mm512_permutexvar_ps((__m512i)places, table); }
+#endif
+
+// Byte K of words, which is below 2^BITS.
+template <int BITS, int K>
 OPERATION F byte(U words) {
 #if defined(WITH_AVX512)
+    const __m512 low = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    if constexpr (BITS == 4) return looked_up(words >> 8 * K, low);
+    const __m512 high = _mm512_add_ps(low, _mm512_set1_ps(16));
+    if constexpr (BITS == 5) return (F)_mm512_permutex2var_ps(low, (__m512i)(words >> 8 * K), high);
     return (F)_mm512_cvtepi32_ps(_mm512_shuffle_epi8((__m512i)words, _mm512_set4_epi32(
         (int)0x8080800c + K, (int)0x80808008 + K, (int)0x80808004 + K, (int)0x80808000 + K)));
 #elif defined(WITH_AVX2)
@@ -184,6 +194,25 @@ OPERATION F rounded(F v) {
 #endif
     } else {
         return v;
+    }
+}
+
+#if defined(WITH_AVX512) && defined(__AVX512BF16__)
+constexpr bool TAKES_TURNS = DTYPE == Dtype::BF16;
+#else
+constexpr bool TAKES_TURNS = false;
+#endif
+
+// Both rounded; where it TAKES_TURNS the first has the lanes of even numbers afterwards, and the second has the others.
+template <bool MAYBE_NAN>
+INLINE void round_both(F both[2]) {
+    if constexpr (TAKES_TURNS) {
+#if defined(WITH_AVX512) && defined(__AVX512BF16__)
+        U pairs = (U)_mm512_cvtne2ps_pbh((__m512)both[1], (__m512)both[0]);
+        both[0] = (F)(pairs << 16), both[1] = (F)(pairs & 0xffff0000);
+#endif
+    } else {
+        both[0] = rounded<MAYBE_NAN>(both[0]), both[1] = rounded<MAYBE_NAN>(both[1]);
     }
 }
 
@@ -249,10 +278,12 @@ struct Blocks {
     static constexpr bool is_exact(Dtype dtype) { return dtype == Dtype::F32; }
     U words[16], numbers[8];
     F scales[2], offsets[2];  // of a half of the group each
-    template <int K>
+    template <int BITS, int K>
     INLINE F weight() const {
-        return fma(byte<K / 8 % 2 * 2 + K % 2>(numbers[K / 2 % 4 * 2 + K / 16]), scales[K / 16], offsets[K / 16]);
+        return fma(byte<BITS, byte_of(K)>(numbers[word_of(K)]), scales[K / 16], offsets[K / 16]);
     }
+    static constexpr int word_of(int k) { return k / 2 % 4 * 2 + k / 16; }
+    static constexpr int byte_of(int k) { return k / 8 % 2 * 2 + k % 2; }
     INLINE void take(const Bytes* rows, long at) {
         for (int i = 0; i < 4; ++i) transpose(rows, at + 16 * i, words + 4 * i);
     }
@@ -284,6 +315,8 @@ struct Q8_0 : Blocks {
         scale(d, d * -128);
         for (int i = 0; i < 8; ++i) numbers[i] = words[i / 2 * 4 + block * 2 + i % 2] ^ 0x80808080;
     }
+    template <int K>
+    INLINE F weight() const { return Blocks::weight<8, K>(); }
 };
 
 struct Q4_0 : Blocks {
@@ -298,6 +331,8 @@ struct Q4_0 : Blocks {
         scale(d, d * -8);
         both_halves(block);
     }
+    template <int K>
+    INLINE F weight() const { return Blocks::weight<4, K>(); }
 };
 
 struct MXFP4 : Blocks {
@@ -314,16 +349,22 @@ struct MXFP4 : Blocks {
         F d = where(e < 2, (F)(word(1 << 21) << (e & 1)), (F)((e - 1) << 23));
         scale(d, d * -12);
         both_halves(block);
+#if defined(WITH_AVX512)
+    }
+    template <int K>
+    INLINE F weight() const {
+        const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+        return looked_up(numbers[word_of(K)] >> 8 * byte_of(K), table) * scales[0];
+    }
+#else
         for (U& four : numbers) four = codes(four);
     }
+    template <int K>
+    INLINE F weight() const { return Blocks::weight<8, K>(); }
     // Twice the numbers of E2M1, and 12.
     static INLINE U codes(U places) {
-#if defined(WITH_AVX512) || defined(WITH_AVX2)
+#if defined(WITH_AVX2)
         __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-#endif
-#if defined(WITH_AVX512)
-        return (U)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)places);
-#elif defined(WITH_AVX2)
         return (U)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)places);
 #else
         static const uint8_t table[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -333,6 +374,7 @@ struct MXFP4 : Blocks {
         return load<U>(each);
 #endif
     }
+#endif
 };
 
 // Eight groups with scales and minima of six bits in twelve bytes.
@@ -363,6 +405,8 @@ struct Q4_K : Packed {
     INLINE void open(const Bytes* rows, long blocks, long step) {
         Packed::open(rows, step * 128, blocks * 128 + step * 16);
     }
+    template <int K>
+    INLINE F weight() const { return Blocks::weight<4, K>(); }
 };
 
 struct Q5_K : Packed {
@@ -376,6 +420,8 @@ struct Q5_K : Packed {
         Packed::group(group);
         for (int i = 0; i < 8; ++i) numbers[i] |= (upper[i] >> group & 0x01010101) << 4;
     }
+    template <int K>
+    INLINE F weight() const { return Blocks::weight<5, K>(); }
 };
 
 struct Q6_K : Blocks {
@@ -399,6 +445,8 @@ struct Q6_K : Blocks {
         scales[0] = d * __builtin_convertvector(pair << 24 >> 24, F), offsets[0] = scales[0] * -32;
         scales[1] = d * __builtin_convertvector(pair << 16 >> 24, F), offsets[1] = scales[1] * -32;
     }
+    template <int K>
+    INLINE F weight() const { return Blocks::weight<6, K>(); }
 };
 
 // --- products
@@ -446,9 +494,9 @@ void product(const Bytes* rows, const Matrix& matrix, const float* const* x, flo
             unrolled<Format::GROUP>([&](auto k) __attribute__((always_inline)) {
                 F weights[2];
                 unrolled<2>([&](auto half) __attribute__((always_inline)) {
-                    F weight = panel[half].template weight<k>();
-                    weights[half] = Format::is_exact(DTYPE) ? weight : rounded<Format::ANY_NAN>(weight);
+                    weights[half] = panel[half].template weight<k>();
                 });
+                if constexpr (!Format::is_exact(DTYPE)) round_both<Format::ANY_NAN>(weights);
                 unrolled<R>([&](auto r) __attribute__((always_inline)) {
                     F each = number(x[r][column + group * Format::GROUP + k]);
                     unrolled<2>([&](auto half) __attribute__((always_inline)) {
@@ -458,7 +506,11 @@ void product(const Bytes* rows, const Matrix& matrix, const float* const* x, flo
             });
         }
     }
-    std::memcpy(sums, totals, sizeof totals);
+    for (int r = 0; r < R; ++r)
+        for (int i = 0; i < PANEL; ++i) {
+            int lane = TAKES_TURNS && !Format::is_exact(DTYPE) ? i % 2 * LANES + i / 2 : i;
+            sums[r * PANEL + i] = totals[r][lane / LANES][lane % LANES];
+        }
 }
 
 using Product = void (*)(const Bytes*, const Matrix&, const float* const*, float*, Ahead&);
@@ -476,7 +528,8 @@ INLINE F exponential(F x) {
     n += __builtin_convertvector(n > scaled, F);  // true is -1
     F r = fma(n, number(2.12194440e-4f), fma(n, number(-0.693359375f), x));
     F power = number(1.9875691500e-4f);
-    for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f, 1.0f})
+    for (float term : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f, 1.0f,
+                       1.0f})
         power = fma(power, r, number(term));
     return power * (F)((__builtin_convertvector(n, I) + 127) << 23);
 }
@@ -571,7 +624,8 @@ class Pool {
         job.inner_stride = (experts.inner + MOST - 1) / MOST * MOST;
         job.x.assign(tokens * job.row_stride, 0), job.h.assign(job.rows.size() * job.inner_stride, 0);
         for (long token = 0; token < tokens; ++token) widen(x, token, experts.hidden);
-        job.first_panels = (experts.inner + LANES - 1) / LANES, job.second_panels = (experts.hidden + PANEL - 1) / PANEL;
+        job.first_panels = (experts.inner + LANES - 1) / LANES;
+        job.second_panels = (experts.hidden + PANEL - 1) / PANEL;
         job.num_tasks = count * (job.first_panels + job.second_panels);
         if ((long)job.panels_done.size() < count) job.panels_done = std::vector<std::atomic<long>>(count);
         for (auto& done : job.panels_done) done.store(0, std::memory_order_relaxed);
@@ -743,7 +797,8 @@ void* experts_start(int threads, const int32_t* cores) {
 
 void experts_stop(void* pool) { delete (Pool*)pool; }
 
-// Returns whether there is memory for it. `y` is written until `experts_wait` returns; all else is read before this does.
+// Returns whether there is memory for it. `y` is written until `experts_wait` returns; all but weights and biases is
+// read before this returns.
 bool experts_submit(void* pool, const Experts* experts, const void* x, int64_t tokens, const int64_t* numbers,
                     int64_t choices, const int64_t* wanted, const uint8_t* const* blocks, int64_t count, void* y) try {
     ((Pool*)pool)->submit(*experts, x, tokens, numbers, choices, wanted, blocks, count, y);

@@ -28,14 +28,15 @@ import torch
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, expert_rows_reference, row_bytes
 from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS, FORMATS, KIND_DTYPES, pack_rows
 
-Instructions = Literal["native", "avx2", "plain"]
+Instructions = Literal["native", "avx512", "avx2", "plain"]
 
 ENCODINGS = (*DTYPE_KINDS.values(), "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 _SOURCE = Path(__file__).with_name("experts_cpu.cpp")
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
 _TARGETS: dict[Instructions, tuple[str, ...]] = {
-    "native": ("-march=native",), "avx2": ("-mavx2", "-mfma", "-mf16c"), "plain": (),
+    "native": ("-march=native",), "avx512": ("-march=skylake-avx512",), "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "plain": (),
 }  # fmt: skip
 _DIGEST_BYTES = 32
 
@@ -184,7 +185,7 @@ def random_rows(encoding: str, rows: int, columns: int, generator: torch.Generat
     form = FORMATS[encoding]
     blocks = torch.randint(256, (rows, columns // form.weights, form.nbytes), generator=generator, dtype=torch.uint8)
     if form.e2m1:
-        blocks[..., 0] = blocks[..., 0] % 16 + 114
+        blocks[..., 0] = blocks[..., 0] % 8 + 114
     for at in form.file_halves:
         scales = torch.randn(blocks.shape[:2], generator=generator) / (columns**0.5 * 64)
         blocks[..., at : at + 2] = scales.half()[..., None].view(torch.uint8)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from offload_runtime_kernels.experts_cpu import (
 from offload_runtime_kernels.gguf_blocks import FORMATS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CPU = Path("/proc/cpuinfo").read_text()
 CORES = len(os.sched_getaffinity(0))
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
@@ -99,15 +102,21 @@ class Problem:
         return out
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("encoding", ["MXFP4", *(name for name in ENCODINGS if name != "MXFP4")])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
-@pytest.mark.parametrize("instructions", ["native", "plain", "avx2"])
+def _cases() -> Iterator[Any]:
+    """Every encoding in every dtype by the machine's instructions; by others in one dtype, which takes turns."""
+    for number, encoding in enumerate(ENCODINGS):
+        for each, dtype in enumerate((BF16, FP16, FP32)):
+            for instructions in ("native", "avx512", "avx2", "plain") if each == number % 3 else ("native",):
+                fast = (encoding, dtype, instructions) in (("MXFP4", BF16, "native"), ("Q4_0", FP16, "avx2"))
+                yield pytest.param(encoding, dtype, instructions, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("encoding", "dtype", "instructions"), list(_cases()))
 def test_bits_are_those_of_the_reference(
     libraries: Path, encoding: str, dtype: torch.dtype, instructions: Instructions
 ) -> None:
-    if instructions == "avx2" and "avx2" not in Path("/proc/cpuinfo").read_text():
-        pytest.skip("this processor has no AVX2")
+    if (feature := {"avx512": "avx512vl", "avx2": "avx2"}.get(instructions, "")) not in CPU:
+        pytest.skip(f"this processor has no {feature}")
     library = load_experts_library(libraries, dtype, [encoding], instructions)
     unit = FORMATS[encoding].weights if encoding in FORMATS else 1
     sizes = {1: (44, 21), 32: (96, 160), 256: (256, 256)}[unit]
