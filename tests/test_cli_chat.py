@@ -13,7 +13,14 @@ from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.app import app
 from offload_runtime.cli.chat import COMMANDS
+from offload_runtime.engine import Conversation, GenerationResult, TokenEvent, TokenStream
+from offload_runtime.engine.channels import has_channels
+from offload_runtime.engine.engine import RequestOutput
+from offload_runtime.engine.request import PromptRoom, Request
 from offload_runtime.params import GenerationParams, SamplingParams
+from offload_runtime.weights import describe_model
+from tests.helpers.engine import byte_level_tokenizer
+from tests.helpers.planning import CONFIGS
 from tests.test_cli_fakes import FakeRuntime, app_of, full_host, press_ctrl_c
 from tests.test_cli_generate import NOISE, error_lines
 
@@ -272,3 +279,50 @@ def test_a_shell_completes_commands_options_and_values(typed: str, found: str) -
     asked = {"_OFFLOAD_RUNTIME_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     result = CliRunner().invoke(app, [], prog_name="offload-runtime", env=asked)
     assert (result.exit_code, result.stdout.split()) == (0, [found])
+
+
+OF_GPT_OSS = (
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>"
+    "{{ m.content }}<|end|>{% endfor %}<|start|>assistant"
+)
+
+
+class GptOss(FakeRuntime):
+    """Answers one after the other as they are told, with marks; what is real is the conversation."""
+
+    def __init__(self, *answers: str) -> None:
+        super().__init__()
+        self.tokenizer, self.answers, self.prompts = byte_level_tokenizer(), list(answers), list[str]()
+        marks = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"]
+        self.tokenizer.add_special_tokens({"additional_special_tokens": marks})
+        self.tokenizer.chat_template = OF_GPT_OSS
+        config = describe_model(CONFIGS / "llama-3.1-8b").config()
+        self.room = PromptRoom(self.tokenizer, config, self.context_tokens, has_channels=has_channels(self.tokenizer))
+
+    def conversation(self, system: str | None, *, template_options: None) -> Any:
+        return Conversation(self, system)
+
+    def start(self, tokens: list[int], params: GenerationParams, **options: Any) -> TokenStream:
+        self.prompts.append(self.tokenizer.decode(tokens))
+        end = frozenset([self.tokenizer.convert_tokens_to_ids("<|return|>")])
+        request = Request(tokens, params, self.tokenizer, end, budget=None, has_channels=self.room.has_channels)
+        answer = iter(self.tokenizer.encode(self.answers.pop(0)))
+
+        def step(request: Request) -> list[RequestOutput]:
+            token = next(answer)
+            event = TokenEvent(token, request.push(token), "target")
+            if request.finish_reason:
+                request.result = GenerationResult(request.tokens, request.text, request.finish_reason, self.stats)
+            return [RequestOutput(request, [event])]
+
+        return TokenStream(request, step, lambda request: None)
+
+
+def test_what_gpt_oss_thinks_is_shown_and_not_told_again() -> None:
+    thought, final = "<|channel|>analysis<|message|>Hm.", "<|channel|>final<|message|>The <think> tag."
+    runtime = GptOss(f"{thought}<|end|><|start|>assistant{final}<|return|>", f"{thought}<|return|>", "Yes.<|return|>")
+    result = chat(runtime, turns="one\ntwo\nthree\n")
+    assert result.stdout == "<think>\nHm.\n</think>\n\nThe <think> tag.\n<think>\nHm.\nYes.\n"
+    texts = [f"<|start|>user<|message|>{text}<|end|><|start|>assistant" for text in ("one", "two", "three")]
+    said = [texts[0], f"{final}<|end|>{texts[1]}", f"<|channel|>final<|message|><|end|>{texts[2]}"]
+    assert runtime.prompts == [said[0], "".join(said[:2]), "".join(said)]

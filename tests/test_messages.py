@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from offload_runtime.engine.chat_template import ChatTemplate, MessageError
-from offload_runtime.engine.request import PromptRoom
+from offload_runtime.engine.request import PromptRoom, Request
 from offload_runtime.errors import OptionError
+from offload_runtime.params import GenerationParams
 from offload_runtime.server.parsers import AnswerParser
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import byte_level_tokenizer
@@ -345,13 +345,18 @@ CALL, PREAMBLE = "<|channel|>commentary to=functions.f <|constrain|>json<|messag
         ("analysis of a model without channels", ("", "analysis of a model without channels", [])),
     ],
 )  # fmt: skip
-def test_messages_of_gpt_oss_are_told_apart(answer: str, expected: Any) -> None:
-    added = {number: SimpleNamespace(content=mark, special=True) for number, mark in enumerate(MARKS_OF_GPT_OSS)}
-    tokenizer = SimpleNamespace(chat_template="{% if tools %}", added_tokens_decoder=added, decode=lambda *_, **__: "")
-    parser, found = AnswerParser(tokenizer, [1], ["f", "g"]), list[Any]()
-    for piece in re.split(r"(<\|\w+\|>)", answer):  # those tokens have no text
-        is_mark = piece in MARKS_OF_GPT_OSS
-        found.append(parser.push("" if is_mark else piece, MARKS_OF_GPT_OSS.index(piece) if is_mark else 99))
+@pytest.mark.parametrize("stop", [(), ("\n", "<think>", "m.No")], ids=["", "stops"])
+def test_messages_of_gpt_oss_are_told_apart(answer: str, expected: Any, stop: tuple[str, ...]) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS_OF_GPT_OSS)})
+    tokenizer.chat_template = "{% if tools %}"
+    prompt, tokens = tokenizer.encode("<|start|>assistant"), tokenizer.encode(answer)
+    request = Request(
+        prompt, GenerationParams(len(tokens), stop=stop), tokenizer, frozenset(), budget=None, has_channels=True
+    )
+    parser, found = AnswerParser(tokenizer, prompt, ["f", "g"]), list[Any]()
+    for token in tokens:
+        found.append(parser.push(request.push(token), token))
     thought, text, calls = zip(*found, parser.finish(), strict=True)
     called = [(call.name, call.arguments) for some in calls for call in some]
     assert ("".join(thought), "".join(text), called) == expected

@@ -60,6 +60,11 @@ class TokenStream(Iterator[str]):
         return self._request.result
 
     @property
+    def said(self) -> str:
+        """Return the answer so far as the next turn's prompt has it: without what gpt-oss thought."""
+        return self._request.said
+
+    @property
     def logprobs(self) -> Sequence[TokenLogprobs]:
         """Return those of the tokens so far, where they were asked for; some text of them may still be held back."""
         return self._request.logprobs
@@ -135,7 +140,7 @@ class Conversation:
         # Special tokens included, as the template writes them.
         text = prompt[0] + self._room.tokenizer.decode(reply.result.tokens, skip_special_tokens=False)
         self._earlier[len(messages) - 1] = before
-        answered = [*messages, {"role": "assistant", "content": reply.result.text}]
+        answered = [*messages, {"role": "assistant", "content": reply.said}]
         self._begin_with(answered, text, (*prompt[1], *reply.result.tokens))
 
     def say(

@@ -22,6 +22,7 @@ from offload_runtime_kernels._jit import triton_available
 from offload_runtime import hardware, stream
 from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig
+from offload_runtime.engine.channels import has_channels
 from offload_runtime.engine.engine import Engine, device_errors
 from offload_runtime.engine.load_model import LoadedModel, LoadProgress, OpenCard, load_models
 from offload_runtime.engine.proposing import largest_windows, make_proposer
@@ -262,6 +263,7 @@ def _load(
         room = PromptRoom(
             tokenizer, plan.target.config, plan.target.context_tokens, config.allow_special_tokens,
             target_source.generation_fields, frozenset(target_source.generation_eos(tokenizer)),
+            has_channels(tokenizer),
         )  # fmt: skip
         for found in drafts or ():
             if isinstance(found.model, CheckpointSource) and found.model is plan.request.draft:

@@ -15,6 +15,7 @@ from typing import Any
 from tokenizers import PreTokenizedString, pre_tokenizers
 
 from offload_runtime.core import DraftBudget
+from offload_runtime.engine.channels import Channels
 from offload_runtime.engine.chat_template import ChatTemplate, MessageError
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.fields import Fields
@@ -287,8 +288,8 @@ def _each_text(value: Any, change: Callable[[str], str]) -> Any:
 @dataclass(frozen=True)
 class PromptRoom:
     """Holds what prompts and their options have to go with: the model's `tokenizer` and `config`, `context_tokens` that
-    are reserved, whether messages may spell control tokens, what the model's `generation_config.json` says, and the
-    tokens that end an answer."""
+    are reserved, whether messages may spell control tokens, what the model's `generation_config.json` says, the
+    tokens that end an answer, and whether it comes in channels."""
 
     tokenizer: Any
     config: ModelConfig
@@ -296,6 +297,7 @@ class PromptRoom:
     allow_special_tokens: bool = False
     generation: Fields = field(default_factory=lambda: Fields("", {}))
     eos_token_ids: frozenset[int] = frozenset()
+    has_channels: bool = False
 
     @cached_property
     def sampling_defaults(self) -> Mapping[str, float]:
@@ -442,11 +444,12 @@ class Request:
         eos_token_ids: Tokens that end the answer, unless `params` ignores them.
         budget: What is proposed in every step; None where it is chosen for each.
         matcher: Of the schema or grammar in `params`, as `PromptRoom.check` gives it, for this request alone.
+        has_channels: The model's answers come in channels, but for those that a schema or grammar binds.
     """
 
     def __init__(
         self, prompt: Sequence[int], params: GenerationParams, tokenizer: Any, eos_token_ids: frozenset[int], *,
-        budget: DraftBudget | None, matcher: GrammarMatcher | None = None,
+        budget: DraftBudget | None, matcher: GrammarMatcher | None = None, has_channels: bool = False,
     ) -> None:  # fmt: skip
         self.params, self.budget, self.matcher = params, budget, matcher
         self.slot = -1  # its batch row in the caches, once it runs
@@ -464,7 +467,7 @@ class Request:
         self.acceptance: Sequence[Acceptance] = ()  # once it is finished
         # What ends the answer, once it has `min_tokens`.
         self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-        self._tokenizer = tokenizer
+        self._tokenizer, self._has_channels = tokenizer, has_channels and matcher is None
         self._begin_text()
 
     def _begin_text(self) -> None:
@@ -472,6 +475,7 @@ class Request:
         self._pieces: list[str] = []
         self._decoder = IncrementalDecoder(self._tokenizer, self.sequence)
         self._stops = StopStrings(self.params.stop)
+        self._channels = Channels.of_answer(self._tokenizer, self.sequence) if self._has_channels else None
 
     @property
     def tokens(self) -> list[int]:
@@ -487,6 +491,11 @@ class Request:
     def text(self) -> str:
         """Return the answer so far, but for what is held back as it may become a stop string."""
         return "".join(self._pieces)
+
+    @property
+    def said(self) -> str:
+        """Return the same without what was thought in a channel, which no template reads again."""
+        return self.text if self._channels is None else self._channels.without_thoughts(self.text)
 
     @property
     def room(self) -> int:
@@ -509,9 +518,13 @@ class Request:
 
     def _decode(self, token: int) -> tuple[str, bool]:
         """Return the text that the newest token lets be shown, and whether a stop string is complete."""
-        piece, stopped = self._decoder.push(token), False
+        piece, written, stopped = self._decoder.push(token), "", False
+        if self._channels is not None:
+            piece, written = self._channels.push(piece, token)
         if self.new_tokens >= self.params.min_tokens:
             piece, stopped = self._stops.push(piece)
+        if written and not stopped:  # no stop string is in what marks are written as, nor goes across one
+            piece += self._stops.flush() + written
         self._pieces.append(piece)
         return piece, stopped
 
@@ -535,7 +548,10 @@ class Request:
     def finish(self, reason: str) -> str:
         """End the answer for this reason; the text that was held back."""
         self.finish_reason = reason
-        rest, stopped = self._stops.push(self._decoder.flush())
-        rest += "" if stopped else self._stops.flush()
+        rest, written = self._decoder.flush(), ""
+        if self._channels is not None:
+            rest, written = self._channels.finish(rest)
+        rest, stopped = self._stops.push(rest)
+        rest += "" if stopped else self._stops.flush() + written
         self._pieces.append(rest)
         return rest

@@ -384,7 +384,10 @@ class Runtime(AbstractContextManager["Runtime"]):
         matcher = self.room.check(params)
         budget = settle(self.engine.plan, self.engine.proposer, params)
         budget = budget if speculate else PLAIN
-        return Request(tokens, params, self.tokenizer, self.room.eos_token_ids, budget=budget, matcher=matcher)
+        return Request(
+            tokens, params, self.tokenizer, self.room.eos_token_ids, budget=budget, matcher=matcher,
+            has_channels=self.room.has_channels,
+        )  # fmt: skip
 
     def _begin(self, requests: Sequence[Request], owner: object | None = None) -> Sequence[Request]:
         """Begin a call of these requests, which are all that the caches and their slots are used for, and end those of

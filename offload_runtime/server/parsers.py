@@ -10,8 +10,7 @@ whose template knows nothing of tools is told about them in words, and answers w
 A call that cannot be read, or of a function that was not offered, is shown as it was written: nothing of an answer is
 lost. `AnswerParser` takes an answer apart as it comes: what a model thinks aloud, the text that it says, and calls.
 Thinking stands between marks at the beginning of an answer, the first of which a template may have written already. A
-call that is drafted there is none. gpt-oss answers in several messages, each with a channel and perhaps a function that
-it is to; they are turned into Hermes' calls and thinking between marks.
+call that is drafted there is none. The messages of gpt-oss come as text with marks of Hermes and Qwen.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from offload_runtime.engine.channels import has_channels
 from offload_runtime.engine.chat_template import template_source
 from offload_runtime.errors import OptionError
 from offload_runtime.grammar import json_rule
@@ -202,49 +202,9 @@ def calls_grammar(tokenizer: Any, functions: Sequence[Mapping[str, Any]], *, sev
 _THINK = ("<think>", "</think>")
 # Marks of families, which count where the template or a token has them.
 _OTHERS = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|START_THINKING|>", "<|END_THINKING|>"))
-_HARMONY = ("<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>")
+_MESSAGE = "<|message|>"  # begins one of gpt-oss', which may be thought
 _LAST_TOKENS = 16  # of a prompt, that a mark is looked for in
 Parts = tuple[str, str, list[ToolCall]]  # thinking, text and calls
-
-
-class _Messages:
-    """Turns the messages of an answer of gpt-oss (harmony), as they come, into text with others' marks: what is in
-    the channel `analysis` is thought, and what is to a function a call; all else is said."""
-
-    def __init__(self) -> None:
-        self._header: str | None = ""  # None behind it
-        self._end, self._has_begun, self._has_said = "", False, False
-
-    def push(self, text: str, mark: str) -> tuple[str, str]:
-        """Return what has come of a token's text, which for a mark is what was held back before it, and the mark that
-        this begins with."""
-        if mark == "<|message|>" and self._header is not None:
-            return self._begin(self._header + text)
-        if mark in _HARMONY[3:]:
-            end, self._header, self._end = (text if self._header is None else "") + self._end, "", ""
-            return end, ""
-        if self._header is None:
-            return text, ""
-        self._header += text + mark
-        return "", ""
-
-    def _begin(self, header: str) -> tuple[str, str]:
-        """Return what a message with this header begins with."""
-        self._header, self._has_begun = None, True
-        if to := re.search(r"to=(?:functions\.)?([^\s<]+)", header):
-            self._end = f"}}{_HERMES.end}"
-            return f'{_HERMES.start}{{"name": {json.dumps(to[1])}, "arguments": ', ""
-        if "analysis" in header:
-            self._end = _THINK[1]
-            return _THINK[0], _THINK[0]
-        between, self._has_said = "\n\n" if self._has_said else "", True
-        return between, ""
-
-    def finish(self) -> str:
-        """Return what ends a call that has begun; or the answer, where no message has."""
-        if not self._has_begun:
-            return self._header or ""
-        return "" if self._end == _THINK[1] else self._end
 
 
 class AnswerParser:
@@ -269,11 +229,10 @@ class AnswerParser:
         contents = [token.content for _, token in added]
         pairs = [_THINK, *(pair for pair in _OTHERS if pair[0] in source or pair[0] in contents)]
         self._ends = {} if is_bound else dict(pairs)
-        self._messages = None if is_bound or not {*_HARMONY[:2]} <= {*contents} else _Messages()
-        if self._messages is not None and self._names and self._format is None:
+        if has_channels(tokenizer) and self._names and self._format is None:
             self._format = _HERMES
         self._call_marks = {self._format.start, self._format.end, *self._format.inner} if self._format else set()
-        marks = {*self._call_marks, *self._ends, *self._ends.values(), *(_HARMONY if self._messages else ())}
+        marks = {*self._call_marks, *self._ends, *self._ends.values(), _MESSAGE}
         self._marks = {number: token.content for number, token in added if token.content in marks}
         self._held = ""  # text that may be the beginning of a mark or of a call, or space around one
         self._end: str | None = None  # what ends the thinking that it is in
@@ -292,8 +251,8 @@ class AnswerParser:
         """Return what has come of thinking and of text that may be shown now, and calls that are complete, after `text`
         that `token` has added."""
         mark = self._marks.get(-1 if token is None else token, "")
-        if self._messages is not None:
-            text, mark = self._messages.push(text, mark)
+        if mark == _MESSAGE:
+            mark = _THINK[0] if self._ends and text.endswith(f"{_THINK[0]}\n") else ""
         if not text and mark in self._call_marks and self._end is not None:
             mark = ""  # a call that is drafted there is none
         self._held += text or mark
@@ -301,7 +260,6 @@ class AnswerParser:
 
     def finish(self) -> Parts:
         """Return the same of what is held back when the answer has ended."""
-        self._held += self._messages.finish() if self._messages is not None else ""
         if self._end is not None:
             return self._held.rstrip(), "", []
         self._may_think = False
