@@ -1,4 +1,5 @@
-"""Mixtures of experts that do not fit the card: tokens and prompts by the size of the pool, beside what the link takes.
+"""Mixtures of experts that do not fit the card: tokens and prompts by the size of the pool and by what the CPU computes
+of the experts that are missing, beside what the link takes.
 
     python tools/bench_experts.py --shape gpt-oss-120b --emulate rtx4090 --pools 16GB,8GB --out experts.json
     python tools/bench_experts.py --device cpu --dtype fp32 --shape tiny-gpt-oss --pools auto,300KB \\
@@ -6,8 +7,8 @@
 
 Weights are of random numbers, and so are routers, which choose some experts more often than others by a law of their
 biases (`widening.made`): hits by a pool's share are about as published, and say nothing of a real model. Tokens are
-drawn at T = 1. Each pool has a runtime of its own, all of which are to say the same tokens with the same bits. Prints a
-line a measurement, then one JSON line; exit code 1 where tokens or bits differ.
+drawn at T = 1. Each row has a runtime of its own, all of which are to say the same tokens with the same bits. Prints a
+line a row, then one JSON line; exit code 1 where tokens or bits differ.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import harness
@@ -41,6 +43,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--stored", choices=STORED, default="mxfp4", help="how weights are stored")
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--pools", default="auto", help="sizes of the pool of experts, comma-separated, or auto")
+    parser.add_argument("--cpu-shares", default="0,auto", help="of missing experts, comma-separated, of each pool")
     parser.add_argument("--prompts", type=integers, default=(8192,), help="tokens of prompts that are timed")
     parser.add_argument("--tokens", type=int, default=64, help="of the answer that is timed")
     parser.add_argument("--warm-up", type=int, default=64, help="tokens of one before it, which fills the pool")
@@ -81,7 +84,8 @@ def measure(runtime: Runtime, options: argparse.Namespace) -> tuple[dict[str, An
     row = {
         "prompts": prompts, "tokens": answer.tokens, "token_s": token_s, "tok_per_s": stats.tok_per_s,
         "predicted_s": stats.predicted_s_per_pass, "bytes_per_pass": stats.bytes_per_pass, "bound_s": bound_s,
-        "expert_hit_rate": stats.expert_hit_rate, "link_peak_gbps": peak_gbps, "placement": runtime.placement,
+        "expert_hit_rate": stats.expert_hit_rate, "expert_cpu_share": stats.expert_cpu_share,
+        "link_peak_gbps": peak_gbps, "placement": runtime.placement,
     }  # fmt: skip
     return row, logits
 
@@ -90,9 +94,12 @@ def describe(row: dict[str, Any]) -> str:
     """One line of a pool's figures."""
     hits, bound = row["expert_hit_rate"], row["bound_s"]
     link = "" if bound is None else f", the link alone {1e3 * bound:.2f} ms for {row['bytes_per_pass'] / GB:.3f} GB"
-    found = "all experts on the device" if hits is None else f"{hits:.1%} hits"
+    found = "all experts on the device"
+    if hits is not None:
+        found = f"{hits:.1%} hits, {row['expert_cpu_share']:.1%} of the others on the CPU"
     prompts = ", ".join(f"{one['tokens']} tokens in {one['s']:.2f} s" for one in row["prompts"])
-    return f"pool {row['pool']}: {1e3 * row['token_s']:.2f} ms a token{link}, {found}; prompts: {prompts}"
+    name = f"pool {row['pool']}, CPU {row['cpu_share']}"
+    return f"{name}: {1e3 * row['token_s']:.2f} ms a token{link}, {found}; prompts: {prompts}"
 
 
 def model_of(options: argparse.Namespace) -> CheckpointSource:
@@ -110,21 +117,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     report: dict[str, Any] = {"benchmark": "experts", "settings": harness.settings_of(options)}
     machine = emulated(options.emulate, device=options.device, vram=options.vram, dtype=options.dtype)
     rows, first, checks = list[dict[str, Any]](), None, list[Check]()
-    for pool in options.pools.split(","):
+    for pool, share in product(options.pools.split(","), options.cpu_shares.split(",")):
         started_s = time.perf_counter()
+        given = {
+            "expert_pool": None if pool == "auto" else pool,
+            "cpu_share": None if share == "auto" else float(share),
+        }
         with Runtime.load(
-            model_of(options), draft="none", dtype=options.dtype, context=options.context, **machine,
-            **({} if pool == "auto" else {"expert_pool": pool}),
-        ) as runtime:  # fmt: skip
+            model_of(options), draft="none", dtype=options.dtype, context=options.context, **machine, **given
+        ) as runtime:
             loaded_s = time.perf_counter() - started_s
             row, logits = measure(runtime, options)
-            rows.append({"pool": pool, "loaded_s": loaded_s} | row)
+            rows.append({"pool": pool, "cpu_share": share, "loaded_s": loaded_s} | row)
             print(describe(rows[-1]), row["placement"], sep="\n  ", flush=True)
             report |= provenance(*runtime.devices, commit=options.commit)
         if first is None:
             first = row["tokens"], logits
         differing = int(row["tokens"] != first[0]) + int((logits != first[1]).any(-1).sum())
-        checks.append(Check(f"tokens that differ from the first pool's, pool {pool}", differing, 0, at_least=False))
+        claim = f"tokens that differ from the first row's, pool {pool}, CPU {share}"
+        checks.append(Check(claim, differing, 0, at_least=False))
         write_unfinished(report | {"pools": rows}, options.out)
     for check in checks:
         print(check)
