@@ -39,6 +39,7 @@ from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS, FORMATS, BlockForma
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.linear import TILE_ROWS, LinearTile, default_tile, linear_triton
+from offload_runtime_kernels.router import choose_experts_triton
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled_triton
 from triton.backends.compiler import GPUTarget
@@ -177,6 +178,17 @@ def expert_calls() -> Iterator[tuple[str, Call]]:
         yield f"experts {tokens} MXFP4", partial(route, tokens, gpt_oss, 4, BF16, "MXFP4")
         for kind in ("Q4_K", "Q6_K", "Q8_0"):
             yield f"experts {tokens} {kind}", partial(route, tokens, qwen3, 8, BF16, kind)
+
+
+def router_calls() -> Iterator[tuple[str, Call]]:
+    """Of many experts a softmax, of fewer the chosen ones', and scores that are corrected."""
+    options: dict[str, Any] = {"correction": None, "normed": True, "scale": 1.0, "dtype": BF16}
+    for experts, chosen, how in (
+        (512, 10, {"scores": "softmax"}), (128, 4, {"scores": "softmax of the chosen"}),
+        (128, 8, {"scores": "sigmoid", "correction": torch.empty(128), "dtype": None}),
+    ):  # fmt: skip
+        logits = torch.empty(4, experts, dtype=BF16)
+        yield f"router {experts}", partial(choose_experts_triton, logits, chosen, **{**options, **how})
 
 
 def blocks(form: BlockFormat, rows: int, columns: int) -> torch.Tensor:
@@ -319,8 +331,8 @@ def sources_calls() -> Iterator[tuple[str, Call]]:
 def calls(wanted: list[str]) -> Iterator[tuple[str, Call]]:
     """What is compiled: everything, or what has all the words of one of `wanted` in its name."""
     every = (
-        linear_calls, encoding_calls, gguf_linear_calls, scaled_linear_calls, expert_calls, attention_calls,
-        sources_calls,
+        linear_calls, encoding_calls, gguf_linear_calls, scaled_linear_calls, expert_calls, router_calls,
+        attention_calls, sources_calls,
     )  # fmt: skip
     for name, call in (named for group in every for named in group()):
         if not wanted or any(set(words.split()) <= set(name.split()) for words in wanted):

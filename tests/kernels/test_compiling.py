@@ -25,7 +25,7 @@ WANTED = {
     86: LARGEST,
     89: (
         "linear 128 4096 bfloat16", "gguf_linear Q4_K 8", "12-bit 8", "scaled_linear uint4 1x128 True bfloat16",
-        "scaled_linear FP8 bfloat16", "experts bfloat16 gpt-oss", "experts 64 Q4_K", "experts 8192 MXFP4",
+        "scaled_linear FP8 bfloat16", "experts bfloat16 gpt-oss", "experts 64 Q4_K", "experts 8192 MXFP4", "router",
         "attention prefill bfloat16", "attention tree llama-3-8b", "sources 64 bfloat16", "decode FP8 128x128",
     ),
     120: LARGEST + ENCODED,

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from kernel_cases.case import DEVICE, Case, Cases, random_bf16
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, experts
 from offload_runtime_kernels.gguf_blocks import FORMATS, pack_rows
+from offload_runtime_kernels.router import choose_experts
 
 # By model: the shape, the experts of a token, and how both matrices are stored.
 GPT_OSS, QWEN3 = ExpertShape(128, 2880, 2880, limit=7.0), ExpertShape(128, 2048, 768)
@@ -78,4 +79,24 @@ def make_experts(model: str, rows: int) -> Case:
     )  # fmt: skip
 
 
-CASES: Cases = {"experts": [partial(make_experts, model, rows) for model in MODELS for rows in ROWS]}
+def make_router(rows: int) -> Case:
+    """Qwen3's choice of so many rows; the reference is torch's softmax and sorts."""
+    logits = random_bf16(_INPUTS, rows, QWEN3.num_experts)
+
+    def reference(index: int) -> torch.Tensor:
+        scores = logits[index].float().softmax(dim=-1)
+        numbers = scores.sort(dim=-1, descending=True, stable=True).indices[:, :8].sort(dim=-1).values
+        weights = scores.gather(1, numbers)
+        return (weights / weights.sum(dim=-1, keepdim=True)).bfloat16().float()
+
+    return Case(
+        configuration={"rows": rows},
+        kernel=lambda index: choose_experts(logits[index], 8, scores="softmax", normed=True, dtype=torch.bfloat16),
+        reference=reference, num_inputs=_INPUTS, moved_bytes=rows * (2 * QWEN3.num_experts + 12 * 8),
+    )  # fmt: skip
+
+
+CASES: Cases = {
+    "experts": [partial(make_experts, model, rows) for model in MODELS for rows in ROWS],
+    "router": [partial(make_router, rows) for rows in (1, 16, 8192)],
+}
