@@ -175,6 +175,18 @@ def test_on_a_gpu_tokens_do_not_depend_on_the_pool(buffers: int, mixture: Path) 
     assert all(one == found[0] for one in found)
 
 
+@pytest.mark.gpu
+def test_pools_on_two_gpus_say_what_one_says(mixture: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU is here")
+    options: dict[str, Any] = {"dtype": "bf16", "context": 300, "draft": "none", "max_batch": 3}
+    found = []
+    for device, vram, size in (("cuda:0", "4GB", None), ("cuda:0,cuda:1", "4GB,4GB", COUNT * EXPERT_BYTES // 2)):
+        with Runtime.load(mixture, device=device, vram=vram, expert_pool=size, **options) as runtime:
+            found += [answers(runtime, 3) for _ in range(2)]
+    assert all(one == found[0] for one in found)
+
+
 @pytest.mark.parametrize("kind", [pytest.param("Q8_0", marks=pytest.mark.slow), "MXFP4"])
 def test_experts_are_kept_and_multiplied_as_a_file_stores_them(kind: str, tmp_path: Path) -> None:
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "norm_topk_prob": True}

@@ -25,14 +25,15 @@ def _copy_words_kernel(source_ptr, target_ptr, count, BLOCK: tl.constexpr):
 def copy_words_triton(source: torch.Tensor, target: torch.Tensor) -> None:
     """Triton version of `copy_words`."""
     require_triton("copying from host memory")
-    _copy_words_kernel[(triton.cdiv(len(source), _BLOCK),)](source, target, len(source), BLOCK=_BLOCK, num_warps=4)
+    with torch.cuda.device_of(target if target.is_cuda else source):
+        _copy_words_kernel[(triton.cdiv(len(source), _BLOCK),)](source, target, len(source), BLOCK=_BLOCK, num_warps=4)
 
 
 def copy_words(source: torch.Tensor, target: torch.Tensor) -> None:
     """Copy int32 [N], contiguous, to `target` [N], enqueued on the current stream.
 
-    Where one side is on a GPU the other may be page-locked host memory. What is read must stay as it is until the
-    stream has come that far.
+    Where one side is on a GPU, whose stream it is then, the other may be page-locked host memory. What is read must
+    stay as it is until the stream has come that far.
     """
     assert source.dtype == target.dtype == torch.int32 and source.shape == target.shape and source.ndim == 1
     assert source.is_contiguous() and target.is_contiguous()
