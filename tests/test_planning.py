@@ -17,9 +17,10 @@ from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
+from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.plan import Refusal, RunPlan, common_figures, forecast, pass_time, plan_or_refuse, plan_run
 from offload_runtime.sizes import GB
-from offload_runtime.weights import ModelLayout, describe_model
+from offload_runtime.weights import DescribedModel, ModelLayout, describe_model
 from tests.helpers.assembly import prefill, verify
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import CONFIGS, PROPERTY, machines, made_up_machine, plan_or_none, requests
@@ -98,6 +99,7 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
         # Keys and values are staged last: they and the least that staging takes do not fit.
         assert len(placement.staged_layers) * target.host_bytes_of_layers([0]) >= streamed - kv_layer_bytes
         assert not plan.has_verifier  # which reads them where they lie
+    assert not plan.has_verifier or target.pool_share == 1  # it asks for nothing
     if plan.draft is not None:
         assert parts["draft weights"] == ModelLayout.of(plan.draft.config, plan.draft.dtype).total_bytes
     # Keys and values of the whole context as well.
@@ -127,6 +129,21 @@ def plan_or_refuse_or_none(request: RuntimeConfig, machine: MachineProfile) -> R
         return plan_or_refuse(request, machine)
     except OptionError:  # no machine could do this
         return None
+
+
+@pytest.mark.parametrize("pinned", [None, 60 * GB])
+def test_a_retrieval_verifier_needs_all_experts_on_the_card(pinned: int | None) -> None:
+    described = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "num_experts": 128, "moe_intermediate_size": 768,
+    }  # fmt: skip
+    mixture = DescribedModel(model_config_from_json(described, "made up"), torch.bfloat16)
+    speculation = SpeculationOptions("triforce")
+    request = RuntimeConfig(mixture, draft="none", context=8192, speculation=speculation, pinned=pinned)
+    with pytest.raises(BudgetError, match=r"no TriForce here: .* of 6144 experts are not on the device: raise --vram"):
+        plan_run(request, made_up_machine(24 * GB, 100 * GB))
+    assert plan_run(request, made_up_machine(96 * GB, 100 * GB)).has_verifier
 
 
 def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:

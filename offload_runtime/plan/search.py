@@ -252,8 +252,9 @@ def _check_verifier(plan: RunPlan) -> None:
     why = f"beside it {len(streamed)} of {target.config.num_layers} layers would be streamed"
     why += f" and {missed} of {target.num_experts} experts are not on the device" if missed else ""
     remedies = f"raise --vram, lower --context, drop --resident-layers, {other}"
-    needed_bytes = target.host_kv_bytes if streamed else plan.pinned_bytes  # more VRAM does not make these fewer
-    if limits.pinned_bytes is not None and (needed_bytes > limits.pinned_bytes or not streamed):
+    comes = bool(streamed or missed)  # more VRAM makes those fewer, and not what else is page-locked
+    needed_bytes = target.host_kv_bytes if comes else plan.pinned_bytes
+    if limits.pinned_bytes is not None and (needed_bytes > limits.pinned_bytes or not comes):
         memory, missing_bytes = "page-locked memory", needed_bytes - limits.pinned_bytes
         allowed, needed, missing = map(format_bytes, (limits.pinned_bytes, needed_bytes, missing_bytes))
         why = (
