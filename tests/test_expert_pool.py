@@ -222,3 +222,12 @@ def test_plans_tell_what_the_pool_leaves_to_bring() -> None:
     assert speeds == sorted(speeds) and speeds[0] < speeds[-1] / 2
     both = plan_run(replace(request, expert_pool=10**9, cpu_share=None), machine)
     assert 1 / forecast(both, machine).plain.seconds > speeds[0]
+
+
+def test_windows_are_short_where_rows_bring_experts_of_their_own(mixture: Path) -> None:
+    widest = []
+    for size in (None, COUNT * EXPERT_BYTES):
+        with load(mixture, context=600, draft="ngram", expert_pool=size) as runtime:
+            result = runtime.generate(PROMPTS[2] * 6, max_new_tokens=60, ignore_eos=True, temperature=0.0)
+        widest.append(max(int(name.split()[1]) for name in result.stats.windows if name != "plain"))
+    assert widest[0] > 15 >= widest[1]

@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, first, checks = list[dict[str, Any]](), None, list[Check]()
     for pool, share in product(options.pools.split(","), options.cpu_shares.split(",")):
         started_s = time.perf_counter()
-        given = {
+        given: dict[str, Any] = {
             "expert_pool": None if pool == "auto" else pool,
             "cpu_share": None if share == "auto" else float(share),
         }

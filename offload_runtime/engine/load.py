@@ -307,7 +307,7 @@ def _load(
         proposer = make_proposer(
             plan, target, drafter, budgets, trees=branches, recorder=recorder, free_s=free_s, free_rows=free_rows
         )  # fmt: skip
-        free = max(0, min(config.max_gamma, free_rows - 1))
+        free, demand = max(0, min(config.max_gamma, free_rows - 1)), plan.target.pool_share < 1
         placed = replace(plan, target=target.plan)
         # Without figures of this machine plans are only compared.
         known_cost = None if own_figures is None else partial(planning.predicted_step_s, placed, figures)
@@ -316,8 +316,8 @@ def _load(
         return Engine(
             target, drafter, room, proposer, SlotSampling(batch, device), tuple(budgets), free,
             controller=Controller(
-                largest_windows(config.max_gamma, plan.tree_room), known_cost,
-                streamed=target.link_peak_gbps is not None and plan.target.pool_share == 1,
+                largest_windows(config.max_gamma, plan.tree_room, brings_experts=demand), known_cost,
+                streamed=target.link_peak_gbps is not None and not demand,
             ),
             plan=placed, cost=known_cost,
             recorder=recorder, resources=undo.pop_all(),

@@ -47,17 +47,26 @@ from offload_runtime.weights import SharedVocabulary
 
 # A tree so deep is hardly ever cut where an answer ends.
 _DEEP_ENOUGH = 16
+# Proposals where rows bring experts of their own: a pool catches what tokens of a window share, so that a longer one
+# saves launches and waiting, but hardly bytes.
+_MOST_WITH_EXPERTS, _COPIED_WITH_EXPERTS = 7, 15
 
 
-def largest_windows(max_gamma: int, tree_room: int) -> dict[str, int]:
+def largest_windows(max_gamma: int, tree_room: int, *, brings_experts: bool) -> dict[str, int]:
     """Return by mode the most proposals that can ever be chosen.
 
     Args:
         max_gamma: The longest chain.
         tree_room: Nodes of a draft's tree; 0 where there is no room for them.
+        brings_experts: Whether every further row may bring experts of its own.
     """
     looked_up = dict.fromkeys(("ngram", "unigram", COPY), max(max_gamma, tree_room))
     limits = looked_up | {"chain": max_gamma, "tree": tree_room}
+    if brings_experts:
+        limits = {
+            mode: min(most, _COPIED_WITH_EXPERTS if mode == COPY else _MOST_WITH_EXPERTS)
+            for mode, most in limits.items()
+        }
     return {mode: largest for mode, largest in limits.items() if largest}
 
 
@@ -235,7 +244,8 @@ class WindowChooser:
         """
         able = self._proposer.modes({request.slot: request.sequence for request in requests})
         branches = all(_tree_nodes(self._plan, request.params) != 0 for request in requests)
-        limits = largest_windows(self._plan.request.max_gamma, self._plan.tree_room if branches else 0)
+        room, demand = self._plan.tree_room if branches else 0, self._plan.target.pool_share < 1
+        limits = largest_windows(self._plan.request.max_gamma, room, brings_experts=demand)
         most = max(request.room for request in requests)
         longest = [request for request in requests if request.room == most]
         # The last chain of an answer is cut where the answer ends: better than another pass for what is missing.

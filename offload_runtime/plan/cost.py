@@ -88,6 +88,7 @@ _OTHER_CHILDREN = (0.7, 0.1, 0.05)
 # every row does. Of n-grams as many as a controller proposes within `MOST_ROWS`: windows of more take several times as
 # long where encoded matrices are decoded in registers.
 _DEFAULT_GAMMA = {"n-grams": 12, "draft": 8, "triforce": 12, "triforce, streamed": 24, "cpu": 7}
+_GAMMA_WITH_EXPERTS = 3  # where rows bring experts of their own
 # Levels of a tree that are drafted before its pass; what was drafted beside the pass before is there already.
 _PATH_STEPS = 4
 # Of the time in which the rings fill up behind a pass, what goes by until its tokens are known and, from the launch of
@@ -425,6 +426,8 @@ def gamma(plan: RunPlan) -> int:
     if plan.has_verifier:
         who = "triforce, streamed" if plan.target.on_host else "triforce"
     usual = _DEFAULT_GAMMA["cpu" if plan.on_cpu else who]
+    if plan.target.pool_share < 1:
+        usual = min(usual, _GAMMA_WITH_EXPERTS)
     chosen = request.gamma or (request.max_gamma if tree_nodes(plan) else usual)
     return max(0, min(chosen, request.max_gamma, plan.target.context_tokens - 2))
 
@@ -492,9 +495,13 @@ def predict_step(plan: RunPlan, machine: MachineProfile, acceptance: float | Non
 def tok_per_s(plan: RunPlan, machine: MachineProfile) -> float:
     """Tokens per second at the usual acceptance: what plans are compared by.
 
-    Who proposes decides as much as the bytes of a pass do, since every proposal that is accepted saves one.
+    Who proposes decides as much as the bytes of a pass do, since every proposal that is accepted saves one. Where rows
+    bring experts of their own that may cost more than it brings, and nothing is proposed.
     """
-    return predict_step(plan, machine).tok_per_s
+    proposed = predict_step(plan, machine).tok_per_s
+    if plan.target.pool_share == 1:
+        return proposed
+    return max(proposed, plan.target.batch / full_pass(plan, machine).seconds)
 
 
 def link_slack(plan: RunPlan, machine: MachineProfile, *, widest: int = 0) -> tuple[float, int]:
