@@ -42,6 +42,9 @@ def test_a_checkpoint_with_weights_is_described_as_it_is_opened(tmp_path: Path) 
         assert (described.config(), described.native_dtype) == (opened.config(), opened.native_dtype)
 
 
+MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -51,6 +54,8 @@ def test_a_checkpoint_with_weights_is_described_as_it_is_opened(tmp_path: Path) 
         ({"max_position_embeddings": "long"}, CheckpointError, "max_position_embeddings 'long', where an integer"),
         ({"rope_scaling": {"rope_type": "linear"}}, CheckpointError, "factor"),
         ({"num_key_value_heads": 5}, CheckpointError, "impossible model"),
+        ({**MIXTRAL, "num_experts": 4}, CheckpointError, "num_local_experts 8, where the 4 of num_experts is needed"),
+        ({**MIXTRAL, "num_experts": "8"}, CheckpointError, "num_experts '8', where an integer"),
     ],
 )
 def test_what_cannot_be_planned(changes: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:

@@ -61,8 +61,11 @@ def mlp_of(fields: Fields, *, activation: Activation = "silu", size: str = "inte
 def experts_of(fields: Fields, *, size: str = "moe_intermediate_size", **how: Any) -> Experts:
     """Experts of the usual number, each as wide as the field `size` says; `how` they are chosen is said in the words of
     `Experts`."""
-    count = next((name for name in _EXPERT_COUNTS[1:] if name in fields), _EXPERT_COUNTS[0])
-    number = fields.integer(count, at_most=_MOST_EXPERTS)
+    said = [name for name in _EXPERT_COUNTS if name in fields] or _EXPERT_COUNTS[:1]
+    (count, number), *others = [(name, fields.integer(name, at_most=_MOST_EXPERTS)) for name in said]
+    for other, value in others:
+        if value != number:
+            fields.refuse(other, value, f"the {number} of {count}")
     chosen = fields.integer("num_experts_per_tok", at_most=number)
     return Experts(mlp_of(fields, size=size), number, chosen, **how)
 
