@@ -171,6 +171,13 @@ def test_missing_tokenizer_is_a_typed_error(single):
         open_checkpoint(single).tokenizer()
 
 
+def test_a_configuration_that_transformers_refuses_is_no_fault_of_the_tokenizer(single):
+    config = single / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "attention_bias": None}))
+    with pytest.raises(CheckpointError, match=r"config\.json that transformers does not read \(.*attention_bias"):
+        open_checkpoint(single).tokenizer()
+
+
 @pytest.mark.parametrize(
     "name", ["./nowhere", "/nowhere/model", "nowhere", "a/b/c", "~/nowhere", "org/model.gguf", "a/b:"]
 )

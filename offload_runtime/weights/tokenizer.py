@@ -149,13 +149,20 @@ def load_tokenizer(directory: Path) -> Any:
     Raises:
         CheckpointError: There is none or it cannot be read.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
+
+    def make() -> Any:
+        # Old files ask for cleaning up: it drops spaces before punctuation, and of byte-level vocabularies only warns.
+        try:
+            return AutoTokenizer.from_pretrained(directory, clean_up_tokenization_spaces=False)
+        except StrictDataclassError as error:
+            why = f"transformers does not read ({shown(error.__cause__ or error)})"
+            raise CheckpointError(f"{directory} has a config.json that {why}: fix it, or download it again") from error
 
     for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"):
         if (directory / name).is_file():
             refuse_other_file(directory / name)
-    # Old files ask for cleaning up: it drops spaces before punctuation, and of byte-level vocabularies only warns.
-    make = partial(AutoTokenizer.from_pretrained, directory, clean_up_tokenization_spaces=False)
     tokenizer = _working(make, directory, "add its tokenizer.json and tokenizer_config.json")
     template = directory / "chat_template.json"  # where models that read images had theirs, which is another class's
     if tokenizer.chat_template is None and template.exists():
