@@ -119,13 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, first, checks = list[dict[str, Any]](), None, list[Check]()
     for pool, share in product(options.pools.split(","), options.cpu_shares.split(",")):
         started_s = time.perf_counter()
-        given: dict[str, Any] = {
-            "expert_pool": None if pool == "auto" else pool,
-            "cpu_share": None if share == "auto" else float(share),
-        }
         with Runtime.load(
-            model_of(options), draft="none", dtype=options.dtype, context=options.context, **machine, **given
-        ) as runtime:
+            model_of(options), draft="none", dtype=options.dtype, context=options.context, expert_pool=pool,
+            cpu_share=share if share == "auto" else float(share), **machine,
+        ) as runtime:  # fmt: skip
             loaded_s = time.perf_counter() - started_s
             row, logits = measure(runtime, options)
             rows.append({"pool": pool, "cpu_share": share, "loaded_s": loaded_s} | row)

@@ -49,6 +49,8 @@ def transformers_config_of(source: CheckpointSource) -> Any:
 class Wordless:
     """What a model without a language has as its tokenizer: tokens are numbers that mean nothing."""
 
+    added_tokens_decoder: Mapping[int, Any] = {}
+
     def get_vocab(self) -> dict[str, int]:
         """No words: the same of every such model."""
         return {}
