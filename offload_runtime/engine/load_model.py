@@ -528,7 +528,7 @@ def _measure_link(
     """Return the peak of the link into a buffer, from page-locked memory of a card's layers; None when nothing is
     streamed, and no expert is brought."""
     if not buffers and pool is not None and not pool.is_whole:
-        unit = weights.experts_of(next(iter(weights.experts)))[0]
+        unit = pool.host_unit
         return measure_link_gbps(engine, pool.buffers[0, : unit.nbytes], unit)
     if not buffers:
         return None

@@ -100,6 +100,13 @@ class ExpertPool:
         return self.engine is None
 
     @property
+    def host_unit(self) -> torch.Tensor:
+        """Return one of the experts in host memory, of a pool that is not whole."""
+        host = next(iter(self._layers.values())).host
+        assert host is not None
+        return host[0]
+
+    @property
     def bytes_begun(self) -> int:
         """Return bytes of all experts that were begun to be copied."""
         return self.counts.bytes_begun
@@ -225,7 +232,7 @@ class ExpertPool:
         of the rest a turn."""
         self._wait_for_card()
         assert self.engine is not None
-        if self._late and self.engine.is_done(self._late_ready):
+        if self._late and (cpu is None or self.engine.is_done(self._late_ready)):
             self._take_late()
         left[:] = dict.fromkeys(chosen.view(-1).tolist())
         missing = [expert for expert in left if (layer, expert) not in self._at]
@@ -253,8 +260,8 @@ class ExpertPool:
         self._give_turns(layer, left)
         if self._spare and not self._late and cpu.share is None:  # the link brings one for those that come after
             buffer = self._free.pop() if self._free else self._at.popitem(last=False)[1]
-            self._late[layer, computed[0]] = buffer
             self._copy(layer, computed[0], buffer, self._never, self._late_ready)
+            self._late[layer, computed[0]] = buffer
         cpu.finish()
 
     def _give_turns(self, layer: int, left: list[int]) -> None:
