@@ -25,7 +25,7 @@ def chosen_by(choose: Callable[..., Any], family: str, logits: torch.Tensor) -> 
     """What a function makes of logits; GLM's router has a correction."""
     experts, chosen, options = FAMILIES[family]
     if family == "glm":
-        correction = torch.linspace(-0.3, 0.3, experts, device=logits.device).roll(11)
+        correction = torch.linspace(-0.3, 0.3, experts).roll(11).to(logits.device)
         options = {"correction": correction, **options}
     numbers, weights = choose(logits, chosen, **{"correction": None, "scale": 1.0, "dtype": None, **options})
     return numbers, weights
