@@ -185,7 +185,8 @@ def test_numbers_come_back_from_units(number: str) -> None:
 @pytest.mark.parametrize("number", BITS)
 def test_matrices_of_real_models(number: str) -> None:
     """gate and up of Llama-3-70B, and rows of a matrix of more weights than 32 bits count."""
-    form = ScaledFormat(number, 1, 128, FP16, 0 if number == "FP8" else 8, zeros=number == "uint4")
+    zero = 0 if number in ("FP8", "E2M1") else 8
+    form = ScaledFormat(number, 1, 128, FP16, zero, zeros=number == "uint4")
     for rows, columns, start in ((57344, 8192, 0), ((1 << 31) // 4096 + 16, 4096, 1 << 18)):
         once = made(form, 64, columns)
         repeated = on_device(once)[:3]  # of which every row is as long as it is said to be

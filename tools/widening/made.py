@@ -91,9 +91,10 @@ class MadeCheckpoint(CheckpointSource):
 
 def fill_vector(name: str, out: torch.Tensor, generator: torch.Generator) -> None:
     """Norms of ones; rates and time steps of gated delta layers by which heads forget over 1 to 1000 tokens, as in new
-    models; biases of routers, by which some experts are chosen more often than others."""
-    if name.endswith("router.bias"):
-        out.copy_(torch.randn(out.shape, generator=generator, device=generator.device).mul_(_ROUTER_SPREAD))
+    models; biases around zero, by those of routers some experts are chosen more often than others."""
+    if name.endswith("bias") and not name.endswith("dt_bias"):
+        spread = _ROUTER_SPREAD if name.endswith("router.bias") else _STD
+        out.copy_(torch.randn(out.shape, generator=generator, device=generator.device).mul_(spread))
         return
     if name.endswith(("A_log", "dt_bias")):
         low, high = (1.0, 16.0) if name.endswith("A_log") else (1e-3, 0.1)
