@@ -104,6 +104,14 @@ BROKEN: dict[str, tuple[str, bytes, bytes, str]] = {
         r"blk\.0\.ffn_\w+\.weight is of \d experts, and the file says that there are 3",
     ),
     "unknown": ("mixtral", b"ffn_gate_exps.weight\x03", b"", "gate_exps.[0-7].weight is quantised as I8, which"),
+    "too many chosen": (
+        "gpt_oss", b"gpt-oss.expert_used_count\x04\0\0\0", b"gpt-oss.expert_used_count\x04\0\0\0\x7f",
+        r"has gpt-oss\.expert_used_count 127, where at most the \d of expert_count is needed",
+    ),
+    "too many": (
+        "gpt_oss", b"gpt-oss.expert_count\x04\0\0\0", b"gpt-oss.expert_count\x04\0\0\0\0\0\0\x40",
+        r"has gpt-oss\.expert_count 1073741824, where an integer from 1 to 4096 is needed",
+    ),
     "no biases of ups": ("gpt_oss", b"blk.1.ffn_up_exps.bias", b"blk.1.ffn_uq_exps.bias", "no such biases of ups"),
     "no biases of downs": (
         "gpt_oss", b"blk.1.ffn_down_exps.bias", b"blk.1.ffn_dowm_exps.bias", r"lacks 1 of .*blk\.1\.ffn_down_exps\.bias"

@@ -11,7 +11,7 @@ from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.experts import Shared
 from offload_runtime.models.layers import DecoderLayer
-from offload_runtime.models.reading import attention_of, decoder, experts_of, mlp_of, num_layers, rope
+from offload_runtime.models.reading import attention_of, decoder, experts_of, experts_of_gguf, mlp_of, num_layers, rope
 from offload_runtime.models.registry import Family
 
 
@@ -45,8 +45,7 @@ def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
         "num_hidden_layers": count,
         "attention_bias": "blk.0.attn_q.bias" in names,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
-        "n_routed_experts": fields.integer("expert_count"),
-        "num_experts_per_tok": fields.integer("expert_used_count"),
+        **experts_of_gguf(fields, "n_routed_experts"),
         "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
         "n_shared_experts": fields.integer("expert_shared_count", 0, at_least=0),
         "first_k_dense_replace": fields.integer("leading_dense_block_count", 0, at_least=0),

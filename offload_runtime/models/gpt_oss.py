@@ -11,6 +11,7 @@ from offload_runtime.models.reading import (
     attention_of,
     decoder,
     experts_of,
+    experts_of_gguf,
     num_layers,
     sliding_window,
     windows_by_type,
@@ -35,11 +36,8 @@ def _model(fields: Fields) -> ModelConfig:
 
 
 def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
-    return {
-        "num_local_experts": fields.integer("expert_count"),
-        "num_experts_per_tok": fields.integer("expert_used_count"),
-        "intermediate_size": fields.integer("expert_feed_forward_length"),
-    }
+    counts = experts_of_gguf(fields, "num_local_experts")
+    return {**counts, "intermediate_size": fields.integer("expert_feed_forward_length")}
 
 
 FAMILY = Family(

@@ -7,7 +7,7 @@ from typing import Any
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DecoderLayer
-from offload_runtime.models.reading import attention_of, decoder, experts_of, sliding_window
+from offload_runtime.models.reading import attention_of, decoder, experts_of, experts_of_gguf, sliding_window
 from offload_runtime.models.registry import Family
 
 
@@ -18,10 +18,7 @@ def _model(fields: Fields) -> ModelConfig:
 
 
 def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
-    return {
-        "num_local_experts": fields.integer("expert_count"),
-        "num_experts_per_tok": fields.integer("expert_used_count"),
-    }
+    return experts_of_gguf(fields, "num_local_experts")
 
 
 FAMILY = Family(

@@ -8,7 +8,7 @@ from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DecoderLayer
 from offload_runtime.models.qwen3 import attention
-from offload_runtime.models.reading import decoder, experts_of, mlp_of, sliding_window, sparse_layers
+from offload_runtime.models.reading import decoder, experts_of, experts_of_gguf, mlp_of, sliding_window, sparse_layers
 from offload_runtime.models.registry import Family
 
 
@@ -22,8 +22,7 @@ def _model(fields: Fields) -> ModelConfig:
 def of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
     """llama.cpp has experts in all layers and weights that sum to 1."""
     return {
-        "num_experts": fields.integer("expert_count"),
-        "num_experts_per_tok": fields.integer("expert_used_count"),
+        **experts_of_gguf(fields, "num_experts"),
         "moe_intermediate_size": fields.integer("expert_feed_forward_length"),
         "norm_topk_prob": True,
     }

@@ -66,8 +66,22 @@ def experts_of(fields: Fields, *, size: str = "moe_intermediate_size", **how: An
     for other, value in others:
         if value != number:
             fields.refuse(other, value, f"the {number} of {count}")
-    chosen = fields.integer("num_experts_per_tok", at_most=number)
-    return Experts(mlp_of(fields, size=size), number, chosen, **how)
+    return Experts(mlp_of(fields, size=size), number, _chosen_of(fields, "num_experts_per_tok", count, number), **how)
+
+
+def experts_of_gguf(fields: Fields, name: str) -> dict[str, int]:
+    """How many experts there are, by a family's `name` for it, and are chosen, of the metadata of a GGUF file: what is
+    wrong there is said by its own keys."""
+    number = fields.integer("expert_count", at_most=_MOST_EXPERTS)
+    return {name: number, "num_experts_per_tok": _chosen_of(fields, "expert_used_count", "expert_count", number)}
+
+
+def _chosen_of(fields: Fields, name: str, of: str, number: int) -> int:
+    """How many experts a token goes through, no more than the `number` that the field `of` says."""
+    chosen = fields.integer(name)
+    if chosen > number:
+        fields.refuse(name, chosen, f"at most the {number} of {of}")
+    return chosen
 
 
 def sparse_layers(fields: Fields) -> list[int]:
