@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+from offload_runtime.cli.app import app
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
@@ -143,6 +144,13 @@ def test_a_pool_too_small_for_a_token_is_refused_before_loading(mixture: Path) -
 
     with pytest.raises(BudgetError, match=r"--expert-pool .* has no room for the 3 experts"):
         Runtime.load(mixture, device="cpu", expert_pool=2 * EXPERT_BYTES, on_progress=refuse)
+
+
+def test_a_server_refuses_such_a_pool_before_it_listens(mixture: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        app(["serve", "--target", str(mixture), "--device", "cpu", "--port", "0", "--expert-pool", "1KB"])
+    said = capsys.readouterr().err
+    assert "--expert-pool 1.0 kB has no room" in said and "listening" not in said
 
 
 def test_a_share_of_a_cpu_without_a_compiler_is_refused(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,5 +30,13 @@ from offload_runtime.plan.search import (
     plan_run,
     with_staging_rings,
 )
-from offload_runtime.plan.sizes import CardLimit, MemoryLimits, RunPlan, common_figures, describe_models, resolve_dtype
+from offload_runtime.plan.sizes import (
+    CardLimit,
+    MemoryLimits,
+    RunPlan,
+    check_experts,
+    common_figures,
+    describe_models,
+    resolve_dtype,
+)
 from offload_runtime.stream import memory_name

@@ -138,7 +138,7 @@ def _fastest_plan(request: RuntimeConfig, machine: MachineProfile, limits: Memor
     for stored, nodes in product(_storing(request), _tree_rooms(request)):
         try:
             candidates += _candidates(make_plan(stored, limits, tree_nodes=nodes))
-        except OptionError as error:
+        except (BudgetError, OptionError) as error:
             refused.append(error)
     for candidate in candidates:
         try:
@@ -301,12 +301,6 @@ def _place(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
         return _place_layers(plan, most_kv_layers, asked)
     each_bytes, least = plan.target.expert_bytes, max(one.chosen for one in experts.values())
     wanted = least if size is None else min(plan.target.num_experts, size // each_bytes)
-    if wanted < least:
-        raise BudgetError(
-            f"--expert-pool {format_bytes(size or 0)} has no room for the {least} experts of "
-            f"{format_bytes(each_bytes)} that a token goes through in a layer: raise it to "
-            f"{format_bytes_up(least * each_bytes)}"
-        )
     whole = None if wanted == plan.target.num_experts else wanted
     placed = _place_layers(plan.with_placements(replace(plan.placement, pool_buffers=whole)), most_kv_layers, asked)
     limit_bytes = plan.limits.device_bytes

@@ -21,6 +21,7 @@ from offload_runtime.runners import captured_pass_bytes, draft_graph_bytes, step
 from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
 from offload_runtime.runners.graphs import STEP_ROWS
 from offload_runtime.runners.model_runner import PREFILL_CHUNK_TOKENS
+from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.speculation import MOST_LEVELS, most_guess_rows, verifier_step_bytes
 from offload_runtime.stream import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
 from offload_runtime.weights import DescribedModel, ModelLayout, describe_model, share_vocabulary
@@ -443,9 +444,7 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
             f"--encode always has nothing to code in a run in {DTYPE_NAMES[dtype]}: no matrix would be in bf16 with "
             f"columns that 64 divides: drop it{'' if dtype == torch.bfloat16 else ', or take --dtype bf16'}"
         )
-    for option, value in (("--expert-pool", request.expert_pool), ("--cpu-share", request.cpu_share)):
-        fine = value is None or bool(layout.experts)
-        require(fine, f"{option} does nothing for a model without experts: drop it")
+    _check_experts(request, layout)
     chunk_tokens = PREFILL_CHUNK_TOKENS[request.device_type]
     assert request.max_batch is not None, "it is chosen by then"
     target = ModelPlan(
@@ -455,6 +454,29 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     plans = [(request.target, target), *([] if draft is None else [(request.draft, draft)])]
     passing = max(passing_bytes(source, plan.layout) for source, plan in plans)
     return RunPlan(request, limits, target, draft, tree_room=tree_nodes, passing_bytes=passing)
+
+
+def check_experts(request: RuntimeConfig) -> None:
+    """Refuse a pool that is too small for a token, and options about experts where the target has none; asks nothing of
+    the machine. Raises `OptionError`, `BudgetError`, and as `describe_model`."""
+    if request.expert_pool is not None or request.cpu_share is not None:
+        model = describe_model(request.target)
+        dtype = resolve_dtype(request.dtype, model, request.device_type)
+        _check_experts(request, _layout(request, model, dtype))
+
+
+def _check_experts(request: RuntimeConfig, layout: ModelLayout) -> None:
+    size, experts = request.expert_pool, layout.experts.values()
+    for option, value in (("--expert-pool", size), ("--cpu-share", request.cpu_share)):
+        require(value is None or bool(experts), f"{option} does nothing for a model without experts: drop it")
+    if size is None:
+        return
+    least, each_bytes = max(one.chosen for one in experts), max(one.block.total_bytes for one in experts)
+    if size < least * each_bytes:
+        raise BudgetError(
+            f"--expert-pool {format_bytes(size)} has no room for the {least} experts of {format_bytes(each_bytes)} "
+            f"that a token goes through in a layer: raise it to {format_bytes_up(least * each_bytes)}"
+        )
 
 
 def _layout(request: RuntimeConfig, model: DescribedModel, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
