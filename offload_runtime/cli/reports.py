@@ -154,15 +154,15 @@ def verify(options: VerifyOptions) -> None:
     plan = replace(plan, prompts={**plan.prompts, **extra}, **numbers)
     with (
         load_runtime(options, config, plan.encoded) as runtime,
-        terminal.ProgressBars(enabled=not options.no_progress) as bars,
+        terminal.ProgressBars(enabled=not options.no_progress, or_lines=True) as bars,
     ):
-        report = verify(runtime, plan, on_progress=bars.update, on_expected=say_how_long if options.quick else None)
+        report = verify(runtime, plan, on_progress=bars.update, on_expected=say_how_long)
         dealt = runtime.plan.num_cards > 1 and not report.interrupted
         several = decode_plainly(runtime, plan, bars.update, stage="several cards") if dealt else {}
     if several:
         with (
             load_runtime(options, one_card_config(config, runtime)) as first,
-            terminal.ProgressBars(enabled=not options.no_progress) as bars,
+            terminal.ProgressBars(enabled=not options.no_progress, or_lines=True) as bars,
         ):
             one = decode_plainly(first, plan, bars.update, stage="one card")
         report.runs.extend(compare_one_card(one, several, bitwise=report.bitwise))

@@ -264,12 +264,12 @@ def _markdown_parser() -> MarkdownIt:
 
 class ProgressBars(AbstractContextManager["ProgressBars"]):
     """Progress on stderr: one bar per stage, shown on terminals only and gone once it is complete; a count, or bytes
-    with their speed.
+    with their speed. Elsewhere nothing, `or_lines`: one as a stage begins and after each quarter of it.
 
     Used as a context manager around the work, so that no bar is left standing when the work fails.
     """
 
-    def __init__(self, *, enabled: bool, in_bytes: bool = False) -> None:
+    def __init__(self, *, enabled: bool, in_bytes: bool = False, or_lines: bool = False) -> None:
         self._shown_from_s = time.monotonic() + _BAR_DELAY_S
         figures = (progress.DownloadColumn(), progress.TransferSpeedColumn())
         self._progress = progress.Progress(
@@ -283,9 +283,12 @@ class ProgressBars(AbstractContextManager["ProgressBars"]):
             disable=not (enabled and sys.stderr.isatty()),
         )
         self._tasks: dict[str, progress.TaskID] = {}
+        self._lines = or_lines and enabled and self._progress.disable
 
     def update(self, stage: str, done: int, total: int) -> None:
         """Advance the bar of a stage."""
+        if self._lines and (done == 1 or 4 * done // total > 4 * (done - 1) // total):
+            status_line(f"{stage}: {done} of {total}")
         if self._progress.disable or time.monotonic() < self._shown_from_s:
             return
         self._progress.start()
