@@ -232,6 +232,14 @@ def test_plans_tell_what_the_pool_leaves_to_bring() -> None:
     assert 1 / forecast(both, machine).plain.seconds > speeds[0]
 
 
+def test_a_pool_finds_about_what_its_plan_expects(mixture: Path) -> None:
+    for buffers in (CHOSEN + 1, COUNT, 2 * COUNT + 2):
+        with load(mixture, context=300, draft="none", expert_pool=buffers * EXPERT_BYTES) as runtime:
+            result = runtime.generate(PROMPTS[2], max_new_tokens=60, ignore_eos=True)
+            missed = runtime.plan.streamed_bytes / (LAYERS * CHOSEN * EXPERT_BYTES)
+        assert result.stats.expert_hit_rate == pytest.approx(1 - missed, abs=0.1)
+
+
 def test_windows_are_short_where_rows_bring_experts_of_their_own(mixture: Path) -> None:
     widest = []
     for size in (None, COUNT * EXPERT_BYTES):
