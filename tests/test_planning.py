@@ -143,6 +143,9 @@ def test_a_retrieval_verifier_needs_all_experts_on_the_card(pinned: int | None) 
     request = RuntimeConfig(mixture, draft="none", context=8192, speculation=speculation, pinned=pinned)
     with pytest.raises(BudgetError, match=r"no TriForce here: .* of 6144 experts are not on the device: raise --vram"):
         plan_run(request, made_up_machine(24 * GB, 100 * GB))
+    for given in ({"expert_pool": 20 * GB}, {"resident_layers": 40}):
+        with pytest.raises(BudgetError, match=f": drop --{next(iter(given)).replace('_', '-')}, raise --vram"):
+            plan_run(replace(request, **given), made_up_machine(96 * GB, 100 * GB))
     assert plan_run(request, made_up_machine(96 * GB, 100 * GB)).has_verifier
 
 

@@ -251,7 +251,9 @@ def _check_verifier(plan: RunPlan) -> None:
     memory, missing_bytes = "device memory", target.bytes_of_layers(streamed) + missed * target.expert_bytes
     why = f"beside it {len(streamed)} of {target.config.num_layers} layers would be streamed"
     why += f" and {missed} of {target.num_experts} experts are not on the device" if missed else ""
-    remedies = f"raise --vram, lower --context, drop --resident-layers, {other}"
+    asked = {"expert-pool": plan.request.expert_pool, "resident-layers": plan.request.resident_layers}
+    dropped = "".join(f"drop --{name}, " for name, value in asked.items() if value is not None)
+    remedies = f"{dropped}raise --vram, lower --context, {other}"
     comes = bool(streamed or missed)  # more VRAM makes those fewer, and not what else is page-locked
     needed_bytes = target.host_kv_bytes if comes else plan.pinned_bytes
     if limits.pinned_bytes is not None and (needed_bytes > limits.pinned_bytes or not comes):
