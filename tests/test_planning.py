@@ -131,21 +131,32 @@ def plan_or_refuse_or_none(request: RuntimeConfig, machine: MachineProfile) -> R
         return None
 
 
+QWEN3_30B = {
+    "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
+    "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936,
+    "max_position_embeddings": 40960, "num_experts": 128, "moe_intermediate_size": 768,
+}  # fmt: skip
+MIXTURE = DescribedModel(model_config_from_json(QWEN3_30B, "made up"), torch.bfloat16)
+
+
+def test_sequences_share_experts_while_all_of_them_get_faster() -> None:
+    request, machine = RuntimeConfig(MIXTURE, draft="none", context=8192), made_up_machine(24 * GB, 100 * GB)
+    one, several = (plan_run(replace(request, max_batch=count), machine) for count in (1, None))
+    speeds = [forecast(plan, machine).usual.tok_per_s for plan in (one, several)]
+    assert several.target.batch > 1 and speeds[0] < speeds[1]
+    assert (several.placement.pool_buffers or 0) < (one.placement.pool_buffers or 0)
+
+
 @pytest.mark.parametrize("pinned", [None, 60 * GB])
 def test_a_retrieval_verifier_needs_all_experts_on_the_card(pinned: int | None) -> None:
-    described = {
-        "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32,
-        "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "vocab_size": 151936,
-        "max_position_embeddings": 40960, "num_experts": 128, "moe_intermediate_size": 768,
-    }  # fmt: skip
-    mixture = DescribedModel(model_config_from_json(described, "made up"), torch.bfloat16)
     speculation = SpeculationOptions("triforce")
-    request = RuntimeConfig(mixture, draft="none", context=8192, speculation=speculation, pinned=pinned)
+    request = RuntimeConfig(MIXTURE, draft="none", context=8192, speculation=speculation, pinned=pinned)
     with pytest.raises(BudgetError, match=r"no TriForce here: .* of 6144 experts are not on the device: raise --vram"):
         plan_run(request, made_up_machine(24 * GB, 100 * GB))
-    for given in ({"expert_pool": 20 * GB}, {"resident_layers": 40}):
-        with pytest.raises(BudgetError, match=f": drop --{next(iter(given)).replace('_', '-')}, raise --vram"):
-            plan_run(replace(request, **given), made_up_machine(96 * GB, 100 * GB))
+    few_experts, few_layers = replace(request, expert_pool=20 * GB), replace(request, resident_layers=40)
+    for asked, option in ((few_experts, "expert-pool"), (few_layers, "resident-layers")):
+        with pytest.raises(BudgetError, match=f": drop --{option}, raise --vram"):
+            plan_run(asked, made_up_machine(96 * GB, 100 * GB))
     assert plan_run(request, made_up_machine(96 * GB, 100 * GB)).has_verifier
 
 

@@ -112,10 +112,15 @@ def find_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLim
 
 
 def _find_widest_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> RunPlan:
-    """The plan of as many sequences as fit beside one another, up to 16, without streaming more than one does: what
-    every pass brings is then shared by all of them. Each has the context that one alone has. Errors as of one."""
+    """The plan of as many sequences as fit beside one another, up to 16, while all together get more tokens a second,
+    without streaming more than one does: what every pass brings is then shared by all of them. Of experts, for which
+    each leaves less room, more may be missing. Each has the context that one alone has. Errors as of one."""
+
+    def streamed_bytes(plan: RunPlan) -> int:
+        return plan.streamed_bytes - plan.target.missed_bytes(1)
+
     widest = find_plan(replace(request, max_batch=1), machine, limits)
-    context, streamed_bytes = widest.target.context_tokens, widest.streamed_bytes
+    context, most_bytes = widest.target.context_tokens, streamed_bytes(widest)
     fewest, most = 1, _MOST_SEQUENCES
     while fewest < most:
         count = min(2 * fewest, (fewest + most + 1) // 2)  # few at first: where weights are streamed two are too many
@@ -123,7 +128,8 @@ def _find_widest_plan(request: RuntimeConfig, machine: MachineProfile, limits: M
             plan = find_plan(replace(request, max_batch=count, context=context), machine, limits)
         except OffloadError:
             plan = None
-        if plan is None or plan.short_of_host_bytes or plan.streamed_bytes > streamed_bytes:
+        fits = plan is not None and not plan.short_of_host_bytes and streamed_bytes(plan) <= most_bytes
+        if plan is None or not fits or tok_per_s(plan, machine) < tok_per_s(widest, machine):
             most = count - 1
         else:
             widest, fewest = plan, count
