@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -21,7 +22,7 @@ from offload_runtime.weights.encoding import GgufBlocks
 from offload_runtime.weights.mxfp4 import mxfp4_rows, with_experts
 from offload_runtime.weights.safetensors import read_header
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.families import family_model
+from tests.helpers.families import family_config, family_model
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, rows_of
 from tests.helpers.quantising import BF16, FORMATS, FP16, FP32, Format, fp8, packed_int, write_decoded, write_quantised
 from tests.test_config_file import HUGE
@@ -278,6 +279,20 @@ def group(**weights: Any) -> dict[str, Any]:
 
 PACKED = FORMATS["packed 4 bits"].config
 PACKED_WEIGHTS = PACKED["config_groups"]["group_0"]["weights"]
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", "language_model.model."])
+def test_what_is_ignored_of_a_model_that_reads_images_is_known_without_its_weights(prefix: str, tmp_path: Path) -> None:
+    config = json.loads(family_config("qwen3_5_moe_text", 0).to_json_string())
+    modules = ["linear_attn.in_proj_a", "mlp.gate"]
+    names = [f"{prefix}layers.0.{module}" for module in modules]
+    blocks = {"quant_method": "fp8", "modules_to_not_convert": names}
+    escaped = [f"re:{re.escape(name)}" for name in names]
+    for stated in (blocks, {**PACKED, "ignore": names}, {**PACKED, "ignore": escaped}):
+        (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": stated}))
+        kinds = describe_model(tmp_path).kinds
+        assert "model.layers.0.linear_attn.in_proj_z.weight" in kinds
+        assert not kinds.keys() & {f"model.layers.0.{module}.weight" for module in modules}
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,11 @@ def _means(words: str, module: str) -> bool:
 # --- the configuration
 
 
+def _without_prefix(words: str) -> str:
+    """Return words for modules as they are called here, without what comes before in models that read images, too."""
+    return re.sub(r"language_model\\?\.(?![*+?{])", "", words)
+
+
 def quantisation_of(settings: Mapping[str, Any], where: str) -> Quantisation | None:
     """Read the `quantization_config` of a `config.json`; None where there is none.
 
@@ -161,6 +166,8 @@ def quantisation_of(settings: Mapping[str, Any], where: str) -> Quantisation | N
         parts = tuple(f"re:.*{re.escape(name)}".replace("\\*", ".*") for name in names)
         activations = method in ("fp8", "modelopt")
         found = Quantisation(((("Linear",), scheme),), (*parts, "lm_head"), activations)
+    groups = tuple((tuple(map(_without_prefix, targets)), scheme) for targets, scheme in found.groups)
+    found = replace(found, groups=groups, ignored=tuple(map(_without_prefix, found.ignored)))
     for words in (*found.ignored, *(words for targets, _ in found.groups for words in targets)):
         try:
             re.compile(words.removeprefix("re:") if words.startswith("re:") else "")
