@@ -18,7 +18,7 @@ from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.plan import forecast, plan_run
+from offload_runtime.plan import forecast, plan_run, prefill_time
 from offload_runtime.sizes import parse_bytes
 from offload_runtime.weights import DescribedModel, ModelLayout, open_checkpoint
 from tests.helpers.assembly import make_runner, prefill, verify
@@ -238,6 +238,20 @@ def test_a_pool_finds_about_what_its_plan_expects(mixture: Path) -> None:
             result = runtime.generate(PROMPTS[2], max_new_tokens=60, ignore_eos=True)
             missed = runtime.plan.streamed_bytes / (LAYERS * CHOSEN * EXPERT_BYTES)
         assert result.stats.expert_hit_rate == pytest.approx(1 - missed, abs=0.1)
+
+
+@pytest.mark.parametrize("buffers", [CHOSEN, COUNT - 1, COUNT, 2 * COUNT + 1])
+def test_prompts_bring_as_many_experts_as_planned(buffers: int, mixture: Path) -> None:
+    prompt = [5 + (3 * i * i + i // 7) % 280 for i in range(600)]
+    with load(mixture, context=640, draft="none", expert_pool=buffers * EXPERT_BYTES) as runtime:
+        planned = prefill_time(runtime.plan, made_up_machine(tflops={"fp32": 1.0}), len(prompt))
+        sizes = {"pool_buffers": runtime.plan.placement.pool_buffers, "chunk_tokens": runtime.plan.target.chunk_tokens}
+    made = make_runner(open_checkpoint(mixture), capacity_tokens=640, **sizes)
+    prefill(made.runner, 0, prompt)
+    before = made.runner.streamer.bytes_begun
+    prefill(made.runner, 1, prompt)
+    assert made.runner.streamer.bytes_begun - before == planned.link_bytes
+    made.close()
 
 
 def test_windows_are_short_where_rows_bring_experts_of_their_own(mixture: Path) -> None:

@@ -251,6 +251,19 @@ class ModelPlan:
         used_bytes = sum(one.used(rows) * one.block.total_bytes for one in self.experts.values())
         return round(used_bytes * (1 - self.expected_hits))
 
+    def missed_bytes_of_prompt(self, pieces: int) -> int:
+        """What so many pieces of a prompt bring to one card of experts: of each layer once what is missing, for which
+        others go that two layers at most have; or, where there is no room for a layer, all of it, and in every further
+        piece what there is no room for."""
+        buffers, counts = self.placement.pool_buffers, [one.count for one in self.experts.values()]
+        if buffers is None:
+            return 0
+        missing = self.num_experts - buffers
+        brought = min(self.num_experts, missing + 2 * max(counts), 2 * missing)
+        if buffers < max(counts):
+            brought = sum(count + (pieces - 1) * max(0, count - buffers) for count in counts)
+        return brought * self.expert_bytes
+
     @property
     def expected_hits(self) -> float:
         """The share of a token's experts that are expected in the pools; 1 where there are none.
