@@ -32,7 +32,7 @@ from offload_runtime.stream import (
     resolve_devices,
     within,
 )
-from offload_runtime.stream.queue import LinkPace
+from offload_runtime.stream.copy_engine import LinkPace
 
 # The link's peak is measured as so much less at times; pacing is no better than that either.
 _LINK_TOLERANCE = 0.02

@@ -48,7 +48,7 @@ from offload_runtime.stream import (
     resolve_device,
     resolve_devices,
 )
-from offload_runtime.stream.queue import LinkPace
+from offload_runtime.stream.copy_engine import LinkPace
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
 from offload_runtime.weights import (
     CheckpointSource,

@@ -24,6 +24,7 @@ from offload_runtime.stream.arena import (
     require_readable_arenas,
     touch,
 )
+from offload_runtime.stream.copy_engine import CopyEngine, CopyQueues, measure_link_gbps
 from offload_runtime.stream.device import (
     LAZY_MODULE_BYTES,
     TYPICAL_CONTEXT_BYTES,
@@ -53,7 +54,7 @@ from offload_runtime.stream.device import (
     upload,
     within,
 )
-from offload_runtime.stream.queue import CopyEngine, CopyQueues, make_copy_engine, measure_link_gbps
+from offload_runtime.stream.queue import make_copy_engine
 from offload_runtime.stream.staging import (
     FEWEST_PIECES,
     RingShape,

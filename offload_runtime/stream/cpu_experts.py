@@ -13,7 +13,7 @@ from offload_runtime_kernels.copy_words import copy_words
 from offload_runtime_kernels.experts_cpu import ExpertsCpu, HostExperts
 
 from offload_runtime.sizes import GB
-from offload_runtime.stream.queue import CopyEngine
+from offload_runtime.stream.copy_engine import CopyEngine
 
 # Rows up to which the CPU is asked: it reads weights once for eight of them.
 MOST_CPU_ROWS = 32

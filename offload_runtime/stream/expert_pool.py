@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from offload_runtime_kernels.copy_words import copy_words
 
+from offload_runtime.stream.copy_engine import CopyEngine
 from offload_runtime.stream.cpu_experts import MOST_CPU_ROWS, CpuExperts
-from offload_runtime.stream.queue import CopyEngine
 
 EXPERTS = "experts"
 # A pass brings all experts of its layers if it has so many times as many choices of each: 1 - e^-2 of them, at the

@@ -1,4 +1,4 @@
-"""The copy queue of a link, a thread on a CPU and a stream on CUDA, and the cyclic schedule of what goes through it.
+"""The copy queues, a thread on a CPU and a stream on CUDA, and the cyclic schedule of what goes through them.
 
 Items pass through rings of device buffers in a fixed order without end: the first ones of the next pass are on their
 way while this pass computes and tokens are drafted. The link idles only when every buffer that could be taken is full.
@@ -17,100 +17,18 @@ from typing import Any, Protocol
 
 import torch
 
-from offload_runtime.errors import CopyError
+from offload_runtime.stream.copy_engine import CopyEngine, LinkPace, copy_failed
+from offload_runtime.stream.expert_pool import ExpertPool
 from offload_runtime.trace import COMPUTE, CopyLog, Label, TraceRecorder
 
 # One cudaMemcpyAsync of a whole layer would make every small upload of the compute stream wait behind it;
 # 64 MiB pieces keep the link at its peak and let others in between.
 COPY_PIECE_BYTES = 64 << 20
 
-# Makes the copies of one queue as slow as a slower link would. Called where the copies run, in their order: with 0 when
-# a copy begins, after whatever it waited for, and then with the bytes that have been copied since the last call, to go
-# on when the slower link would be done with them.
-LinkPace = Callable[[int], None]
-
-
-class CopyEngine(Protocol):
-    """An ordered copy queue beside the compute. Events are opaque and belong to the engine that made them."""
-
-    log: CopyLog | None  # of the trace that the queue reports to
-
-    @property
-    def bytes_copied(self) -> int:
-        """Return the bytes of all copies: finished ones on the CPU, on CUDA those handed to the stream."""
-
-    def new_event(self) -> Any:
-        """An event that counts as fired until it is first used."""
-
-    def enqueue(
-        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
-        label: Label | None = None,
-    ) -> None:  # fmt: skip
-        """Queue a copy of `src` (host) to `dst` (device), after `free` has fired; fires `ready` when it is done.
-
-        `src` must stay unchanged, and `dst` unread, until `ready` has fired. `source_free` fires with it, for whoever
-        owns `src`. `label` says what it is, for a trace.
-        """
-
-    def compute_wait(self, ready: Any) -> None:
-        """Make the compute side wait for the latest `enqueue` with this event."""
-
-    def compute_record(self, free: Any) -> None:
-        """Fire `free` once all compute issued so far has finished."""
-
-    def is_done(self, ready: Any) -> bool:
-        """Return whether the latest `enqueue` with this event has finished; never waits."""
-
-    def wait(self, ready: Any) -> None:
-        """Hold the calling thread, which may be any, until the latest `enqueue` with this event has finished."""
-
-    def copy_seconds(self) -> float:
-        """Total time that finished copies have kept the link busy, in seconds."""
-
-    def stall_seconds(self) -> float:
-        """Total time that the compute side has waited for `ready` events, in seconds, as far as known by now."""
-
-    def drain(self) -> None:
-        """Wait until every queued copy has finished."""
-
-    def close(self) -> None:
-        """Finish outstanding work and release the queue."""
-
 
 def make_copy_engine(device: torch.device, *, pace: LinkPace | None = None, log: CopyLog | None = None) -> CopyEngine:
     """Return the copy queue that fits `device`, at a pace if there is one; it reports to the log of a trace."""
     return CudaCopyEngine(device, pace=pace, log=log) if device.type == "cuda" else ThreadCopyEngine(pace=pace, log=log)
-
-
-@dataclass(frozen=True)
-class CopyQueues:
-    """The queues of both ways: `h2d` to the device, `d2h` for what is written back to the host, and beside the first
-    `demand` for experts that a pass turns out to need (None: there is nothing like that)."""
-
-    h2d: CopyEngine
-    d2h: CopyEngine | None = None
-    demand: CopyEngine | None = None
-
-
-def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, *, repeats: int = 8) -> float:
-    """Peak bandwidth of back-to-back copies of `src` into `dst`, in GB/s; what is on the host is pinned on CUDA.
-
-    Waits for the engine to drain; uses the same calls as streaming does, so streaming cannot beat it.
-    """
-    free, ready = engine.new_event(), engine.new_event()
-    engine.enqueue(dst, src, free=free, ready=ready)  # the first touch of a buffer is slower
-    engine.drain()
-    before_s = engine.copy_seconds()
-    for _ in range(repeats):
-        engine.enqueue(dst, src, free=free, ready=ready)
-    engine.drain()
-    return repeats * src.nbytes / (engine.copy_seconds() - before_s) / 1e9
-
-
-def copy_failed(what: str, error: object) -> CopyError:
-    """Make the error of a copy, after which nothing that is streamed can be used."""
-    advice = "what is streamed cannot be trusted any more; load the runtime again"
-    return CopyError(f"{what} failed ({error}): {advice}")
 
 
 # Work that is done: what an event stands for as long as no copy has been asked for with it.
@@ -443,30 +361,6 @@ class StreamedKV(Protocol):
         """A pass begins; the pieces of a card's layers come out of the lane `KV` of its schedule."""
 
 
-class DemandLane(Protocol):
-    """Says what the streamer needs of a pool of experts, which come to a card as passes turn out to need them."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether all of them are there for ever."""
-
-    @property
-    def bytes_begun(self) -> int:
-        """Return bytes of all copies that were begun."""
-
-    def looks_once(self, rows: int) -> bool:
-        """Return whether the host looks at most once at which ones a layer of a pass of so many rows needs."""
-
-    def begin_pass(self, rows: int) -> None:
-        """Begin a pass of so many rows."""
-
-    def enter(self, layer: int) -> None:
-        """Come to a layer of the pass."""
-
-    def leave(self, layer: int) -> None:
-        """Leave it, all of which has been enqueued."""
-
-
 @dataclass(frozen=True)
 class CardRing:
     """Holds what the layers of a card are streamed through: its copy queue, and buffers of its memory, uint8 [n] each.
@@ -479,7 +373,7 @@ class CardRing:
     engine: CopyEngine
     buffers: Sequence[torch.Tensor]
     kv_buffers: Sequence[torch.Tensor] = ()
-    pool: DemandLane | None = None
+    pool: ExpertPool | None = None
 
 
 class LayerStreamer:

@@ -22,7 +22,8 @@ import torch
 
 from offload_runtime.errors import CopyError
 from offload_runtime.stream.arena import PAGE_BYTES, PageableMemory
-from offload_runtime.stream.queue import DONE, CopyEngine, copy_failed
+from offload_runtime.stream.copy_engine import CopyEngine, copy_failed
+from offload_runtime.stream.queue import DONE
 from offload_runtime.trace import Label
 
 # Each thread fills a piece of its own. Copies of 16 MiB and more have the link's peak; a thread takes 2 to 3 ms for 32.

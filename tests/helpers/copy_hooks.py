@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from offload_runtime.stream.queue import LinkPace
+from offload_runtime.stream.copy_engine import LinkPace
 
 
 def before_each_copy(hook: Callable[[], object] | None) -> LinkPace:
