@@ -61,6 +61,7 @@ from offload_runtime.weights import (
     SharedVocabulary,
     load_weights,
 )
+from offload_runtime.weights.layout import ExpertBlocks
 
 
 @dataclass(frozen=True)
@@ -427,28 +428,35 @@ def _buffers_of_experts(budget: DeviceBudget, own: ModelPlan, name: str) -> torc
     return budget.allocate(f"{name}: experts", nbytes).view(-1, own.expert_bytes) if nbytes else torch.empty(0, 0)
 
 
-def _pool_of(
-    weights: HostWeights, held: Mapping[int | None, torch.Tensor], cpu: CpuThreads, buffers: torch.Tensor,
-    own: ModelPlan, one: OpenCard,
+def make_pool(
+    weights: HostWeights, experts: Mapping[int, ExpertBlocks], buffers: torch.Tensor, engine: CopyEngine | None, *,
+    most_rows: int, cpu: CpuThreads, held: Mapping[int | None, torch.Tensor],
 ) -> ExpertPool | None:  # fmt: skip
-    """Return the pool of a card's experts; None where its layers have none."""
-    if not own.experts:
+    """Return the pool of the `experts` of a card's layers; None where these have none.
+
+    Args:
+        weights: Of the model.
+        experts: By layer.
+        buffers: Of the pool. They hold all experts where there is no `engine`.
+        engine: Brings experts.
+        most_rows: That a layer is given at once.
+        cpu: Computes some of what is missing.
+        held: Layers that are on a device; the others are in host memory.
+    """
+    if not experts:
         return None
-    whole, layers = own.placement.pool_buffers is None, dict[int, ExpertUnits]()
-    for layer, experts in own.experts.items():
-        host = None if whole else weights.experts_of(layer)
-        layers[layer] = ExpertUnits(experts.count, experts.chosen, host)
-    most_rows = max(own.chunk_tokens, own.batch * own.window_tokens)
-    chosen = max(experts.chosen for experts in own.experts.values())
-    engine = None if whole else one.queues.demand
-    share = None
+    host = {layer: None if engine is None else weights.experts_of(layer) for layer in experts}
+    layers = {layer: ExpertUnits(one.count, one.chosen, host[layer]) for layer, one in experts.items()}
+    config, layout, share = weights.config, weights.layout, None
+    chosen = max(one.chosen for one in experts.values())
     if engine is not None and cpu.threads is not None:
-        on_cpu, x = dict[int, HostExperts](), torch.empty(0, own.config.hidden_size, dtype=own.dtype, device=one.device)
-        for layer, experts in own.experts.items():
-            views = own.layout.layers[layer].views(held[layer] if layer in held else weights.block(layer))
-            mixer = own.config.layers[layer].mlp
+        on_cpu = dict[int, HostExperts]()
+        for layer, one in experts.items():
+            views = layout.layers[layer].views(held[layer] if layer in held else weights.block(layer))
+            mixer = config.layers[layer].mlp
             assert isinstance(mixer, Experts)
-            on_cpu[layer] = mixer.on_cpu(cpu.threads.library, experts.places, views)
+            on_cpu[layer] = mixer.on_cpu(cpu.threads.library, one.places, views)
+        x = torch.empty(0, config.hidden_size, dtype=layout.dtype, device=buffers.device)
         share = CpuExperts(cpu.threads, on_cpu, cpu.share, engine, choices=chosen, x=x)
     return ExpertPool(buffers, layers, engine, most_choices=most_rows * chosen, cpu=share)
 
@@ -477,7 +485,13 @@ def connect_model(
         kv_buffers.append(_ring(one.budget, f"{name}: KV ring", num_kv_buffers, own.kv_piece_bytes))
     cache = make_cache(plan, cards, f"{name}: KV cache", memories, None if limited else registrar)
     undo.callback(cache.close)
-    pools = [_pool_of(weights, held, cpu, *of_card) for of_card in zip(experts, plan.cards, cards, strict=True)]
+    pools = [
+        make_pool(
+            weights, own.experts, of_card, None if own.placement.pool_buffers is None else one.queues.demand,
+            most_rows=max(own.chunk_tokens, own.batch * own.window_tokens), cpu=cpu, held=held,
+        )
+        for of_card, own, one in zip(experts, plan.cards, cards, strict=True)
+    ]  # fmt: skip
     stores = {
         layer: ExpertStore(one.matrices(pool.buffers), partial(pool.present, layer))
         for pool, own in zip(pools, plan.cards, strict=True)

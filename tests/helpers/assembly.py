@@ -15,14 +15,13 @@ from offload_runtime_kernels.experts_cpu import ExpertsCpu, load_experts_library
 from offload_runtime.cache import HostKVCache, HostKVCard, KVCache, block_bytes
 from offload_runtime.cache.device import num_blocks
 from offload_runtime.core import Batch, TokenTree
-from offload_runtime.models.experts import Experts
+from offload_runtime.engine.load_model import NO_CPU, CpuThreads, make_pool
 from offload_runtime.models.layers import ExpertStore, LayerWeights
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.runners import Decoder, ModelRunner, decide
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.stream import CopyEngine, DeviceBudget, Registrar, Staging, make_copy_engine
-from offload_runtime.stream.cpu_experts import CpuExperts
-from offload_runtime.stream.expert_pool import ExpertPool, ExpertUnits
+from offload_runtime.stream.expert_pool import ExpertPool
 from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights import EMBEDDING, CheckpointSource, ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import HostWeights, load_weights
@@ -92,11 +91,11 @@ def in_memory(hf_model: Any) -> CheckpointSource:
     return CheckpointSource(config, hf_model.dtype, "memory", hf_model.config.to_dict(), fills, lambda: None)
 
 
-def make_pool(weights: HostWeights, count: int | None, device: torch.device, cpu_share: float | None) -> ExpertPool:
+def pool_of(
+    weights: HostWeights, count: int | None, device: torch.device, cpu_share: float | None
+) -> ExpertPool | None:
     """The experts of a model: all of them, or as many as have room in so many buffers beside what the CPU computes."""
-    experts, layers = weights.layout.experts, dict[int, ExpertUnits]()
-    for layer, one in experts.items():
-        layers[layer] = ExpertUnits(one.count, one.chosen, None if count is None else weights.experts_of(layer))
+    experts, dtype, cpu = weights.layout.experts, weights.layout.dtype, NO_CPU
     buffer_bytes = max(one.block.total_bytes for one in experts.values())
     total = sum(one.count for one in experts.values()) if count is None else count
     buffers = torch.full((total, buffer_bytes), 255, dtype=torch.uint8, device=device)
@@ -104,20 +103,12 @@ def make_pool(weights: HostWeights, count: int | None, device: torch.device, cpu
         of_layers = buffers.split([one.count for one in experts.values()])
         for layer, part in zip(experts, of_layers, strict=True):
             part[:, : experts[layer].block.total_bytes] = weights.experts_of(layer).to(device)
-    engine, cpu = None if count is None else make_copy_engine(device), None
-    if engine is not None and cpu_share != 0:
-        dtype, folder = weights.layout.dtype, Path(tempfile.gettempdir()) / "experts-of-tests"
+    elif cpu_share != 0:
         kinds = {place.encoding for one in experts.values() for place in one.places.values()}
-        library = load_experts_library(folder, dtype, kinds)
-        mixers = {layer: weights.config.layers[layer].mlp for layer in experts}
-        on_cpu = {
-            layer: mixer.on_cpu(library, experts[layer].places, weights.views(layer))
-            for layer, mixer in mixers.items()
-            if isinstance(mixer, Experts)
-        }
-        most, x = max(one.chosen for one in experts.values()), torch.empty(0, weights.config.hidden_size, dtype=dtype)
-        cpu = CpuExperts(ExpertsCpu(library, 1), on_cpu, cpu_share, engine, choices=most, x=x)
-    return ExpertPool(buffers, layers, engine, most_choices=4096, cpu=cpu)
+        library = load_experts_library(Path(tempfile.gettempdir()) / "experts-of-tests", dtype, kinds)
+        cpu = CpuThreads(cpu_share, ExpertsCpu(library, 1))
+    engine = None if count is None else make_copy_engine(device)
+    return make_pool(weights, experts, buffers, engine, most_rows=1024, cpu=cpu, held={})
 
 
 def make_runner(
@@ -182,7 +173,7 @@ def make_runner(
     scratch = torch.full((scratch_bytes,), 255, dtype=torch.uint8, device=device) if scratch_bytes else None
     # NaN in any dtype
     ring = [torch.full((buffer_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(buffers)]
-    pool = make_pool(weights, pool_buffers, device, cpu_share) if layout.experts else None
+    pool = pool_of(weights, pool_buffers, device, cpu_share) if layout.experts else None
 
     def make_views(layer: int, buffer: torch.Tensor) -> LayerWeights:
         found = LayerWeights(layout.layers[layer].views(buffer, scratch))
