@@ -35,7 +35,7 @@ def _weights(seed: int) -> tuple[LayerWeights, dict[str, torch.Tensor]]:
     for tensor in LAYER.tensors():
         parts[tensor.packed].append(torch.randn(tensor.shape, generator=generator))
     weights = LayerWeights({"router": Weight(*parts.pop("router"))})
-    experts = {name: torch.cat(found).view(LAYER.count, -1, found[0].shape[1]) for name, found in parts.items()}
+    experts = {name: torch.cat(found).view(LAYER.num_experts, -1, found[0].shape[1]) for name, found in parts.items()}
     stored, places = {name: StoredMatrices.of(one) for name, one in experts.items()}, torch.arange(8).int()
     weights.experts = ExpertStore(stored, lambda *_: iter([places]))
     return weights, experts

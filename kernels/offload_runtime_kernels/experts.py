@@ -152,16 +152,16 @@ def gated_reference(gate_up: torch.Tensor, shape: ExpertShape) -> torch.Tensor:
 
 
 def product_reference(
-    x: torch.Tensor, numbers: torch.Tensor, matrices: StoredMatrices, slots: torch.Tensor | None,
+    x: torch.Tensor, choices: torch.Tensor, matrices: StoredMatrices, buffers: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
-    """Return [R, out]: rows x [R, K], each multiplied with the matrix of its expert, of `numbers` [R].
+    """Return [R, out]: rows x [R, K], each multiplied with the matrix of its expert, of `choices` [R].
 
     Columns are taken one after the other, for all rows of some experts at once.
     """
     (height, k), dtype = (matrices.rows, matrices.columns), x.dtype
     out = x.new_empty(x.shape[0], height)
-    chosen, of_row, counts = numbers.unique(return_inverse=True, return_counts=True)
+    chosen, of_row, counts = choices.unique(return_inverse=True, return_counts=True)
     ranks = torch.empty_like(of_row)  # of a row among those of its expert
     ranks[of_row.argsort(stable=True)] = torch.cat([torch.arange(count) for count in (0, *counts.tolist())])
     together = max(1, _COPIED_ELEMENTS // (height * max(k, *counts.tolist(), 1)))
@@ -171,7 +171,7 @@ def product_reference(
         place = (of_row[own] - first, ranks[own])
         rows = x.new_zeros(len(some), int(counts[first : first + together].max()), k)
         rows[place] = x[own]
-        sums = _chains(rows, matrices.decoded(some if slots is None else slots[some].long(), dtype))
+        sums = _chains(rows, matrices.decoded(some if buffers is None else buffers[some].long(), dtype))
         if bias is not None:
             sums += bias[some].float()[:, None]
         out[own] = sums[place].to(dtype)
@@ -194,14 +194,14 @@ def _chains(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
 
 
 def expert_rows_reference(
-    x: torch.Tensor, numbers: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices, shape: ExpertShape, *,
-    slots: torch.Tensor | None, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, out: torch.Tensor,
+    x: torch.Tensor, choices: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices, shape: ExpertShape, *,
+    buffers: torch.Tensor | None, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Plain torch version of `expert_rows`, on a CPU."""
-    rows, inputs = numbers.flatten(), x.repeat_interleave(numbers.shape[1], dim=0)
-    here = torch.arange(len(rows)) if slots is None else (slots[rows] >= 0).nonzero()[:, 0]
-    h = gated_reference(product_reference(inputs[here], rows[here], gate_up, slots, gate_up_bias), shape)
-    out.view(len(rows), -1)[here] = product_reference(h, rows[here], down, slots, down_bias)
+    rows, inputs = choices.flatten(), x.repeat_interleave(choices.shape[1], dim=0)
+    here = torch.arange(len(rows)) if buffers is None else (buffers[rows] >= 0).nonzero()[:, 0]
+    h = gated_reference(product_reference(inputs[here], rows[here], gate_up, buffers, gate_up_bias), shape)
+    out.view(len(rows), -1)[here] = product_reference(h, rows[here], down, buffers, down_bias)
 
 
 def combine_experts_reference(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -213,30 +213,30 @@ def combine_experts_reference(y: torch.Tensor, weights: torch.Tensor) -> torch.T
 
 
 def expert_rows(
-    x: torch.Tensor, numbers: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices, shape: ExpertShape, *,
-    out: torch.Tensor, slots: torch.Tensor | None = None, gate_up_bias: torch.Tensor | None = None,
+    x: torch.Tensor, choices: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices, shape: ExpertShape, *,
+    out: torch.Tensor, buffers: torch.Tensor | None = None, gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write what each chosen expert makes of its row, rounded to the dtype of x; enqueued on the current stream.
 
     Args:
         x: [N, H], contiguous.
-        numbers: [N, k] int64, contiguous: the experts of every row, ascending, none of them twice.
+        choices: [N, k] int64, contiguous: the experts of every row, ascending, none of them twice.
         gate_up: [2I, H] of an expert, gates first.
         down: [H, I].
         shape: Of these.
         out: [N, k, H] in the dtype of x, contiguous. Rows of experts that lie nowhere are left as they are.
-        slots: [E] int32: in which buffer an expert's matrices lie, of both, or -1 where they lie in none; None where
+        buffers: [E] int32: in which buffer an expert's matrices lie, of both, or -1 where they lie in none; None where
             all lie at the expert's number.
         gate_up_bias: [E, 2I] by the expert's number, gates first, in the dtype of x, or None.
         down_bias: [E, H] or None.
     """
-    assert x.is_contiguous() and numbers.is_contiguous() and numbers.dtype == torch.int64
+    assert x.is_contiguous() and choices.is_contiguous() and choices.dtype == torch.int64
     assert (gate_up.rows, gate_up.columns) == (2 * shape.inner, shape.hidden)
     assert (down.rows, down.columns) == (shape.hidden, shape.inner)
-    assert out.shape == (*numbers.shape, shape.hidden) and out.dtype == x.dtype and out.is_contiguous()
+    assert out.shape == (*choices.shape, shape.hidden) and out.dtype == x.dtype and out.is_contiguous()
     run = expert_rows_triton if x.is_cuda else expert_rows_reference
-    run(x, numbers, gate_up, down, shape, slots=slots, gate_up_bias=gate_up_bias, down_bias=down_bias, out=out)
+    run(x, choices, gate_up, down, shape, buffers=buffers, gate_up_bias=gate_up_bias, down_bias=down_bias, out=out)
 
 
 def combine_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -252,10 +252,10 @@ def combine_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def experts(
-    x: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices,
+    x: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices,
     shape: ExpertShape, *, gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return what `combine_experts` makes of `expert_rows`, [N, H], where every expert lies at its number."""
-    y = x.new_empty(*numbers.shape, shape.hidden)
-    expert_rows(x, numbers, gate_up, down, shape, out=y, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    y = x.new_empty(*choices.shape, shape.hidden)
+    expert_rows(x, choices, gate_up, down, shape, out=y, gate_up_bias=gate_up_bias, down_bias=down_bias)
     return combine_experts(y, weights)

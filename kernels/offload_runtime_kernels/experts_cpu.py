@@ -201,17 +201,17 @@ def _has_right_bits(library: ExpertsLibrary, encoding: str) -> bool:
     gate_up = random_rows(encoding, 6 * width, width, make).view(3, -1)
     pool = torch.cat([gate_up, random_rows(encoding, 3 * width, width, make).view(3, -1)], dim=1)
     x = torch.randn(10, width, generator=make).to(library.dtype)
-    numbers = torch.tensor([0, 1, 0, 0, 2, 0, 0, 1, 0, 0])[:, None]
+    choices = torch.tensor([0, 1, 0, 0, 2, 0, 0, 1, 0, 0])[:, None]
     found, expected = torch.zeros(2, 10, 1, width, dtype=library.dtype)
     size = gate_up.shape[1]
     layer = HostExperts(library, shape, HostMatrix(encoding, 0), HostMatrix(encoding, size))
     with ExpertsCpu(library, threads=1) as cpu:
-        cpu.submit(layer, x, numbers, [(number, pool[number].data_ptr()) for number in range(3)], found)
+        cpu.submit(layer, x, choices, [(number, pool[number].data_ptr()) for number in range(3)], found)
         cpu.wait()
     first = StoredMatrices(pool[:, :size], encoding, 2 * width, width)
     second = StoredMatrices(pool[:, size:], encoding, width, width)
     expert_rows_reference(
-        x, numbers, first, second, shape, slots=None, gate_up_bias=None, down_bias=None, out=expected
+        x, choices, first, second, shape, buffers=None, gate_up_bias=None, down_bias=None, out=expected
     )  # fmt: skip
     return torch.equal(found, expected)
 
@@ -279,7 +279,7 @@ class ExpertsCpu:
         self._stop = weakref.finalize(self, _stop, library.code, self._threads, os.getpid())
 
     def submit(
-        self, layer: HostExperts, x: torch.Tensor, numbers: torch.Tensor, experts: Sequence[tuple[int, int]],
+        self, layer: HostExperts, x: torch.Tensor, choices: torch.Tensor, experts: Sequence[tuple[int, int]],
         out: torch.Tensor,
     ) -> None:  # fmt: skip
         """Begin with some experts of a layer; what was submitted before must have been waited for.
@@ -288,21 +288,23 @@ class ExpertsCpu:
             layer: Their layer, of the same library.
             x: [N, H] in the library's dtype, contiguous, in host memory, as all of these. It is read before this
                 returns, and so is all else but weights and biases.
-            numbers: [N, k] int64, contiguous: the experts of every row, none of them twice.
+            choices: [N, k] int64, contiguous: the experts of every row, none of them twice.
             experts: The number of each that is wanted, and the address of its block.
             out: [N, k, H] in the dtype of x, contiguous. Rows of the experts that are wanted are written until `wait`
                 returns, and no others.
         """
-        (tokens, choices), hidden, count = numbers.shape, layer.shape.hidden, len(experts)
+        (tokens, num_chosen), hidden, count = choices.shape, layer.shape.hidden, len(experts)
         assert layer.library is self.library and x.dtype == out.dtype == self.library.dtype
-        assert x.shape == (tokens, hidden) and out.shape == (tokens, choices, hidden) and numbers.dtype == torch.int64
-        assert x.is_cpu and numbers.is_cpu and out.is_cpu
-        assert x.is_contiguous() and numbers.is_contiguous() and out.is_contiguous()
+        assert (
+            x.shape == (tokens, hidden) and out.shape == (tokens, num_chosen, hidden) and choices.dtype == torch.int64
+        )
+        assert x.is_cpu and choices.is_cpu and out.is_cpu
+        assert x.is_contiguous() and choices.is_contiguous() and out.is_contiguous()
         wanted = (ctypes.c_int64 * count)(*(number for number, _ in experts))
         blocks = (ctypes.c_void_p * count)(*(address for _, address in experts))
         self._bytes, self._held = count * layer.expert_bytes, (layer, out)  # their memory stays
         if not self.library.code.experts_submit(
-            self._threads, ctypes.byref(layer.described), x.data_ptr(), tokens, numbers.data_ptr(), choices, wanted,
+            self._threads, ctypes.byref(layer.described), x.data_ptr(), tokens, choices.data_ptr(), num_chosen, wanted,
             blocks, count, out.data_ptr(),
         ):  # fmt: skip
             raise MemoryError(f"rows of {count} experts find no memory")

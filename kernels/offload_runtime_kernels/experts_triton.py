@@ -75,12 +75,12 @@ _BLOCK_TILES = {
 }  # fmt: skip
 
 
-def default_tile(tokens: int, choices: int, num_experts: int, *, blocks: bool = False) -> ExpertTile:
+def default_tile(tokens: int, num_chosen: int, num_experts: int, *, blocks: bool = False) -> ExpertTile:
     """How products of a pass of so many tokens with elements, or with blocks, are cut."""
     tiles = _BLOCK_TILES if blocks else _TILES
     if tokens <= FEW_TOKENS:
         return tiles[tokens > 1]
-    return next(tile for rows, tile in tiles.items() if 1 < rows >= tokens * choices / num_experts)
+    return next(tile for rows, tile in tiles.items() if 1 < rows >= tokens * num_chosen / num_experts)
 
 
 @jit
@@ -113,7 +113,7 @@ def _gated(gate, up, DTYPE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constex
 
 @jit(do_not_specialize=("num_rows",))
 def _sort_kernel(
-    numbers_ptr, order_ptr, starts_ptr, num_rows, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+    choices_ptr, order_ptr, starts_ptr, num_rows, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):  # fmt: skip
     """Write the rows of one expert, ascending, behind those of the ones before it, and where they start."""
     if OVERLAP:
@@ -122,14 +122,14 @@ def _sort_kernel(
     start, end = 0, 0
     for first in range(0, num_rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        number = tl.load(numbers_ptr + row, mask=row < num_rows, other=tl.num_programs(0))
+        number = tl.load(choices_ptr + row, mask=row < num_rows, other=tl.num_programs(0))
         start += tl.sum((number < expert).to(tl.int32))
         end += tl.sum((number <= expert).to(tl.int32))
     tl.store(starts_ptr + expert, start)
     tl.store(starts_ptr + expert + 1, end)
     for first in range(0, num_rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
-        own = (tl.load(numbers_ptr + row, mask=row < num_rows, other=-1) == expert).to(tl.int32)
+        own = (tl.load(choices_ptr + row, mask=row < num_rows, other=-1) == expert).to(tl.int32)
         tl.store(order_ptr + start + tl.cumsum(own) - own, row, mask=own > 0)
         start += tl.sum(own)
 
@@ -157,10 +157,10 @@ def _products(
 
 @jit(do_not_specialize=("num_tokens",))
 def _expert_kernel(
-    x_ptr, numbers_ptr, order_ptr, starts_ptr, pool_ptr, slots_ptr, bias_ptr, out_ptr, num_tokens, slot_stride,
-    HEIGHT: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr, CHOICE_BLOCK: tl.constexpr,
+    x_ptr, choices_ptr, order_ptr, starts_ptr, pool_ptr, buffers_ptr, bias_ptr, out_ptr, num_tokens, buffer_stride,
+    HEIGHT: tl.constexpr, K: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOICE_BLOCK: tl.constexpr,
     ROWS_OF_X: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+    STAGES: tl.constexpr, HAS_BUFFERS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, FORM: tl.constexpr, BLOCKS: tl.constexpr, ROW_BYTES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -173,34 +173,34 @@ def _expert_kernel(
     # The rows of the expert: how many, and of the first in which program they are.
     if FEW:
         own = tl.program_id(2)
-        expert = tl.load(numbers_ptr + own).to(tl.int32)
+        expert = tl.load(choices_ptr + own).to(tl.int32)
         if FEW == 1:
             count = 1
         else:
             token = tl.arange(0, FEW)
             choice = tl.arange(0, CHOICE_BLOCK)[None, :]
-            listed = (token[:, None] < num_tokens) & (choice < CHOICES)
-            number = tl.load(numbers_ptr + token[:, None] * CHOICES + choice, mask=listed, other=-1)
+            listed = (token[:, None] < num_tokens) & (choice < NUM_CHOSEN)
+            number = tl.load(choices_ptr + token[:, None] * NUM_CHOSEN + choice, mask=listed, other=-1)
             same = (number == expert).to(tl.int32)
             has = tl.sum(same, axis=1)
-            row_of = token * CHOICES + tl.sum(same * choice, axis=1)
+            row_of = token * NUM_CHOSEN + tl.sum(same * choice, axis=1)
             rank = tl.cumsum(has) - has
-            earlier = tl.sum(tl.where(token < own // CHOICES, has, 0))
+            earlier = tl.sum(tl.where(token < own // NUM_CHOSEN, has, 0))
             count = tl.where(earlier == 0, tl.sum(has), 0)
     else:
         expert = tl.program_id(2)
         start = tl.load(starts_ptr + expert)
         count = tl.load(starts_ptr + expert + 1) - start
-    slot = expert
-    if HAS_SLOTS:
-        slot = tl.load(slots_ptr + expert)
-        count = tl.where(slot < 0, 0, count)
+    buffer = expert
+    if HAS_BUFFERS:
+        buffer = tl.load(buffers_ptr + expert)
+        count = tl.where(buffer < 0, 0, count)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # A gate and its up are neighbours in the tile. What lies behind the last row reads that row and stores nothing.
     column = tl.minimum(lane, HEIGHT - 1)
     if GATED:
         column = column // 2 + column % 2 * (HEIGHT // 2)
-    w_ptr = pool_ptr + slot.to(tl.int64) * slot_stride
+    w_ptr = pool_ptr + buffer.to(tl.int64) * buffer_stride
     for first in range(tl.program_id(0) * ROWS, count, tl.num_programs(0) * ROWS):
         wanted = first + tl.arange(0, ROWS)
         real = (wanted < count)[:, None]
@@ -238,7 +238,7 @@ def _expert_kernel(
 
 @jit
 def _sum_kernel(
-    y_ptr, weights_ptr, out_ptr, CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    y_ptr, weights_ptr, out_ptr, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
@@ -246,8 +246,8 @@ def _sum_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for choice in tl.static_range(CHOICES):
-        row = token * CHOICES + choice
+    for choice in tl.static_range(NUM_CHOSEN):
+        row = token * NUM_CHOSEN + choice
         y = tl.load(y_ptr + row * WIDTH + column, mask=column < WIDTH, other=0.0)
         total = tl.fma(y.to(tl.float32), tl.load(weights_ptr + row), total)
     tl.store(out_ptr + token * WIDTH + column, total.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
@@ -259,44 +259,44 @@ _SUMMED_TOGETHER = 512
 
 @dataclass(frozen=True)
 class Routes:
-    """The experts of a pass's rows, `numbers` [N, k]."""
+    """The experts of a pass's rows, `choices` [N, k]."""
 
-    numbers: torch.Tensor
+    choices: torch.Tensor
     num_experts: int
     order: torch.Tensor  # [N k] int32: the rows by expert, and [E + 1] where each one's start; of many tokens
     starts: torch.Tensor
 
     @classmethod
-    def of(cls, numbers: torch.Tensor, num_experts: int) -> Routes:
+    def of(cls, choices: torch.Tensor, num_experts: int) -> Routes:
         """Sort the rows of many tokens."""
-        if len(numbers) <= FEW_TOKENS:
-            return cls(numbers, num_experts, numbers, numbers)
-        num_rows = numbers.numel()
-        order, starts = (numbers.new_empty(size, dtype=torch.int32) for size in (num_rows, num_experts + 1))
+        if len(choices) <= FEW_TOKENS:
+            return cls(choices, num_experts, choices, choices)
+        num_rows = choices.numel()
+        order, starts = (choices.new_empty(size, dtype=torch.int32) for size in (num_rows, num_experts + 1))
         _sort_kernel[(num_experts,)](
-            numbers, order, starts, num_rows, BLOCK=_SORTED_TOGETHER, num_warps=4, **overlap_options(numbers.device)
+            choices, order, starts, num_rows, BLOCK=_SORTED_TOGETHER, num_warps=4, **overlap_options(choices.device)
         )
-        return cls(numbers, num_experts, order, starts)
+        return cls(choices, num_experts, order, starts)
 
     def product(
-        self, x: torch.Tensor, matrices: StoredMatrices, slots: torch.Tensor | None, bias: torch.Tensor | None,
+        self, x: torch.Tensor, matrices: StoredMatrices, buffers: torch.Tensor | None, bias: torch.Tensor | None,
         out: torch.Tensor, *, gated: ExpertShape | None = None, tile: ExpertTile | None = None,
     ) -> None:  # fmt: skip
         """Write [N k, rows] of x, a row of a token or of a choice; or [N k, rows / 2], `gated` as a shape says."""
-        (tokens, choices), form, height = self.numbers.shape, FORMATS.get(matrices.encoding), matrices.rows
+        (tokens, num_chosen), form, height = self.choices.shape, FORMATS.get(matrices.encoding), matrices.rows
         pool = matrices.data if form else matrices.data.view(KIND_DTYPES[matrices.encoding])
-        tile = tile or default_tile(tokens, choices, self.num_experts, blocks=form is not None)
-        num_rows, few = tokens * choices, tokens <= FEW_TOKENS
+        tile = tile or default_tile(tokens, num_chosen, self.num_experts, blocks=form is not None)
+        num_rows, few = tokens * num_chosen, tokens <= FEW_TOKENS
         due = triton.cdiv(num_rows, self.num_experts * tile.rows)  # tiles, if all experts have as many rows
         tiles = 1 if few else min(4 * due, triton.cdiv(tokens, tile.rows))
         grid = (tiles, triton.cdiv(height, tile.block), num_rows if few else self.num_experts)
         # Triton wants a pointer for every argument; an unused one may point anywhere.
         _expert_kernel[grid](
-            x, self.numbers, self.order, self.starts, pool, x if slots is None else slots, x if bias is None else bias,
-            out, tokens, pool.stride(0),
-            HEIGHT=height, K=matrices.columns, CHOICES=choices, CHOICE_BLOCK=triton.next_power_of_2(choices),
+            x, self.choices, self.order, self.starts, pool, x if buffers is None else buffers,
+            x if bias is None else bias, out, tokens, pool.stride(0),
+            HEIGHT=height, K=matrices.columns, NUM_CHOSEN=num_chosen, CHOICE_BLOCK=triton.next_power_of_2(num_chosen),
             ROWS_OF_X=num_rows // len(x), FEW=0 if not few else FEW_TOKENS if tokens > 1 else 1, ROWS=tile.rows,
-            BLOCK=tile.block, BLOCK_K=tile.block_k, STAGES=tile.num_stages, HAS_SLOTS=slots is not None,
+            BLOCK=tile.block, BLOCK_K=tile.block_k, STAGES=tile.num_stages, HAS_BUFFERS=buffers is not None,
             HAS_BIAS=bias is not None, GATED=gated is not None, LIMIT=gated and gated.limit,
             ALPHA=gated.alpha if gated else 0.0, FORM=form, BLOCKS=form and form.num_blocks(matrices.columns),
             ROW_BYTES=matrices.row_bytes, num_warps=tile.num_warps, enable_fp_fusion=True, **overlap_options(x.device),
@@ -304,27 +304,27 @@ class Routes:
 
 
 def expert_rows_triton(
-    x: torch.Tensor, numbers: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices, shape: ExpertShape, *,
-    slots: torch.Tensor | None, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, out: torch.Tensor,
+    x: torch.Tensor, choices: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices, shape: ExpertShape, *,
+    buffers: torch.Tensor | None, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, out: torch.Tensor,
     tile: ExpertTile | None = None,
 ) -> None:  # fmt: skip
     """Triton version of `expert_rows`; `tile` overrides how products are cut."""
     require_triton("experts")
     with torch.cuda.device_of(x):
-        routes = Routes.of(numbers, shape.num_experts)
-        h = x.new_empty(numbers.numel(), shape.inner)
-        routes.product(x, gate_up, slots, gate_up_bias, h, gated=shape, tile=tile)
-        routes.product(h, down, slots, down_bias, out, tile=tile)
+        routes = Routes.of(choices, shape.num_experts)
+        h = x.new_empty(choices.numel(), shape.inner)
+        routes.product(x, gate_up, buffers, gate_up_bias, h, gated=shape, tile=tile)
+        routes.product(h, down, buffers, down_bias, out, tile=tile)
 
 
 def combine_experts_triton(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Triton version of `combine_experts`."""
     require_triton("experts")
-    tokens, choices, width = y.shape
+    tokens, num_chosen, width = y.shape
     out = y.new_empty(tokens, width)
     with torch.cuda.device_of(y):
         _sum_kernel[(tokens, triton.cdiv(width, _SUMMED_TOGETHER))](
-            y, weights, out, CHOICES=choices, WIDTH=width, BLOCK=_SUMMED_TOGETHER, num_warps=4,
+            y, weights, out, NUM_CHOSEN=num_chosen, WIDTH=width, BLOCK=_SUMMED_TOGETHER, num_warps=4,
             **overlap_options(y.device),
         )  # fmt: skip
     return out

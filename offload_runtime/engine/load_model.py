@@ -457,7 +457,7 @@ def make_pool(
             assert isinstance(mixer, Experts)
             on_cpu[layer] = mixer.on_cpu(cpu.threads.library, one.places, views)
         x = torch.empty(0, config.hidden_size, dtype=layout.dtype, device=buffers.device)
-        share = CpuExperts(cpu.threads, on_cpu, cpu.share, engine, choices=chosen, x=x)
+        share = CpuExperts(cpu.threads, on_cpu, cpu.share, engine, num_chosen=chosen, x=x)
     return ExpertPool(buffers, layers, engine, most_choices=most_rows * chosen, cpu=share)
 
 

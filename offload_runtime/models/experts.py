@@ -43,7 +43,7 @@ class Experts:
 
     Attributes:
         expert: What each of them is.
-        count, chosen: How many there are, and how many a row goes through.
+        num_experts, chosen: How many there are, and how many a row goes through.
         scores: What the router's logits become: a softmax or a sigmoid of all, by which experts are chosen, or a
             softmax of those that are chosen by their logits.
         corrected: Whether experts are chosen by their scores and a learnt bias, which their weights do not have.
@@ -57,7 +57,7 @@ class Experts:
     """
 
     expert: GatedMLP
-    count: int
+    num_experts: int
     chosen: int
     scores: Scores = "softmax"
     corrected: bool = False
@@ -81,7 +81,7 @@ class Experts:
     def row_elements(self) -> int:
         """Elements that a row takes on its way: scores and their order, what it is in each of its experts, and what
         they and the shared one give."""
-        of_experts = 8 * self.count + self.chosen * (self.expert.row_elements + 2 * self.expert.hidden_size)
+        of_experts = 8 * self.num_experts + self.chosen * (self.expert.row_elements + 2 * self.expert.hidden_size)
         return of_experts + 3 * self.expert.hidden_size + (self.shared.mlp.row_elements if self.shared else 0)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -89,14 +89,14 @@ class Experts:
         [H, I]; of the shared one `shared_gate_up`, `shared_down` and `shared_gate` [1, H]."""
         hidden, inner = self.expert.hidden_size, self.expert.intermediate_size
         if self.swiglu is not None:
-            yield from projections("router", {"mlp.router": self.count}, hidden, bias=True)
+            yield from projections("router", {"mlp.router": self.num_experts}, hidden, bias=True)
             for part, size in (("gate_up", 2 * inner), ("down", hidden)):
-                yield Tensor(f"{part}_biases", f"mlp.experts.{part}_proj_bias", (self.count, size))
+                yield Tensor(f"{part}_biases", f"mlp.experts.{part}_proj_bias", (self.num_experts, size))
         else:
-            yield Tensor("router", "mlp.gate.weight", (self.count, hidden), self.router_dtype)
+            yield Tensor("router", "mlp.gate.weight", (self.num_experts, hidden), self.router_dtype)
         if self.corrected:
-            yield Tensor("correction", "mlp.gate.e_score_correction_bias", (self.count,), torch.float32)
-        for number in range(self.count):
+            yield Tensor("correction", "mlp.gate.e_score_correction_bias", (self.num_experts,), torch.float32)
+        for number in range(self.num_experts):
             for one in self.expert.tensors():
                 name = one.name.replace("mlp.", f"mlp.experts.{number}.")
                 yield one._replace(name=name, expert=number)
@@ -109,16 +109,16 @@ class Experts:
 
     def forward(self, x: torch.Tensor, weights: LayerWeights, rows: Rows) -> torch.Tensor:
         """[N, H] -> [N, H]."""
-        numbers, chosen = self._choose(x, weights)
+        choices, row_weights = self._choose(x, weights)
         if rows.prompt is None and len(x) > 1:  # absent rows must not ask for experts of their own
-            numbers = torch.where(rows.query.positions.reshape(-1, 1) < 0, numbers[:1], numbers)
+            choices = torch.where(rows.query.positions.reshape(-1, 1) < 0, choices[:1], choices)
         matrices, present = weights.experts
-        y, biases = x.new_empty(*numbers.shape, x.shape[1]), self._biases(weights)
-        for slots in present(x, numbers, y, rows.between):
+        y, biases = x.new_empty(*choices.shape, x.shape[1]), self._biases(weights)
+        for buffers in present(x, choices, y, rows.between):
             expert_rows(
-                x, numbers, matrices["gate_up"], matrices["down"], self._shape, out=y, slots=slots, **biases
+                x, choices, matrices["gate_up"], matrices["down"], self._shape, out=y, buffers=buffers, **biases
             )  # fmt: skip
-        out = combine_experts(y, chosen)
+        out = combine_experts(y, row_weights)
         if self.shared is not None:
             inside = weights["shared_gate_up"].linear(x, gated=self.shared.mlp.activation)
             of_shared = weights["shared_down"].linear(inside)
@@ -130,15 +130,15 @@ class Experts:
     @property
     def _shape(self) -> ExpertShape:
         """What kernels have to know."""
-        shape = ExpertShape(self.count, self.expert.hidden_size, self.expert.intermediate_size)
+        shape = ExpertShape(self.num_experts, self.expert.hidden_size, self.expert.intermediate_size)
         return shape if self.swiglu is None else replace(shape, alpha=self.swiglu[0], limit=self.swiglu[1])
 
     def _biases(self, weights: Weights) -> dict[str, torch.Tensor]:
         """Those of all experts, gates first."""
         if self.swiglu is None:
             return {}
-        in_turn = weights["gate_up_biases"].dense.view(self.count, -1, 2)
-        gates_first = in_turn.transpose(1, 2).reshape(self.count, -1)
+        in_turn = weights["gate_up_biases"].dense.view(self.num_experts, -1, 2)
+        gates_first = in_turn.transpose(1, 2).reshape(self.num_experts, -1)
         return {"gate_up_bias": gates_first, "down_bias": weights["down_biases"].dense}
 
     def on_cpu(self, library: ExpertsLibrary, places: Mapping[str, HostMatrix], weights: Weights) -> HostExperts:

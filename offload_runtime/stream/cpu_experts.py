@@ -46,18 +46,18 @@ class CpuExperts:
         layers: What these compute with, by layer.
         share: Of the missing experts, that of the CPU; None: by rates measured while serving.
         engine: Brings the others.
-        choices: Most experts of a row.
+        num_chosen: Most experts of a row.
         x: Like the rows of a pass: their dtype, width and device.
     """
 
     def __init__(
         self, threads: ExpertsCpu, layers: Mapping[int, HostExperts], share: float | None, engine: CopyEngine, *,
-        choices: int, x: torch.Tensor,
+        num_chosen: int, x: torch.Tensor,
     ) -> None:  # fmt: skip
         self._threads, self._layers, self.share, self._engine = threads, layers, share, engine
         self._x_host, y_host = (
             torch.zeros(rows, x.shape[1], dtype=x.dtype, pin_memory=x.is_cuda)
-            for rows in (MOST_CPU_ROWS, MOST_CPU_ROWS * choices)
+            for rows in (MOST_CPU_ROWS, MOST_CPU_ROWS * num_chosen)
         )
         self._y_host = y_host.view(-1)
         self._rates = {"link": Rate(), "CPU": Rate()}
@@ -96,20 +96,20 @@ class CpuExperts:
             return 1
         return best
 
-    def begin(self, layer: int, numbers: torch.Tensor, units: Sequence[tuple[int, torch.Tensor]]) -> None:
+    def begin(self, layer: int, choices: torch.Tensor, units: Sequence[tuple[int, torch.Tensor]]) -> None:
         """Begin with some experts of a layer for the rows that were fetched.
 
         Args:
             layer: Its number.
-            numbers: [N, k] int64, host.
+            choices: [N, k] int64, host.
             units: The number and the bytes of each expert, host.
         """
         self.finish()  # of a pass that was interrupted
-        rows = len(numbers)
-        out = self._y_host[: numbers.numel() * self._x_host.shape[1]].view(*numbers.shape, -1)
+        rows = len(choices)
+        out = self._y_host[: choices.numel() * self._x_host.shape[1]].view(*choices.shape, -1)
         wanted = [(number, unit.data_ptr()) for number, unit in units]
         self._is_busy = True
-        self._threads.submit(self._layers[layer], self._x_host[:rows], numbers, wanted, out)
+        self._threads.submit(self._layers[layer], self._x_host[:rows], choices, wanted, out)
 
     def finish(self) -> None:
         """Wait until the CPU has computed what it was given."""

@@ -33,7 +33,7 @@ class ExpertUnits(NamedTuple):
     """Has the experts of a layer: how many there are, how many of them a row chooses, and uint8 [E, bytes of one],
     host; None where all are in the pool."""
 
-    number: int
+    num_experts: int
     chosen: int
     host: torch.Tensor | None
 
@@ -67,21 +67,21 @@ class ExpertPool:
     ) -> None:  # fmt: skip
         self.buffers, self.engine, self.cpu, self.counts = buffers, engine, cpu, PoolCounts()
         self._layers, most_chosen = layers, max(one.chosen for one in layers.values())
-        locked, most = buffers.is_cuda and engine is not None, max(one.number for one in layers.values())
+        locked, most = buffers.is_cuda and engine is not None, max(one.num_experts for one in layers.values())
         # Of each layer and expert, the buffer that a pass is to find it in: where the host writes it, and on the card.
-        self._places_host = torch.full((len(layers), most), -1, dtype=torch.int32, pin_memory=locked)
+        self._buffers_of_host = torch.full((len(layers), most), -1, dtype=torch.int32, pin_memory=locked)
         self._row_of = {layer: row for row, layer in enumerate(layers)}
         self._whole_layer: int | None = None  # all of whose experts are there, by a pass of many rows
         if engine is None:
             first = 0
-            for places, one in zip(self._places_host, layers.values(), strict=True):
-                places[: one.number] = torch.arange(first, first + one.number)
-                first += one.number
-        self._places = self._places_host.to(buffers.device, copy=True)
+            for buffers_of, one in zip(self._buffers_of_host, layers.values(), strict=True):
+                buffers_of[: one.num_experts] = torch.arange(first, first + one.num_experts)
+                first += one.num_experts
+        self._buffers_of = self._buffers_of_host.to(buffers.device, copy=True)
         if engine is None:
             return
         assert len(buffers) >= most_chosen, "there is room for what a row chooses"
-        self._numbers_host = torch.zeros(most_choices, dtype=torch.int64, pin_memory=locked)
+        self._choices_host = torch.zeros(most_choices, dtype=torch.int64, pin_memory=locked)
         # Buffers by layer and expert; those come first that were used least recently.
         self._at: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = [*range(len(buffers))]
@@ -115,7 +115,8 @@ class ExpertPool:
         """Return whether a pass of so many rows brings all experts of its layers, before it knows its choices."""
         layers = self._layers.values()
         return not self.is_whole and all(
-            rows * one.chosen >= _CHOICES_OF_ALL * one.number and one.number <= len(self.buffers) for one in layers
+            rows * one.chosen >= _CHOICES_OF_ALL * one.num_experts and one.num_experts <= len(self.buffers)
+            for one in layers
         )
 
     def looks_once(self, rows: int) -> bool:
@@ -125,7 +126,7 @@ class ExpertPool:
         if self.is_whole:
             return True
         room = len(self.buffers) - self._spare
-        return not self.brings_all(rows) and all(min(one.number, rows * one.chosen) <= room for one in layers)
+        return not self.brings_all(rows) and all(min(one.num_experts, rows * one.chosen) <= room for one in layers)
 
     # --- a pass
 
@@ -149,14 +150,14 @@ class ExpertPool:
         engine = self.engine
         if engine is None or not self._brings_all or layer not in self._layers:
             return
-        engine.wait(self._read[layer])  # the card may still fetch the places of the pass before
+        engine.wait(self._read[layer])  # the card may still fetch the buffers' numbers of the pass before
         self._bring_missing(layer, keep=(layer,))
         engine.compute_wait(self._brought[layer])
         for expert, buffer in self._coming.pop(layer).items():
             self._at[layer, expert] = buffer
             self._at.move_to_end((layer, expert), last=False)  # the first to go, once this layer has been computed
-        self._write_places(layer, range(self._layers[layer].number))
-        copy_words(*self._places_of(layer))
+        self._write_buffers(layer, range(self._layers[layer].num_experts))
+        copy_words(*self._buffers_of_layer(layer))
         self._whole_layer = layer
         following = next(islice(self._layers, self._row_of[layer] + 1, None), None)
         if following is not None:
@@ -171,7 +172,7 @@ class ExpertPool:
     def _bring_missing(self, layer: int, *, keep: Collection[int]) -> None:
         """Begin to copy what is missing of a layer, as far as there are buffers of others than the layers to keep."""
         coming = self._coming.setdefault(layer, {})
-        missing = [n for n in range(self._layers[layer].number) if n not in coming and (layer, n) not in self._at]
+        missing = [n for n in range(self._layers[layer].num_experts) if n not in coming and (layer, n) not in self._at]
         others = [key for key in self._at if key[0] not in keep][: max(0, len(missing) - len(self._free))]
         buffers = [(self._free.pop(), self._never) for _ in range(min(len(missing), len(self._free)))]
         buffers += [(self._at.pop(key), self._read[key[0]]) for key in others]
@@ -188,41 +189,41 @@ class ExpertPool:
         self.engine.enqueue(to, source, free=free, ready=ready, label=label)
         self.counts = counts._replace(bytes_begun=counts.bytes_begun + source.nbytes)
 
-    def _places_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _buffers_of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the buffer of each expert of a layer, [E] int32: on the host, and on the card."""
-        row, count = self._row_of[layer], self._layers[layer].number
-        return self._places_host[row, :count], self._places[row, :count]
+        row, count = self._row_of[layer], self._layers[layer].num_experts
+        return self._buffers_of_host[row, :count], self._buffers_of[row, :count]
 
-    def _write_places(self, layer: int, experts: Collection[int]) -> None:
+    def _write_buffers(self, layer: int, experts: Collection[int]) -> None:
         """Write where some experts of a layer are, for the card to fetch; the others have none."""
-        places = self._places_host[self._row_of[layer]].numpy()
-        places.fill(-1)
+        buffers = self._buffers_of_host[self._row_of[layer]].numpy()
+        buffers.fill(-1)
         for expert in experts:
-            places[expert] = self._at[layer, expert]
+            buffers[expert] = self._at[layer, expert]
 
     # --- what a layer chooses
 
     def present(
-        self, layer: int, x: torch.Tensor, numbers: torch.Tensor, y: torch.Tensor,
+        self, layer: int, x: torch.Tensor, choices: torch.Tensor, y: torch.Tensor,
         between: Callable[[Callable[[], None]], None],
     ) -> Iterator[torch.Tensor]:  # fmt: skip
-        """Yield the buffers of some of the experts `numbers` of a layer after the other; see `ExpertStore.present` of
+        """Yield the buffers of some of the experts `choices` of a layer after the other; see `ExpertStore.present` of
         `models.layers`. There is one turn where `looks_once` says so, which may be captured in two graphs."""
-        host, places = self._places_of(layer)
+        host, buffers = self._buffers_of_layer(layer)
         if self.is_whole or self._whole_layer == layer:
-            yield places
+            yield buffers
             return
-        chosen, cpu = self._numbers_host[: numbers.numel()], self.cpu if len(x) <= MOST_CPU_ROWS else None
-        copy_words(numbers.view(-1).view(torch.int32), chosen.view(torch.int32))
+        chosen, cpu = self._choices_host[: choices.numel()], self.cpu if len(x) <= MOST_CPU_ROWS else None
+        copy_words(choices.view(-1).view(torch.int32), chosen.view(torch.int32))
         if cpu is not None:
             cpu.fetch_rows(x)
         left = list[int]()
-        between(partial(self._look, layer, chosen.view(numbers.shape), left, cpu))
+        between(partial(self._look, layer, chosen.view(choices.shape), left, cpu))
         if cpu is not None:
             cpu.give_results(y)
         while True:
-            copy_words(host, places)
-            yield places
+            copy_words(host, buffers)
+            yield buffers
             if not left:
                 return
             between(partial(self._give_turns, layer, left))
@@ -268,7 +269,7 @@ class ExpertPool:
         """Give those of the experts that are `left` a turn that are there, and as many others as there are buffers
         for; these are there for what is enqueued from now on."""
         assert self.engine is not None
-        self._wait_for_card()  # which may still read any buffer, and the places
+        self._wait_for_card()  # which may still read any buffer, and their numbers
         room = len(self.buffers) - self._spare
         here = [expert for expert in left if (layer, expert) in self._at][:room]
         for expert in here:
@@ -285,7 +286,7 @@ class ExpertPool:
             self._at.update(brought)
         turns = {*here, *missing}
         left[:] = [expert for expert in left if expert not in turns]
-        self._write_places(layer, turns)
+        self._write_buffers(layer, turns)
 
     def _take_late(self) -> None:
         """Take up what has come late, or wait for it."""

@@ -250,7 +250,7 @@ class ModelLayout:
                 return Encoding.of(dtype, [(rows, how if how.kind in FORMATS and not others else plain)])
 
             one = PackedLayout.of({name: to for name, to in of_experts.items() if to.expert == 0}, encode_experts)
-            return replace(found, experts=ExpertBlocks(one, layer.mlp.count, layer.mlp.chosen))
+            return replace(found, experts=ExpertBlocks(one, layer.mlp.num_experts, layer.mlp.chosen))
 
         blocks = (block(layer, number if kinds or coded else None) for number, layer in enumerate(config.layers))
         placed = _shared(config)

@@ -161,7 +161,7 @@ def route(tokens: int, shape: ExpertShape, choices: int, dtype: torch.dtype, kin
         for rows, columns in ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
     )
     expert_rows_triton(
-        torch.empty(tokens, shape.hidden, dtype=dtype), chosen, gate_up, down, shape, slots=ints(shape.num_experts),
+        torch.empty(tokens, shape.hidden, dtype=dtype), chosen, gate_up, down, shape, buffers=ints(shape.num_experts),
         gate_up_bias=None, down_bias=None, out=y,
     )  # fmt: skip
     combine_experts_triton(y, torch.empty(tokens, choices))

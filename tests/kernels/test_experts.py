@@ -49,15 +49,17 @@ class Problem:
 
     shape: ExpertShape
     x: torch.Tensor
-    numbers: torch.Tensor
+    choices: torch.Tensor
     weights: torch.Tensor
     gate_up: StoredMatrices
     down: StoredMatrices
     biases: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
-    slots: torch.Tensor | None = None
+    buffers: torch.Tensor | None = None
 
     @classmethod
-    def random(cls, shape: ExpertShape, rows: int, choices: int, dtype: torch.dtype, *, bias: bool = False) -> Problem:
+    def random(
+        cls, shape: ExpertShape, rows: int, num_chosen: int, dtype: torch.dtype, *, bias: bool = False
+    ) -> Problem:
         """Heavy-tailed values, whose sums differ in another order."""
         make = torch.Generator().manual_seed(rows)
 
@@ -65,7 +67,7 @@ class Problem:
             return (torch.randn(sizes, generator=make) * torch.randn(sizes, generator=make).exp() / 3).to(dtype)
 
         number, hidden, inner = shape.num_experts, shape.hidden, shape.inner
-        chosen = torch.rand(rows, number, generator=make).topk(choices, dim=1)
+        chosen = torch.rand(rows, number, generator=make).topk(num_chosen, dim=1)
         order = chosen.indices.sort(dim=1)
         weights = chosen.values.gather(1, order.indices)
         gate_up, down = normal(number, 2 * inner, hidden), normal(number, hidden, inner)
@@ -75,19 +77,19 @@ class Problem:
 
     @classmethod
     def encoded(
-        cls, shape: ExpertShape, rows: int, choices: int, dtype: torch.dtype, kinds: tuple[str, str]
+        cls, shape: ExpertShape, rows: int, num_chosen: int, dtype: torch.dtype, kinds: tuple[str, str]
     ) -> Problem:
         """With random blocks."""
         stored = (
             random_blocks(kind, shape.num_experts, *sizes)
             for kind, sizes in zip(kinds, ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)), strict=True)
         )
-        one = cls.random(replace(shape, hidden=16, inner=16), rows, choices, dtype)
+        one = cls.random(replace(shape, hidden=16, inner=16), rows, num_chosen, dtype)
         make = torch.Generator().manual_seed(rows)
         normal = [torch.randn(size, generator=make) for size in ((rows, shape.hidden), (shape.num_experts, 1))]
         x, bias = (normal[0] * normal[0].exp() / 64).to(dtype), normal[1].to(dtype)
         biases = (bias.repeat(1, 2 * shape.inner), bias.repeat(1, shape.hidden)) if shape.limit else (None, None)
-        return cls(shape, x, one.numbers, one.weights, *stored, biases)
+        return cls(shape, x, one.choices, one.weights, *stored, biases)
 
     def decoded(self) -> Problem:
         """The same with decoded matrices."""
@@ -98,25 +100,25 @@ class Problem:
     def of(self, rows: Sequence[int]) -> Problem:
         """The same of some rows."""
         index = list(rows)
-        return replace(self, x=self.x[index], numbers=self.numbers[index], weights=self.weights[index])
+        return replace(self, x=self.x[index], choices=self.choices[index], weights=self.weights[index])
 
     def on(self, device: torch.device | str) -> Problem:
         """The same on a device."""
         first, second = self.biases
         biases = (None, None) if first is None or second is None else (first.to(device), second.to(device))
-        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in ("x", "numbers", "weights")}
+        moved: dict[str, Any] = {name: getattr(self, name).to(device) for name in ("x", "choices", "weights")}
         stored = {
             name: replace(matrices, data=matrices.data.to(device))
             for name, matrices in (("gate_up", self.gate_up), ("down", self.down))
         }
-        slots = None if self.slots is None else self.slots.to(device)
-        return replace(self, biases=biases, slots=slots, **moved, **stored)
+        buffers = None if self.buffers is None else self.buffers.to(device)
+        return replace(self, biases=biases, buffers=buffers, **moved, **stored)
 
     def rows(self, by: Any = expert_rows) -> torch.Tensor:
         """What a function makes of every choice."""
-        out = self.x.new_full((*self.numbers.shape, self.shape.hidden), torch.nan)
-        options = {"gate_up_bias": self.biases[0], "down_bias": self.biases[1], "slots": self.slots}
-        by(self.x, self.numbers, self.gate_up, self.down, self.shape, out=out, **options)
+        out = self.x.new_full((*self.choices.shape, self.shape.hidden), torch.nan)
+        options = {"gate_up_bias": self.biases[0], "down_bias": self.biases[1], "buffers": self.buffers}
+        by(self.x, self.choices, self.gate_up, self.down, self.shape, out=out, **options)
         return out
 
     def solved(self) -> torch.Tensor:
@@ -131,8 +133,8 @@ def test_is_what_transformers_computes() -> None:
     every = torch.arange(SILU.num_experts)
     gate_up, down = (matrices.decoded(every, FP32) for matrices in (problem.gate_up, problem.down))
     theirs.load_state_dict({"gate_up_proj": gate_up, "down_proj": down})
-    expected = theirs(problem.x, problem.numbers, problem.weights).detach()
-    found = experts(problem.x, problem.numbers, problem.weights, problem.gate_up, problem.down, SILU)
+    expected = theirs(problem.x, problem.choices, problem.weights).detach()
+    found = experts(problem.x, problem.choices, problem.weights, problem.gate_up, problem.down, SILU)
     torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
 
 
@@ -152,7 +154,7 @@ def test_is_what_transformers_computes_of_gpt_oss() -> None:
         "gate_up_proj": gate_up[:, in_turn].mT, "gate_up_proj_bias": gate_up_bias[:, in_turn],
         "down_proj": down.mT, "down_proj_bias": down_bias,
     })  # fmt: skip
-    expected = theirs(problem.x, problem.numbers, problem.weights).detach()
+    expected = theirs(problem.x, problem.choices, problem.weights).detach()
     torch.testing.assert_close(problem.solved(), expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
 
 
@@ -165,25 +167,25 @@ def test_a_row_has_the_same_bits_in_any_company(shape: ExpertShape, dtype: torch
         assert torch.equal(problem.of(rows).solved(), expected[list(rows)])
 
 
-def pooled(problem: Problem, slots: list[int]) -> Problem:
+def pooled(problem: Problem, buffers: list[int]) -> Problem:
     """The same with experts in buffers of a pool, which are as long as an expert, or in none."""
     size = problem.gate_up.data.shape[1]
-    pool = torch.full((max(slots) + 1, size + problem.down.data.shape[1]), 255, dtype=torch.uint8)  # NaN
-    for number, slot in enumerate(slots):
-        if slot >= 0:
-            pool[slot] = torch.cat([problem.gate_up.data[number], problem.down.data[number]])
+    pool = torch.full((max(buffers) + 1, size + problem.down.data.shape[1]), 255, dtype=torch.uint8)  # NaN
+    for number, buffer in enumerate(buffers):
+        if buffer >= 0:
+            pool[buffer] = torch.cat([problem.gate_up.data[number], problem.down.data[number]])
     gate_up, down = replace(problem.gate_up, data=pool[:, :size]), replace(problem.down, data=pool[:, size:])
-    return replace(problem, gate_up=gate_up, down=down, slots=torch.tensor(slots, dtype=torch.int32))
+    return replace(problem, gate_up=gate_up, down=down, buffers=torch.tensor(buffers, dtype=torch.int32))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_experts_may_lie_in_a_pool_or_elsewhere(dtype: torch.dtype) -> None:
     problem = Problem.random(SILU, 5, 2, dtype)
-    there = (problem.numbers != 1) & (problem.numbers != 5)
+    there = (problem.choices != 1) & (problem.choices != 5)
     found = pooled(problem, [6, -1, 0, 3, 5, -1]).rows()
     assert bool(there.any()) and torch.equal(found[there], problem.rows()[there])
     assert bool((~there).any()) and bool(found[~there].isnan().all())
-    assert bool(pooled(problem, [-1, -1, -1, -1, -1, 0]).rows()[problem.numbers != 5].isnan().all())
+    assert bool(pooled(problem, [-1, -1, -1, -1, -1, 0]).rows()[problem.choices != 5].isnan().all())
 
 
 def _fmaf(values: torch.Tensor) -> torch.Tensor:
@@ -206,22 +208,22 @@ def test_multiply_adds_are_rounded_once() -> None:
 
 def test_products_are_chains_over_ascending_columns() -> None:
     problem = Problem.random(SILU, 3, 2, FP32)
-    numbers = problem.numbers[:, 0]
+    choices = problem.choices[:, 0]
     expected = torch.zeros(3, 2 * SILU.inner)
-    for row, number in enumerate(numbers.tolist()):
+    for row, number in enumerate(choices.tolist()):
         (matrix,) = problem.gate_up.decoded(torch.tensor([number]), FP32)
         for x, w in zip(problem.x[row], matrix.T, strict=True):
             expected[row] = _fmaf(torch.stack([x.expand_as(w), w, expected[row]], dim=1))
-    assert torch.equal(product_reference(problem.x, numbers, problem.gate_up, None, None), expected)
+    assert torch.equal(product_reference(problem.x, choices, problem.gate_up, None, None), expected)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_products_in_16_bits_are_those_chains_too(dtype: torch.dtype) -> None:
     problem = Problem.random(ExpertShape(2, 512, 1024), 8, 1, dtype)
-    numbers = problem.numbers[:, 0]
+    choices = problem.choices[:, 0]
     exact = StoredMatrices.of(problem.gate_up.decoded(torch.arange(2), FP32))
-    expected = product_reference(problem.x.float(), numbers, exact, None, None).to(dtype)
-    assert torch.equal(product_reference(problem.x, numbers, problem.gate_up, None, None), expected)
+    expected = product_reference(problem.x.float(), choices, exact, None, None).to(dtype)
+    assert torch.equal(product_reference(problem.x, choices, problem.gate_up, None, None), expected)
 
 
 def test_exponentials_are_within_two_units_of_the_last_place() -> None:
@@ -247,15 +249,15 @@ def test_kernel_matches_reference(shape: ExpertShape, rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("shape", "choices", "dtype"),
+    ("shape", "num_chosen", "dtype"),
     [
         (ExpertShape(32, 320, 96), 8, BF16),
         (ExpertShape(32, 320, 96, limit=7.0), 4, BF16),
         (SILU, 3, FP32),
     ],
 )
-def test_kernels_have_the_bits_of_the_reference(shape: ExpertShape, choices: int, dtype: torch.dtype) -> None:
-    problem = Problem.random(shape, 300, choices, dtype, bias=shape.limit is not None)
+def test_kernels_have_the_bits_of_the_reference(shape: ExpertShape, num_chosen: int, dtype: torch.dtype) -> None:
+    problem = Problem.random(shape, 300, num_chosen, dtype, bias=shape.limit is not None)
     expected, there = problem.solved(), problem.on("cuda")
     for count in (1, 2, 7, 16, 17, 300):
         with poisoned_outputs():
@@ -290,12 +292,12 @@ LARGE = (
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("shape", "choices", "kinds", "dtype"), LARGE)
+@pytest.mark.parametrize(("shape", "num_chosen", "kinds", "dtype"), LARGE)
 def test_blocks_have_the_bits_of_decoded_matrices(
-    shape: ExpertShape, choices: int, kinds: tuple[str, str], dtype: torch.dtype
+    shape: ExpertShape, num_chosen: int, kinds: tuple[str, str], dtype: torch.dtype
 ) -> None:
     """Of every way to cut them."""
-    problem = Problem.encoded(shape, 600, choices, dtype, kinds).on("cuda")
+    problem = Problem.encoded(shape, 600, num_chosen, dtype, kinds).on("cuda")
     decoded = problem.decoded()
     expected = decoded.rows()
     for count in (1, 16, 40, 100, 600):
@@ -323,7 +325,7 @@ def test_graphs_hold_them_whatever_is_chosen(rows: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = held.solved()
-    for name in ("x", "numbers", "weights"):
+    for name in ("x", "choices", "weights"):
         getattr(held, name).copy_(getattr(later, name))
     graph.replay()
     assert torch.equal(out, later.solved())

@@ -49,7 +49,7 @@ class Problem:
 
     shape: ExpertShape
     x: torch.Tensor
-    numbers: torch.Tensor
+    choices: torch.Tensor
     gate_up: StoredMatrices
     down: StoredMatrices
     gate_up_bias: torch.Tensor | None = None
@@ -65,10 +65,10 @@ class Problem:
         gap, rest = (torch.zeros(count, -size % 16, dtype=torch.uint8) for size in (first.shape[1], second.shape[1]))
         pool = torch.cat([first, gap, second, rest], dim=1)
         end, start = first.shape[1], first.shape[1] + gap.shape[1]
-        numbers = torch.rand(16, count, generator=make).topk(2, dim=1).indices.sort(dim=1).values
+        choices = torch.rand(16, count, generator=make).topk(2, dim=1).indices.sort(dim=1).values
         biases = [torch.randn(count, width, generator=make).to(dtype) for width in (2 * inner, hidden) if limited]
         return cls(
-            shape, (torch.randn(16, hidden, generator=make) * 2).to(dtype), numbers,
+            shape, (torch.randn(16, hidden, generator=make) * 2).to(dtype), choices,
             StoredMatrices(pool[:, :end], encoding, 2 * inner, hidden),
             StoredMatrices(pool[:, start : start + second.shape[1]], encoding, hidden, inner), *biases,
         )  # fmt: skip
@@ -78,7 +78,7 @@ class Problem:
         """[16, 2, H]: what the reference gives."""
         out = self.x.new_empty(16, 2, self.shape.hidden)
         expert_rows(
-            self.x, self.numbers, self.gate_up, self.down, self.shape, gate_up_bias=self.gate_up_bias,
+            self.x, self.choices, self.gate_up, self.down, self.shape, gate_up_bias=self.gate_up_bias,
             down_bias=self.down_bias, out=out,
         )  # fmt: skip
         return out
@@ -97,7 +97,7 @@ class Problem:
     def solved(self, cpu: ExpertsCpu, rows: int = 16) -> torch.Tensor:
         """What threads give of the first rows."""
         out = self.x.new_full((rows, 2, self.shape.hidden), torch.nan)
-        cpu.submit(self.layer(cpu.library), self.x[:rows], self.numbers[:rows], self.blocks(*range(6)), out)
+        cpu.submit(self.layer(cpu.library), self.x[:rows], self.choices[:rows], self.blocks(*range(6)), out)
         cpu.wait()
         return out
 
@@ -131,13 +131,13 @@ def test_bits_are_those_of_the_reference(
 def test_matrices_may_be_stored_in_different_ways(libraries: Path) -> None:
     library = load_experts_library(libraries, FP32, ["F32", "F16"])
     one, other = (Problem.random(encoding, FP32, 40, 24) for encoding in ("F32", "F16"))
-    mixed = Problem(one.shape, one.x, one.numbers, one.gate_up, other.down)
+    mixed = Problem(one.shape, one.x, one.choices, one.gate_up, other.down)
     size = one.gate_up.data.shape[1]
     blocks = torch.cat([one.gate_up.data, other.down.data], dim=1)
     layer = HostExperts(library, one.shape, HostMatrix("F32", 0), HostMatrix("F16", size))
     out = torch.empty(16, 2, 40)
     with ExpertsCpu(library, threads=1) as cpu:
-        cpu.submit(layer, one.x, one.numbers, [(number, blocks[number].data_ptr()) for number in range(6)], out)
+        cpu.submit(layer, one.x, one.choices, [(number, blocks[number].data_ptr()) for number in range(6)], out)
         work = cpu.wait()
     assert torch.equal(out, mixed.expected)
     assert work.nbytes == blocks.nbytes and work.seconds > 0
@@ -149,9 +149,9 @@ def test_rows_of_other_experts_stay(simple: ExpertsLibrary) -> None:
     with ExpertsCpu(simple, threads=1) as cpu:
         layer = problem.layer(simple)
         for wanted in ([], [4], [5, 1]):
-            cpu.submit(layer, problem.x, problem.numbers, problem.blocks(*wanted), out)
+            cpu.submit(layer, problem.x, problem.choices, problem.blocks(*wanted), out)
             cpu.wait()
-    written = torch.isin(problem.numbers, torch.tensor([1, 4, 5]))
+    written = torch.isin(problem.choices, torch.tensor([1, 4, 5]))
     assert torch.equal(out[written], problem.expected[written]) and out[~written].isnan().all()
 
 
@@ -164,7 +164,7 @@ def test_threads_and_instances_work_side_by_side(simple: ExpertsLibrary) -> None
         for _ in range(100):
             outs = [torch.full_like(one, torch.nan) for one in expected]
             for cpu, layer, problem, out in zip((both, alone), layers, problems, outs, strict=True):
-                cpu.submit(layer, problem.x, problem.numbers, problem.blocks(*range(6)), out)
+                cpu.submit(layer, problem.x, problem.choices, problem.blocks(*range(6)), out)
             for cpu, out, wanted in zip((both, alone), outs, expected, strict=True):
                 cpu.wait()
                 assert torch.equal(out, wanted)

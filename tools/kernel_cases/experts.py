@@ -45,18 +45,18 @@ def make_matrices(kind: str, experts: int, rows: int, columns: int) -> StoredMat
 
 def make_experts(model: str, rows: int) -> Case:
     """A layer's experts of so many rows."""
-    shape, choices, kinds = MODELS[model]
+    shape, num_chosen, kinds = MODELS[model]
     gate_up = make_matrices(kinds[0], shape.num_experts, 2 * shape.inner, shape.hidden)
     down = make_matrices(kinds[1], shape.num_experts, shape.hidden, shape.inner)
     x = random_bf16(rows, shape.hidden)
-    drawn = torch.rand(_INPUTS, rows, shape.num_experts, device=DEVICE).topk(choices, dim=-1)
-    numbers, weights = drawn.indices.sort(dim=-1).values, drawn.values.softmax(dim=-1)
+    drawn = torch.rand(_INPUTS, rows, shape.num_experts, device=DEVICE).topk(num_chosen, dim=-1)
+    choices, weights = drawn.indices.sort(dim=-1).values, drawn.values.softmax(dim=-1)
     biases = (
         {"gate_up_bias": random_bf16(128, 2 * shape.inner), "down_bias": random_bf16(128, shape.hidden)}
         if shape.limit
         else {}
     )
-    chosen = [one.unique().tolist() for one in numbers]
+    chosen = [one.unique().tolist() for one in choices]
     expert_bytes = gate_up.data.shape[1] + down.data.shape[1]
     moved_bytes = sum(map(len, chosen)) * expert_bytes // _INPUTS
     (first, second), every = (gate_up, down), torch.arange(shape.num_experts, device=DEVICE)
@@ -65,7 +65,7 @@ def make_experts(model: str, rows: int) -> Case:
     def reference(index: int) -> torch.Tensor:
         out = torch.zeros_like(x)
         for number in chosen[index]:
-            token, choice = (numbers[index] == number).nonzero(as_tuple=True)
+            token, choice = (choices[index] == number).nonzero(as_tuple=True)
             gate, up = F.linear(x[token], decoded[0][number]).chunk(2, dim=-1)
             y = F.linear(F.silu(gate) * up, decoded[1][number]) * weights[index][token, choice, None]
             out.index_add_(0, token, y.bfloat16())
@@ -73,9 +73,9 @@ def make_experts(model: str, rows: int) -> Case:
 
     return Case(
         configuration={"model": model, "rows": rows, "experts": sum(map(len, chosen)) / _INPUTS},
-        kernel=lambda index: experts(x, numbers[index], weights[index], gate_up, down, shape, **biases),
+        kernel=lambda index: experts(x, choices[index], weights[index], gate_up, down, shape, **biases),
         reference=reference, num_inputs=_INPUTS, moved_bytes=moved_bytes,
-        operations=rows * choices * 6 * shape.inner * shape.hidden, fp32=True, reference_in_graph=False,
+        operations=rows * num_chosen * 6 * shape.inner * shape.hidden, fp32=True, reference_in_graph=False,
     )  # fmt: skip
 
 
@@ -85,8 +85,8 @@ def make_router(rows: int) -> Case:
 
     def reference(index: int) -> torch.Tensor:
         scores = logits[index].float().softmax(dim=-1)
-        numbers = scores.sort(dim=-1, descending=True, stable=True).indices[:, :8].sort(dim=-1).values
-        weights = scores.gather(1, numbers)
+        choices = scores.sort(dim=-1, descending=True, stable=True).indices[:, :8].sort(dim=-1).values
+        weights = scores.gather(1, choices)
         return (weights / weights.sum(dim=-1, keepdim=True)).bfloat16().float()
 
     return Case(
