@@ -493,7 +493,7 @@ def connect_model(
         for of_card, own, one in zip(experts, plan.cards, cards, strict=True)
     ]  # fmt: skip
     stores = {
-        layer: ExpertStore(one.matrices(pool.buffers), partial(pool.present, layer))
+        layer: ExpertStore(one.matrices(pool.buffers), partial(pool.fetch, layer))
         for pool, own in zip(pools, plan.cards, strict=True)
         if pool is not None
         for layer, one in own.experts.items()

@@ -112,9 +112,9 @@ class Experts:
         choices, row_weights = self._choose(x, weights)
         if rows.prompt is None and len(x) > 1:  # absent rows must not ask for experts of their own
             choices = torch.where(rows.query.positions.reshape(-1, 1) < 0, choices[:1], choices)
-        matrices, present = weights.experts
+        matrices, fetch = weights.experts
         y, biases = x.new_empty(*choices.shape, x.shape[1]), self._biases(weights)
-        for buffers in present(x, choices, y, rows.between):
+        for buffers in fetch(x, choices, y, rows.host_action):
             expert_rows(
                 x, choices, matrices["gate_up"], matrices["down"], self._shape, out=y, buffers=buffers, **biases
             )  # fmt: skip

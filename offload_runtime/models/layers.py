@@ -81,14 +81,14 @@ class ExpertStore(NamedTuple):
 
     Attributes:
         matrices: By packed name, those of the experts that are in buffers on the layer's card.
-        present: Takes rows [N, H], the experts that each has chosen, [N, k] int64, what these make of the rows,
-            [N, k, H], all on the card, and what lets the host act. It yields for some of the experts after the other,
-            until each has had its turn, the buffer of each of the layer's experts, [E] int32, -1 of those without a
-            turn; results of those that never have one it has written, before the first turn.
+        fetch: Takes rows [N, H], the experts that each has chosen, [N, k] int64, what these make of the rows,
+            [N, k, H], all on the card, and what lets the host act. It fetches experts in rounds and yields in each the
+            buffer of each of the layer's experts, [E] int32, -1 of those that are not in the round. Before the first
+            one it has written the results of experts that are in none.
     """
 
     matrices: Mapping[str, StoredMatrices]
-    present: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[HostAction], None]], Iterator[torch.Tensor]]
+    fetch: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[HostAction], None]], Iterator[torch.Tensor]]
 
 
 class LayerWeights(dict[str, Weight]):
@@ -168,14 +168,14 @@ class Rows:
         query: Positions and slots of the rows, [B, T].
         rope: How they are rotated, and where keys and values go.
         prompt: Of a piece of a prompt the slot, and the tokens before it.
-        between: Lets the host act in the middle of the pass.
+        host_action: Lets the host act in the middle of the pass.
     """
 
     tokens: torch.Tensor
     query: QueryRows
     rope: RopeRows
     prompt: tuple[int, int] | None = None
-    between: Callable[[HostAction], None] = at_once
+    host_action: Callable[[HostAction], None] = at_once
 
     @classmethod
     def of_step(cls, step: StepRows, slots: torch.Tensor, *, max_length: int) -> Rows:

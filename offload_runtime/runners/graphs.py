@@ -128,7 +128,7 @@ class StepGraphs:
         words = found.view(-1).view(torch.int32)
         copy_words(words, self._outputs_pinned[first : first + len(words)])
 
-    def between(self, action: Callable[[], None]) -> None:
+    def host_action(self, action: Callable[[], None]) -> None:
         """Have the host act within a step, on the current stream, between what is enqueued before and behind it. A step
         that may be captured without being run has no such places."""
         if self._cut is None:

@@ -396,7 +396,7 @@ class CapturedPasses:
         """
         trees = [*batch.trees.values()]
         shape = captured_pass_shape(BatchShape.of(trees, committed), self._cache.max_tokens_with_draft)
-        if shape.num_rows > CAPTURED_ROWS or not self._streamer.looks_once(shape.num_rows):
+        if shape.num_rows > CAPTURED_ROWS or not self._streamer.can_capture(shape.num_rows):
             return False
         self._streamer.begin_pass(shape.num_rows)
         plain = sampling if sampling is not None and sampling.is_plain else None
@@ -421,7 +421,7 @@ class CapturedPasses:
         count = shape.num_rows
         self.graphs.fetch(packed_words(shape.sizes))
         rows = device_rows(shape, self.graphs.inputs, self._rope, self._frequencies.tensor[:count])
-        rows = replace(rows, between=self.graphs.between)
+        rows = replace(rows, host_action=self.graphs.host_action)
         logits = window_pass(self._decoder, self._layers, self._cache, rows)
         self._logits[:count].copy_(logits)
         if sampling is not None:

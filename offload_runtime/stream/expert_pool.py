@@ -1,10 +1,10 @@
-"""The experts that are in a card's memory, and how those that a pass turns out to need come there: the demand lane.
+"""The experts that are in a card's memory, and how those come there that a pass turns out to need: fetched on demand.
 
 Experts are units of bytes, in page-locked host memory and in a pool of equal buffers on the card. In a pass of few rows
-the host looks at each layer's choice, finds what is there, and has the rest copied into the buffers that were used
-least recently. In a pass that needs most experts of a layer all that are missing are brought before it is asked for
-them, while the layer before computes; the buffers that they take are the first ones to be used again, so that the rest
-of the pool keeps what it has. A pool of all experts holds them for ever, and nobody asks the host.
+the host reads each layer's choices, finds what is in the pool, and has the rest copied into the buffers that were used
+least recently. In a pass that needs most experts of a layer all that are missing are prefetched while the layer before
+computes; the buffers that they take are the first ones to be used again, so that the rest of the pool keeps what it
+has. A pool of all experts holds them for ever, and the host takes no part.
 
 One thread at a time uses a pool, and one stream reads its buffers.
 """
@@ -24,8 +24,8 @@ from offload_runtime.stream.copy_engine import CopyEngine
 from offload_runtime.stream.cpu_experts import MOST_CPU_ROWS, CpuExperts
 
 EXPERTS = "experts"
-# A pass brings all experts of its layers if it has so many times as many choices of each: 1 - e^-2 of them, at the
-# least, would be chosen.
+# A pass prefetches whole layers if it has so many times as many choices as a layer has experts: at least 1 - e^-2 of
+# them would be chosen.
 _CHOICES_OF_ALL = 2
 
 
@@ -58,7 +58,7 @@ class ExpertPool:
         layers: Those of the card that have experts, by their numbers, in the order of a pass.
         engine: Copies what is missing; None where nothing is.
         most_choices: Of the rows that a layer is given at once.
-        cpu: Computes some of what is missing; None: it is all brought.
+        cpu: Computes some of what is missing; None: all of it is fetched.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class ExpertPool:
         self.buffers, self.engine, self.cpu, self.counts = buffers, engine, cpu, PoolCounts()
         self._layers, most_chosen = layers, max(one.chosen for one in layers.values())
         locked, most = buffers.is_cuda and engine is not None, max(one.num_experts for one in layers.values())
-        # Of each layer and expert, the buffer that a pass is to find it in: where the host writes it, and on the card.
+        # By layer and expert, the number of the buffer that a pass finds it in: written by the host, and on the card.
         self._buffers_of_host = torch.full((len(layers), most), -1, dtype=torch.int32, pin_memory=locked)
         self._row_of = {layer: row for row, layer in enumerate(layers)}
-        self._whole_layer: int | None = None  # all of whose experts are there, by a pass of many rows
+        self._whole_layer: int | None = None  # the one whose experts are all in the pool, prefetched
         if engine is None:
             first = 0
             for buffers_of, one in zip(self._buffers_of_host, layers.values(), strict=True):
@@ -82,17 +82,17 @@ class ExpertPool:
             return
         assert len(buffers) >= most_chosen, "there is room for what a row chooses"
         self._choices_host = torch.zeros(most_choices, dtype=torch.int64, pin_memory=locked)
-        # Buffers by layer and expert; those come first that were used least recently.
-        self._at: OrderedDict[tuple[int, int], int] = OrderedDict()
+        # Buffers by layer and expert, the least recently used first.
+        self._cached: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = [*range(len(buffers))]
-        self._brings_all = False  # the running pass does
-        self._coming: dict[int, dict[int, int]] = {}  # by layer, buffers of experts that were not waited for
-        self._demanded, self._never, self._late_ready = (engine.new_event() for _ in range(3))
-        # A buffer for what the CPU has computed and the link brings without a hurry, for later passes.
-        self._spare = int(cpu is not None and len(buffers) > most_chosen)
-        self._late: dict[tuple[int, int], int] = {}
-        # Of each layer: what was brought for it is there; what has been enqueued of it has read its buffers.
-        self._brought, self._read = ({layer: engine.new_event() for layer in layers} for _ in range(2))
+        self._prefetches_layers = False  # whether the running pass does
+        self._arriving: dict[int, dict[int, int]] = {}  # by layer, buffers of experts on their way
+        self._demand_ready, self._always_free, self._prefetched_ready = (engine.new_event() for _ in range(3))
+        # One buffer is for an expert that the CPU computes and the idle link prefetches for later passes.
+        self._reserved = int(cpu is not None and len(buffers) > most_chosen)
+        self._prefetched: dict[tuple[int, int], int] = {}
+        # Of each layer: what was prefetched has arrived; what was enqueued has read its buffers.
+        self._layer_ready, self._layer_free = ({layer: engine.new_event() for layer in layers} for _ in range(2))
 
     @property
     def is_whole(self) -> bool:
@@ -111,22 +111,24 @@ class ExpertPool:
         """Return bytes of all experts that were begun to be copied."""
         return self.counts.bytes_begun
 
-    def brings_all(self, rows: int) -> bool:
-        """Return whether a pass of so many rows brings all experts of its layers, before it knows its choices."""
+    def prefetches_layers(self, rows: int) -> bool:
+        """Return whether a pass of so many rows prefetches all experts of each layer, before any are chosen."""
         layers = self._layers.values()
         return not self.is_whole and all(
             rows * one.chosen >= _CHOICES_OF_ALL * one.num_experts and one.num_experts <= len(self.buffers)
             for one in layers
         )
 
-    def looks_once(self, rows: int) -> bool:
-        """Return whether the host looks once at most at what so many rows choose of a layer, for which all there is
-        room."""
+    def can_capture(self, rows: int) -> bool:
+        """Return whether a pass of so many rows needs the host once a layer at most, since the pool has room for all
+        that they may choose."""
         layers = self._layers.values()
         if self.is_whole:
             return True
-        room = len(self.buffers) - self._spare
-        return not self.brings_all(rows) and all(min(one.num_experts, rows * one.chosen) <= room for one in layers)
+        room = len(self.buffers) - self._reserved
+        return not self.prefetches_layers(rows) and all(
+            min(one.num_experts, rows * one.chosen) <= room for one in layers
+        )
 
     # --- a pass
 
@@ -135,50 +137,52 @@ class ExpertPool:
         order, so that a buffer's next one cannot overtake it."""
         if self.engine is None:
             return
-        self._coming.clear()
-        if len(self._free) + len(self._at) + len(self._late) < len(self.buffers):
-            self._free = [*{*range(len(self.buffers))}.difference(self._at.values(), self._late.values())]
-        self._whole_layer, self._brings_all = None, self.brings_all(rows)
-        if self._brings_all and self._late:
-            self._take_late()
-        for read in self._read.values() if self._brings_all else ():
-            self.engine.compute_record(read)  # by passes before this one
+        self._arriving.clear()
+        if len(self._free) + len(self._cached) + len(self._prefetched) < len(self.buffers):
+            self._free = [*{*range(len(self.buffers))}.difference(self._cached.values(), self._prefetched.values())]
+        self._whole_layer, self._prefetches_layers = None, self.prefetches_layers(rows)
+        if self._prefetches_layers and self._prefetched:
+            self._take_prefetched()
+        for free in self._layer_free.values() if self._prefetches_layers else ():
+            self.engine.compute_record(free)  # behind the passes before this one
 
     def enter(self, layer: int) -> None:
-        """Come to a layer: what a pass of many rows brings is there for what is enqueued from now on, and the next
-        layer's is on its way."""
+        """Begin a layer. In a pass that prefetches layers, what is enqueued from now on finds all of its experts, and
+        those of the next layer are on their way."""
         engine = self.engine
-        if engine is None or not self._brings_all or layer not in self._layers:
+        if engine is None or not self._prefetches_layers or layer not in self._layers:
             return
-        engine.wait(self._read[layer])  # the card may still fetch the buffers' numbers of the pass before
-        self._bring_missing(layer, keep=(layer,))
-        engine.compute_wait(self._brought[layer])
-        for expert, buffer in self._coming.pop(layer).items():
-            self._at[layer, expert] = buffer
-            self._at.move_to_end((layer, expert), last=False)  # the first to go, once this layer has been computed
+        engine.wait(self._layer_free[layer])  # the card may still fetch the buffers' numbers of the pass before
+        self._prefetch_layer(layer, keep=(layer,))
+        engine.compute_wait(self._layer_ready[layer])
+        for expert, buffer in self._arriving.pop(layer).items():
+            self._cached[layer, expert] = buffer
+            self._cached.move_to_end((layer, expert), last=False)  # the first to go, once this layer has been computed
         self._write_buffers(layer, range(self._layers[layer].num_experts))
         copy_words(*self._buffers_of_layer(layer))
         self._whole_layer = layer
         following = next(islice(self._layers, self._row_of[layer] + 1, None), None)
         if following is not None:
-            self._bring_missing(following, keep=(layer, following))
+            self._prefetch_layer(following, keep=(layer, following))
 
     def leave(self, layer: int) -> None:
-        """Leave a layer, all of which has been enqueued."""
+        """End a layer, all of which has been enqueued."""
         if self.engine is not None and self._whole_layer == layer:
-            self.engine.compute_record(self._read[layer])
+            self.engine.compute_record(self._layer_free[layer])
             self._whole_layer = None
 
-    def _bring_missing(self, layer: int, *, keep: Collection[int]) -> None:
-        """Begin to copy what is missing of a layer, as far as there are buffers of others than the layers to keep."""
-        coming = self._coming.setdefault(layer, {})
-        missing = [n for n in range(self._layers[layer].num_experts) if n not in coming and (layer, n) not in self._at]
-        others = [key for key in self._at if key[0] not in keep][: max(0, len(missing) - len(self._free))]
-        buffers = [(self._free.pop(), self._never) for _ in range(min(len(missing), len(self._free)))]
-        buffers += [(self._at.pop(key), self._read[key[0]]) for key in others]
-        for expert, (buffer, read) in zip(missing, buffers, strict=False):
-            self._copy(layer, expert, buffer, read, self._brought[layer])
-            coming[expert] = buffer
+    def _prefetch_layer(self, layer: int, *, keep: Collection[int]) -> None:
+        """Begin to copy what is missing of a layer, into free buffers and those of layers that are not to be kept."""
+        arriving = self._arriving.setdefault(layer, {})
+        missing = [
+            n for n in range(self._layers[layer].num_experts) if n not in arriving and (layer, n) not in self._cached
+        ]
+        others = [key for key in self._cached if key[0] not in keep][: max(0, len(missing) - len(self._free))]
+        buffers = [(self._free.pop(), self._always_free) for _ in range(min(len(missing), len(self._free)))]
+        buffers += [(self._cached.pop(key), self._layer_free[key[0]]) for key in others]
+        for expert, (buffer, free) in zip(missing, buffers, strict=False):
+            self._copy(layer, expert, buffer, free, self._layer_ready[layer])
+            arriving[expert] = buffer
 
     def _copy(self, layer: int, expert: int, buffer: int, free: Any, ready: Any) -> None:
         """Begin to copy an expert into a buffer."""
@@ -195,20 +199,21 @@ class ExpertPool:
         return self._buffers_of_host[row, :count], self._buffers_of[row, :count]
 
     def _write_buffers(self, layer: int, experts: Collection[int]) -> None:
-        """Write where some experts of a layer are, for the card to fetch; the others have none."""
+        """Write the buffers of some experts of a layer, for the card to read; the others have none."""
         buffers = self._buffers_of_host[self._row_of[layer]].numpy()
         buffers.fill(-1)
         for expert in experts:
-            buffers[expert] = self._at[layer, expert]
+            buffers[expert] = self._cached[layer, expert]
 
-    # --- what a layer chooses
+    # --- on demand
 
-    def present(
+    def fetch(
         self, layer: int, x: torch.Tensor, choices: torch.Tensor, y: torch.Tensor,
-        between: Callable[[Callable[[], None]], None],
+        host_action: Callable[[Callable[[], None]], None],
     ) -> Iterator[torch.Tensor]:  # fmt: skip
-        """Yield the buffers of some of the experts `choices` of a layer after the other; see `ExpertStore.present` of
-        `models.layers`. There is one turn where `looks_once` says so, which may be captured in two graphs."""
+        """Fetch the experts that rows of a layer have chosen, in rounds of as many as there are buffers for, and yield
+        the buffer of each expert in a round; see `ExpertStore.fetch` of `models.layers`. Where `can_capture` says so
+        there is one round, and the host acts once."""
         host, buffers = self._buffers_of_layer(layer)
         if self.is_whole or self._whole_layer == layer:
             yield buffers
@@ -217,83 +222,83 @@ class ExpertPool:
         copy_words(choices.view(-1).view(torch.int32), chosen.view(torch.int32))
         if cpu is not None:
             cpu.fetch_rows(x)
-        left = list[int]()
-        between(partial(self._look, layer, chosen.view(choices.shape), left, cpu))
+        remaining = list[int]()
+        host_action(partial(self._act_on_choices, layer, chosen.view(choices.shape), remaining, cpu))
         if cpu is not None:
             cpu.give_results(y)
         while True:
             copy_words(host, buffers)
             yield buffers
-            if not left:
+            if not remaining:
                 return
-            between(partial(self._give_turns, layer, left))
+            host_action(partial(self._fetch_round, layer, remaining))
 
-    def _look(self, layer: int, chosen: torch.Tensor, left: list[int], cpu: CpuExperts | None) -> None:
-        """See what a layer has chosen, [N, k] int64, host; have the CPU compute some of what is missing, and give some
-        of the rest a turn."""
+    def _act_on_choices(self, layer: int, chosen: torch.Tensor, remaining: list[int], cpu: CpuExperts | None) -> None:
+        """Act on what a layer has chosen, [N, k] int64, host: have the CPU compute some of what is missing, and fetch
+        the first round of the `remaining` experts."""
         self._wait_for_card()
         assert self.engine is not None
-        if self._late and (cpu is None or self.engine.is_done(self._late_ready)):
-            self._take_late()
-        left[:] = dict.fromkeys(chosen.view(-1).tolist())
-        missing = [expert for expert in left if (layer, expert) not in self._at]
+        if self._prefetched and (cpu is None or self.engine.is_done(self._prefetched_ready)):
+            self._take_prefetched()
+        remaining[:] = dict.fromkeys(chosen.view(-1).tolist())
+        missing = [expert for expert in remaining if (layer, expert) not in self._cached]
         computed = list[int]()
         if cpu is not None and missing:
             host = self._layers[layer].host
             assert host is not None
-            missing.sort(key=lambda expert: (layer, expert) in self._late)  # which are on their way without a hurry
-            by_link = len(missing) - cpu.split(len(missing), host.shape[1], queued=len(self._late))
+            missing.sort(key=lambda expert: (layer, expert) in self._prefetched)  # those on their way come last
+            by_link = len(missing) - cpu.split(len(missing), host.shape[1], queued=len(self._prefetched))
             computed = missing[by_link:]
-            if any((layer, expert) in self._late for expert in missing[:by_link]):
-                self._take_late()
+            if any((layer, expert) in self._prefetched for expert in missing[:by_link]):
+                self._take_prefetched()
         counts = self.counts
         self.counts = counts._replace(
-            wanted=counts.wanted + len(left), found=counts.found + len(left) - len(missing),
+            wanted=counts.wanted + len(remaining), found=counts.found + len(remaining) - len(missing),
             computed=counts.computed + len(computed),
         )  # fmt: skip
-        left[:] = [expert for expert in left if expert not in computed]
+        remaining[:] = [expert for expert in remaining if expert not in computed]
         if cpu is None or not computed:
-            self._give_turns(layer, left)
+            self._fetch_round(layer, remaining)
             return
         units = self._layers[layer].host
         assert units is not None
         cpu.begin(layer, chosen, [(expert, units[expert]) for expert in computed])
-        self._give_turns(layer, left)
-        if self._spare and not self._late and cpu.share is None:  # the link brings one for those that come after
-            buffer = self._free.pop() if self._free else self._at.popitem(last=False)[1]
-            self._copy(layer, computed[0], buffer, self._never, self._late_ready)
-            self._late[layer, computed[0]] = buffer
+        self._fetch_round(layer, remaining)
+        if self._reserved and not self._prefetched and cpu.share is None:  # the link is idle while the CPU computes
+            buffer = self._free.pop() if self._free else self._cached.popitem(last=False)[1]
+            self._copy(layer, computed[0], buffer, self._always_free, self._prefetched_ready)
+            self._prefetched[layer, computed[0]] = buffer
         cpu.finish()
 
-    def _give_turns(self, layer: int, left: list[int]) -> None:
-        """Give those of the experts that are `left` a turn that are there, and as many others as there are buffers
-        for; these are there for what is enqueued from now on."""
+    def _fetch_round(self, layer: int, remaining: list[int]) -> None:
+        """Take those of the `remaining` experts that are in the pool, and fetch as many others as there are buffers
+        for, so that what is enqueued from now on finds them."""
         assert self.engine is not None
-        self._wait_for_card()  # which may still read any buffer, and their numbers
-        room = len(self.buffers) - self._spare
-        here = [expert for expert in left if (layer, expert) in self._at][:room]
+        self._wait_for_card()  # which may still read any buffer, and the numbers of them
+        room = len(self.buffers) - self._reserved
+        here = [expert for expert in remaining if (layer, expert) in self._cached][:room]
         for expert in here:
-            self._at.move_to_end((layer, expert))
-        missing = [expert for expert in left if (layer, expert) not in self._at][: room - len(here)]
+            self._cached.move_to_end((layer, expert))
+        missing = [expert for expert in remaining if (layer, expert) not in self._cached][: room - len(here)]
         if missing:
             short = len(missing) - len(self._free)
-            self._free += [self._at.popitem(last=False)[1] for _ in range(short)]
-            brought = {(layer, one): buffer for one, buffer in zip(missing, self._free[::-1], strict=False)}
-            for (_, expert), buffer in brought.items():
-                self._copy(layer, expert, buffer, self._never, self._demanded)
-            self.engine.compute_wait(self._demanded)
-            del self._free[-len(brought) :]
-            self._at.update(brought)
-        turns = {*here, *missing}
-        left[:] = [expert for expert in left if expert not in turns]
-        self._write_buffers(layer, turns)
+            self._free += [self._cached.popitem(last=False)[1] for _ in range(short)]
+            fetched = {(layer, one): buffer for one, buffer in zip(missing, self._free[::-1], strict=False)}
+            for (_, expert), buffer in fetched.items():
+                self._copy(layer, expert, buffer, self._always_free, self._demand_ready)
+            self.engine.compute_wait(self._demand_ready)
+            del self._free[-len(fetched) :]
+            self._cached.update(fetched)
+        in_round = {*here, *missing}
+        remaining[:] = [expert for expert in remaining if expert not in in_round]
+        self._write_buffers(layer, in_round)
 
-    def _take_late(self) -> None:
-        """Take up what has come late, or wait for it."""
+    def _take_prefetched(self) -> None:
+        """Make the prefetched expert one of the pool's; what is enqueued from now on waits for it."""
         assert self.engine is not None
-        self.engine.compute_wait(self._late_ready)
-        self._at.update(self._late)
-        self._late.clear()
+        self.engine.compute_wait(self._prefetched_ready)
+        self._cached.update(self._prefetched)
+        self._prefetched.clear()
 
     def _wait_for_card(self) -> None:
         """Wait for what the current stream has to do."""

@@ -433,9 +433,9 @@ class LayerStreamer:
         """Return whether all weights are on the device for ever."""
         return not self.num_streamed and all(pool is None or pool.is_whole for pool in self._pools)
 
-    def looks_once(self, rows: int) -> bool:
-        """Return whether the host looks at most once, in a pass of so many rows, at which experts a layer needs."""
-        return all(pool is None or pool.looks_once(rows) for pool in self._pools)
+    def can_capture(self, rows: int) -> bool:
+        """Return whether a pass of so many rows needs the host once a layer at most."""
+        return all(pool is None or pool.can_capture(rows) for pool in self._pools)
 
     def layers(self, rows: int = 1) -> Iterator[tuple[int, LayerViews]]:
         """Iterate over one pass of so many rows: (layer index, its weights on the device), in order.

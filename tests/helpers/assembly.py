@@ -179,7 +179,7 @@ def make_runner(
         found = LayerWeights(layout.layers[layer].views(buffer, scratch))
         if pool is not None and layer in layout.experts:
             matrices = layout.experts[layer].matrices(pool.buffers)
-            found.experts = ExpertStore(matrices, partial(pool.present, layer))
+            found.experts = ExpertStore(matrices, partial(pool.fetch, layer))
         return found
 
     streamer = LayerStreamer(
