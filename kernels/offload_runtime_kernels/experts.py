@@ -151,6 +151,11 @@ def gated_reference(gate_up: torch.Tensor, shape: ExpertShape) -> torch.Tensor:
     return ((up + 1) * (gate / (1 + exp_reference(gate * -_fp32(shape.alpha))))).to(dtype)
 
 
+def gates_first(biases: torch.Tensor) -> torch.Tensor:
+    """Return biases [E, 2I] of gates and ups in turn as rows of a matrix have them, gates first."""
+    return biases.unflatten(1, (-1, 2)).mT.flatten(1)
+
+
 def product_reference(
     x: torch.Tensor, choices: torch.Tensor, matrices: StoredMatrices, buffers: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -198,6 +203,7 @@ def expert_rows_reference(
     buffers: torch.Tensor | None, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None, out: torch.Tensor,
 ) -> None:  # fmt: skip
     """Plain torch version of `expert_rows`, on a CPU."""
+    gate_up_bias = None if gate_up_bias is None else gates_first(gate_up_bias)
     rows, inputs = choices.flatten(), x.repeat_interleave(choices.shape[1], dim=0)
     here = torch.arange(len(rows)) if buffers is None else (buffers[rows] >= 0).nonzero()[:, 0]
     h = gated_reference(product_reference(inputs[here], rows[here], gate_up, buffers, gate_up_bias), shape)
@@ -228,7 +234,7 @@ def expert_rows(
         out: [N, k, H] in the dtype of x, contiguous. Rows of experts that lie nowhere are left as they are.
         buffers: [E] int32: in which buffer an expert's matrices lie, of both, or -1 where they lie in none; None where
             all lie at the expert's number.
-        gate_up_bias: [E, 2I] by the expert's number, gates first, in the dtype of x, or None.
+        gate_up_bias: [E, 2I] by the expert's number, gates and ups in turn, in the dtype of x, or None.
         down_bias: [E, H] or None.
     """
     assert x.is_contiguous() and choices.is_contiguous() and choices.dtype == torch.int64

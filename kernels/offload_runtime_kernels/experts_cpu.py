@@ -25,7 +25,13 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, expert_rows_reference, row_bytes
+from offload_runtime_kernels.experts import (
+    ExpertShape,
+    StoredMatrices,
+    expert_rows_reference,
+    gates_first,
+    row_bytes,
+)
 from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS, FORMATS, KIND_DTYPES, pack_rows
 
 Instructions = Literal["native", "avx512", "avx2", "plain"]
@@ -227,7 +233,7 @@ class HostExperts:
         shape: Of these.
         gate_up: [2I, H] of an expert, gates first.
         down: [H, I].
-        gate_up_bias: [E, 2I] by the expert's number, in host memory, or None.
+        gate_up_bias: [E, 2I] by the expert's number, gates and ups in turn, in host memory, or None.
         down_bias: [E, H] or None.
     """
 
@@ -242,7 +248,8 @@ class HostExperts:
             for where, columns in ((gate_up, shape.hidden), (down, shape.inner))
         )  # fmt: skip
         self.expert_bytes = 2 * shape.inner * first.row_bytes + shape.hidden * second.row_bytes
-        self._biases = [b if b is None else b.float().contiguous() for b in (gate_up_bias, down_bias)]
+        biases = gate_up_bias if gate_up_bias is None else gates_first(gate_up_bias), down_bias
+        self._biases = [b if b is None else b.float().contiguous() for b in biases]
         self.described = _Experts(
             shape.hidden, shape.inner, first, second, *(b if b is None else b.data_ptr() for b in self._biases),
             shape.limit or 0.0, shape.alpha, shape.limit is not None,

@@ -196,8 +196,10 @@ def _expert_kernel(
         buffer = tl.load(buffers_ptr + expert)
         count = tl.where(buffer < 0, 0, count)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # A gate and its up are neighbours in the tile. What lies behind the last row reads that row and stores nothing.
-    column = tl.minimum(lane, HEIGHT - 1)
+    # A gate and its up are neighbours in the tile and among biases. What lies behind the last row reads that row and
+    # stores nothing.
+    place_of_bias = tl.minimum(lane, HEIGHT - 1)
+    column = place_of_bias
     if GATED:
         column = column // 2 + column % 2 * (HEIGHT // 2)
     w_ptr = pool_ptr + buffer.to(tl.int64) * buffer_stride
@@ -220,7 +222,7 @@ def _expert_kernel(
                 STAGES,
             )  # fmt: skip
         if HAS_BIAS:
-            sums += tl.load(bias_ptr + expert.to(tl.int64) * HEIGHT + column).to(tl.float32)[None, :]
+            sums += tl.load(bias_ptr + expert.to(tl.int64) * HEIGHT + place_of_bias).to(tl.float32)[None, :]
         y = sums.to(dtype)
         if GATED:
             gate, up = tl.split(tl.reshape(y.to(tl.float32), [ROWS, BLOCK // 2, 2]))

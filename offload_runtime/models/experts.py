@@ -134,12 +134,10 @@ class Experts:
         return shape if self.swiglu is None else replace(shape, alpha=self.swiglu[0], limit=self.swiglu[1])
 
     def _biases(self, weights: Weights) -> dict[str, torch.Tensor]:
-        """Those of all experts, gates first."""
+        """Those of all experts."""
         if self.swiglu is None:
             return {}
-        in_turn = weights["gate_up_biases"].dense.view(self.num_experts, -1, 2)
-        gates_first = in_turn.transpose(1, 2).reshape(self.num_experts, -1)
-        return {"gate_up_bias": gates_first, "down_bias": weights["down_biases"].dense}
+        return {f"{part}_bias": weights[f"{part}_biases"].dense for part in ("gate_up", "down")}
 
     def on_cpu(self, library: ExpertsLibrary, places: Mapping[str, HostMatrix], weights: Weights) -> HostExperts:
         """What the CPU computes with, where the matrices of an expert lie at `places` of its bytes."""
