@@ -231,7 +231,7 @@ class ExpertPool:
             yield buffers
             if not remaining:
                 return
-            host_action(partial(self._fetch_round, layer, remaining))
+            host_action(partial(self._go_on, layer, remaining))
 
     def _act_on_choices(self, layer: int, chosen: torch.Tensor, remaining: list[int], cpu: CpuExperts | None) -> None:
         """Act on what a layer has chosen, [N, k] int64, host: have the CPU compute some of what is missing, and fetch
@@ -272,9 +272,9 @@ class ExpertPool:
 
     def _fetch_round(self, layer: int, remaining: list[int]) -> None:
         """Take those of the `remaining` experts that are in the pool, and fetch as many others as there are buffers
-        for, so that what is enqueued from now on finds them."""
+        for, so that what is enqueued from now on finds them. The card has been waited for: it reads no buffer, and not
+        the numbers of them."""
         assert self.engine is not None
-        self._wait_for_card()  # which may still read any buffer, and the numbers of them
         room = len(self.buffers) - self._reserved
         here = [expert for expert in remaining if (layer, expert) in self._cached][:room]
         for expert in here:
@@ -292,6 +292,11 @@ class ExpertPool:
         in_round = {*here, *missing}
         remaining[:] = [expert for expert in remaining if expert not in in_round]
         self._write_buffers(layer, in_round)
+
+    def _go_on(self, layer: int, remaining: list[int]) -> None:
+        """Fetch another round."""
+        self._wait_for_card()
+        self._fetch_round(layer, remaining)
 
     def _take_prefetched(self) -> None:
         """Make the prefetched expert one of the pool's; what is enqueued from now on waits for it."""
