@@ -139,7 +139,8 @@ def test_plans_count_the_experts_that_a_token_uses() -> None:
     config = model_config_from_json({**settings, **sizes}, "config.json")
     layout, each = ModelLayout.of(config, torch.bfloat16), 3 * 64 * 512
     block, mlp = layout.layers[0], config.layers[0].mlp
-    assert mlp.work(5).product_operations == 2 * 5 * (2 * each + 64 * 64)
+    work = mlp.work(5)
+    assert (work.product_operations, work.expert_operations) == (2 * 5 * 64 * 64, 2 * 5 * 2 * each)
     assert block.experts is not None and block.experts.total_bytes == 64 * each * 2
     around = block.total_bytes
     assert block.moved_bytes(rows=1) == pytest.approx(around + 2 * each * 2, rel=1e-3)

@@ -16,10 +16,12 @@ from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP, RowNorm
 from offload_runtime.plan import RunPlan, pass_time, plan_run, prefill_time
+from offload_runtime.sizes import GB
 from offload_runtime.speculation import best_tree_tokens
 from offload_runtime.weights import DescribedModel, describe_model
 from offload_runtime.weights.neighbours import stored_kinds
 from tests.helpers.planning import CONFIGS, made_up_machine
+from tests.test_planning import MIXTURE
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "tools" / "results"
@@ -60,6 +62,15 @@ def test_weights_are_kept_as_stored_where_decoding_is_fast(draft: str) -> None:
     for rate, kept in ((4000.0, "Q4_K"), (100.0, "BF16")):
         plan = plan_run(request, replace(machine, decode_gweights_per_s={"Q4_K": rate}))
         assert next(iter(plan.target.layout.bytes_by_kind)) == kept
+
+
+def test_tensor_cores_do_nothing_for_experts() -> None:
+    plan = plan_run(RuntimeConfig(MIXTURE, "none", context=8192), made_up_machine(96 * GB, 100 * GB))
+    machines = [made_up_machine(tflops={"bf16": tflops}) for tflops in (165.0, 1650.0)]
+    prompts = [prefill_time(plan, one, 4096).compute_s for one in machines]
+    passes = [pass_time(plan, one, length_tokens=4096, rows=1024).arithmetic_s for one in machines]
+    for slow, fast in (prompts, passes):
+        assert slow / 2 < fast < slow
 
 
 # --- against measurements

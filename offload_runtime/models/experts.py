@@ -75,7 +75,8 @@ class Experts:
     def work(self, rows: int) -> Work:
         """What is done for `rows`."""
         each = 2 * rows * self.chosen * 3 * self.expert.hidden_size * self.expert.intermediate_size
-        return Work(each + product_operations((one for one in self.tensors() if one.expert is None), rows))
+        rest = product_operations((one for one in self.tensors() if one.expert is None), rows)
+        return Work(rest, expert_operations=each)
 
     @property
     def row_elements(self) -> int:

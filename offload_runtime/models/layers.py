@@ -42,16 +42,18 @@ class Work:
         product_operations: Of products with matrices.
         attention_operations: Of products of queries with the keys and values that they see.
         kv_elements: Elements of keys and values that are read.
+        expert_operations: Of products with the matrices of experts, which are multiply-adds in fp32.
     """
 
     product_operations: int
     attention_operations: int = 0
     kv_elements: int = 0
+    expert_operations: int = 0
 
     def __add__(self, other: Work) -> Work:
         return Work(
             self.product_operations + other.product_operations, self.attention_operations + other.attention_operations,
-            self.kv_elements + other.kv_elements,
+            self.kv_elements + other.kv_elements, self.expert_operations + other.expert_operations,
         )  # fmt: skip
 
 

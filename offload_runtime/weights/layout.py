@@ -90,9 +90,8 @@ class PackedLayout:
 
     @cached_property
     def matrix_elements(self) -> int:
-        """Return the elements of the matrices that a row is multiplied with: two operations each."""
-        found = sum(math.prod(spec.shape) for spec in self.tensors if len(spec.shape) == 2)
-        return found + (self.experts.chosen * self.experts.block.matrix_elements if self.experts else 0)
+        """Return the elements of the matrices that a row is multiplied with, but for experts: two operations each."""
+        return sum(math.prod(spec.shape) for spec in self.tensors if len(spec.shape) == 2)
 
     @cached_property
     def encoded_bytes(self) -> int:
