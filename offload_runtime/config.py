@@ -135,8 +135,8 @@ class RuntimeConfig:
     target: Any = option(MISSING, "Directory, GGUF file or id on the hub.", MODEL, metavar="MODEL")
     draft: Any = option(
         "auto", "What proposes tokens: a small model, the text's own n-grams, or nothing. Never changes the output. "
-        "auto: a small model of the same family beside the target or in the hub's cache, where that is predicted to be "
-        "faster, else n-grams.", MODEL, metavar="MODEL|auto|ngram|none",
+        "auto: a small model of the same vocabulary beside the target or in the hub's cache, where that is predicted "
+        "to be faster, else n-grams.", MODEL, metavar="MODEL|auto|ngram|none",
     )  # fmt: skip
     _: KW_ONLY
     context: int | None = option(
