@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from offload_runtime.errors import OptionError
 from offload_runtime.options import LIMITS, MACHINE, MODEL, OUTPUT, SPECULATION, documented, option, require, validate
+from offload_runtime.sizes import counted
 
 SpeculationMode = Literal["auto", "none", "chain", "triforce"]
 DraftCache = Literal["auto", "full", "retrieval", "streaming"]
@@ -266,8 +267,8 @@ class RuntimeConfig:
         limits = self.vram
         if not isinstance(limits, tuple):
             return (limits,) * num_cards
-        sizes, cards = f"size{'s' * (len(limits) != 1)}", f"{'is' if num_cards == 1 else 'are'} {num_cards} card"
-        why = f"--vram has {len(limits)} {sizes} and there {cards}{'s' * (num_cards != 1)}"
+        cards = f"{'is' if num_cards == 1 else 'are'} {counted(num_cards, 'card')}"
+        why = f"--vram has {counted(len(limits), 'size')} and there {cards}"
         require(len(limits) == num_cards, f"{why}: give one size for each card, or one for all")
         return limits
 

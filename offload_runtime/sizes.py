@@ -38,7 +38,7 @@ def parse_bytes(text: str | float, name: str = "") -> int:
         remedy = "write it like 24GB, or drop it for all that there is"
         raise OptionError(f"{bounds}, not {reprlib.repr(text)}: {remedy}")
     if not unit and size < _LEAST_BARE:
-        raise OptionError(f"{shown} is {number:g} bytes: write {number:g}GB, or {number:g}B if that is meant")
+        raise OptionError(f"{shown} is {counted(number, 'byte')}: write {number:g}GB, or {number:g}B if that is meant")
     return round(size)  # 4.1 * 10**6 is a little less than what was meant
 
 
@@ -65,6 +65,11 @@ def format_bytes(size_bytes: float) -> str:
         if abs(size_bytes) >= scale:
             return f"{size_bytes / scale:.1f} {unit}"
     return f"{size_bytes:.0f} B"
+
+
+def counted(count: float, noun: str) -> str:
+    """Write a count with what is counted: `1 layer`, `3 layers`."""
+    return f"{count:.15g} {noun}{'s' * (count != 1)}"
 
 
 def _last_digit(size_bytes: int) -> int:

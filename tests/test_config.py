@@ -34,7 +34,8 @@ def test_sizes(text: str | int, size_bytes: int) -> None:
     ("options", "words"),
     [({"vram": 24}, "vram 24 is 24 bytes: write 24GB, or 24B if that is meant"),
      ({"ram": "0.5"}, "ram must be positive"),
-     ({"vram": "22GB,24"}, "vram '24' is 24 bytes"), ({"pinned": "much"}, "pinned 'much' is not a size"),
+     ({"vram": "22GB,24"}, "vram '24' is 24 bytes"),
+     ({"ram": 1}, "ram 1 is 1 byte: write 1GB"), ({"pinned": "much"}, "pinned 'much' is not a size"),
      ({"vram": []}, "vram"), ({"ram": True}, "ram")],
     ids=str,
 )  # fmt: skip

@@ -53,7 +53,7 @@ class TestBeforeLoading:
     def test_a_truncated_file_says_what_is_missing(self, copy: Path) -> None:
         weights = copy / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:-1000])
-        refused(CheckpointError, copy, "truncated", "1000 bytes are missing", "again")
+        refused(CheckpointError, copy, "truncated by 1000 bytes", "again")
 
     def test_a_damaged_draft_is_refused_too(self, target: Path, copy: Path) -> None:
         weights = copy / "model.safetensors"

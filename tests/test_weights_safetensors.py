@@ -82,7 +82,7 @@ def test_unsupported_model_is_refused_before_its_weights_are_looked_at(single):
 def test_truncated_file_tells_how_much_is_missing(single):
     file = single / "model.safetensors"
     os.truncate(file, file.stat().st_size - 1234)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated, 1234 bytes are missing"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated by 1234 bytes"):
         open_checkpoint(single)
 
 

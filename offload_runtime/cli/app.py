@@ -27,6 +27,7 @@ from offload_runtime.cli.reports import profile, verify
 from offload_runtime.errors import OffloadError, OptionError, StorageError
 from offload_runtime.options import require
 from offload_runtime.server import require_extra
+from offload_runtime.sizes import counted
 
 if TYPE_CHECKING:
     from offload_runtime.plan import RunPlan
@@ -127,7 +128,7 @@ def serve(options: ServeOptions) -> None:
         terminal.status_line(f"listening at {server.url}: /health says when the model is there")
         with load_runtime(options, config, check_plan=check_plan) as runtime, server.serving(runtime, *names):
             at_once = runtime.plan.target.batch
-            terminal.status_line(f"ready: {at_once} request{'s' * (at_once > 1)} at once, a page at {server.url}/")
+            terminal.status_line(f"ready: {counted(at_once, 'request')} at once, a page at {server.url}/")
             is_ready.set()
             while not is_asked_to_stop.is_set():  # not `wait`, within which a signal's `set` could wait for ever
                 time.sleep(0.2)

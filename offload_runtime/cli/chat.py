@@ -25,7 +25,7 @@ from offload_runtime.cli.options import (
 from offload_runtime.errors import OffloadError, OptionError, StorageError
 from offload_runtime.options import require, require_unicode
 from offload_runtime.params import GenerationParams
-from offload_runtime.sizes import format_bytes
+from offload_runtime.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Conversation, GenerationResult, GenerationStats, Runtime, TokenStream
@@ -300,8 +300,7 @@ def _load(session: ChatSession, argument: str) -> None:
 
 
 def _count(session: ChatSession) -> str:
-    count = len(session.conversation.messages)
-    return f"{count} message{'s' * (count != 1)}"
+    return counted(len(session.conversation.messages), "message")
 
 
 def _exit(session: ChatSession, argument: str) -> None:

@@ -28,7 +28,7 @@ from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, st
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import BudgetError
 from offload_runtime.options import require
-from offload_runtime.sizes import format_bytes
+from offload_runtime.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
@@ -249,8 +249,9 @@ def show_stats(stats: GenerationStats, device: str) -> None:
     from offload_runtime.plan import memory_name
 
     lines = [
-        f"prompt of {stats.prompt_tokens} tokens, first token after {stats.time_to_first_token_s:.2f} s",
-        f"answer of {stats.new_tokens} tokens in {stats.passes} passes, {stats.tokens_per_pass:.2f} tokens a pass",
+        f"prompt of {counted(stats.prompt_tokens, 'token')}, first token after {stats.time_to_first_token_s:.2f} s",
+        f"answer of {counted(stats.new_tokens, 'token')} in {stats.passes} pass{'es' * (stats.passes != 1)}, "
+        f"{stats.tokens_per_pass:.2f} tokens a pass",
     ]
     lists: dict[str, Sequence[object]] = {
         "accepted, as shares of what was proposed":

@@ -25,7 +25,7 @@ from offload_runtime.errors import OptionError
 from offload_runtime.files import regular_file, write_atomically
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 from offload_runtime.options import require
-from offload_runtime.sizes import GB, format_bytes
+from offload_runtime.sizes import GB, counted, format_bytes
 
 if TYPE_CHECKING:
     from offload_runtime.plan import Change, Parts, PassTime, Refusal, RunForecast, RunPlan
@@ -218,7 +218,9 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
         f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}",
     ]
     for number, card in enumerate(plan.cards if plan.num_cards > 1 else ()):
-        where = f"{len(card.target.layers)} layers, {len(card.placement.resident_layers)} of them on the device"
+        where = (
+            f"{counted(len(card.target.layers), 'layer')}, {len(card.placement.resident_layers)} of them on the device"
+        )
         kept = f", and the KV cache of {len(card.resident_kv_layers)}" if target.on_host else ""
         streams = f"a pass streams {format_bytes(card.streamed_bytes)} to it ({_ranges(card.target.layers)})"
         words.append(f"card {number}: {where}{kept}; {streams}")
@@ -248,7 +250,7 @@ def _bytes_table(title: str, columns: Sequence[str], rows: Sequence[tuple[Any, .
 
 def _layers(resident: Sequence[int], layers: Sequence[int]) -> str:
     if len(resident) in (0, len(layers)):
-        return f"all {len(layers)} layers {'on the device' if resident else 'streamed'}"
+        return f"all {counted(len(layers), 'layer')} {'on the device' if resident else 'streamed'}"
     streamed = [layer for layer in layers if layer not in resident]
     kept = f"{len(resident)} of {len(layers)} layers on the device ({_ranges(resident)})"
     return f"{kept}, {len(streamed)} streamed ({_ranges(streamed)})"

@@ -18,7 +18,7 @@ from typing import Any
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import HeaderError, shortened, shown
-from offload_runtime.sizes import format_bytes
+from offload_runtime.sizes import counted, format_bytes
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class StoredTensor:
         except OSError as error:
             raise CheckpointError(f"reading {self.path} failed ({error}): check the disk it lies on") from error
         if done < len(out):
-            raise damaged(self.path, f"it is truncated, {len(out) - done} bytes are missing at {start + done}")
+            raise damaged(self.path, f"it is truncated by {counted(len(out) - done, 'byte')} at {start + done}")
 
     def of_experts(self, *names: str) -> Iterator[StoredTensor]:
         """Return the matrices of each expert, which lie one behind the other in [E, rows of all of them, columns]; the
@@ -93,7 +93,7 @@ class HeaderReader:
         end_bytes = max((tensor.offset_bytes + tensor.nbytes for tensor in tensors), default=0)
         if end_bytes > self.size_bytes:
             sizes = f"{format_bytes(self.size_bytes)} of {format_bytes(end_bytes)}"
-            raise damaged(self.path, f"it is truncated, {end_bytes - self.size_bytes} bytes are missing ({sizes})")
+            raise damaged(self.path, f"it is truncated by {counted(end_bytes - self.size_bytes, 'byte')} ({sizes})")
 
 
 @contextmanager
