@@ -248,6 +248,8 @@ class ModelPlan:
 
     def missed_bytes(self, rows: int) -> int:
         """What so many rows are expected to bring to one card, or all, of experts."""
+        if len(self.placements) > 1:  # each of which has a share of its own
+            return sum(card.missed_bytes(rows) for card in self.cards)
         used_bytes = sum(one.used(rows) * one.block.total_bytes for one in self.experts.values())
         return round(used_bytes * (1 - self.expected_hits))
 
