@@ -1,7 +1,6 @@
 """Copy a few integers between page-locked host memory and the device by a kernel, past all that waits for the link.
 
 target[i] = source[i]        for all i < N
-target[r, i] = source[r, i]  for all r that are marked, i < W
 """
 
 import torch
@@ -39,34 +38,3 @@ def copy_words(source: torch.Tensor, target: torch.Tensor) -> None:
     assert source.dtype == target.dtype == torch.int32 and source.shape == target.shape and source.ndim == 1
     assert source.is_contiguous() and target.is_contiguous()
     (copy_words_triton if source.is_cuda or target.is_cuda else copy_words_reference)(source, target)
-
-
-def copy_rows_reference(source: torch.Tensor, target: torch.Tensor, marks: torch.Tensor) -> None:
-    """Plain torch version of `copy_rows`."""
-    target[marks != 0] = source[marks != 0]
-
-
-@jit(do_not_specialize=("source_ptr", "target_ptr", "marks_ptr", "width"))
-def _copy_rows_kernel(source_ptr, target_ptr, marks_ptr, width, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < tl.where(tl.load(marks_ptr + row) == 0, 0, width)
-    at = row * width + index
-    tl.store(target_ptr + at, tl.load(source_ptr + at, mask=mask), mask=mask)
-
-
-def copy_rows_triton(source: torch.Tensor, target: torch.Tensor, marks: torch.Tensor) -> None:
-    """Triton version of `copy_rows`."""
-    require_triton("copying from host memory")
-    rows, width = source.shape
-    with torch.cuda.device_of(target if target.is_cuda else source):
-        _copy_rows_kernel[(rows, triton.cdiv(width, _BLOCK))](source, target, marks, width, BLOCK=_BLOCK, num_warps=4)
-
-
-def copy_rows(source: torch.Tensor, target: torch.Tensor, marks: torch.Tensor) -> None:
-    """Copy those rows of int32 [R, W] to `target` [R, W], whose int32 in `marks` [R] is not 0. Of the others nothing is
-    read. All are contiguous, and otherwise this is as `copy_words`."""
-    assert source.dtype == target.dtype == marks.dtype == torch.int32
-    assert source.shape == target.shape and source.ndim == 2 and marks.shape == source.shape[:1]
-    assert source.is_contiguous() and target.is_contiguous() and marks.is_contiguous()
-    (copy_rows_triton if source.is_cuda or target.is_cuda else copy_rows_reference)(source, target, marks)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from offload_runtime_kernels.copy_words import copy_rows, copy_words
+from offload_runtime_kernels.copy_words import copy_words
 from offload_runtime_kernels.experts_cpu import ExpertsCpu, HostExperts
 
 from offload_runtime.sizes import GB
@@ -55,12 +55,11 @@ class CpuExperts:
         num_chosen: int, x: torch.Tensor,
     ) -> None:  # fmt: skip
         self._threads, self._layers, self.share, self._engine = threads, layers, share, engine
-        self._x_host, self._y_host = (
+        self._x_host, y_host = (
             torch.zeros(rows, x.shape[1], dtype=x.dtype, pin_memory=x.is_cuda)
             for rows in (MOST_CPU_ROWS, MOST_CPU_ROWS * num_chosen)
         )
-        # 1 for the rows of `_y_host` that were computed for the running layer.
-        self._computed_host = torch.zeros(len(self._y_host), dtype=torch.int32, pin_memory=x.is_cuda)
+        self._y_host = y_host.view(-1)
         self._rates = {"link": Rate(), "CPU": Rate()}
         self._copied = engine.bytes_copied, engine.copy_seconds()
         self._owed, self._idle, self._is_busy = 0.0, 0, False
@@ -70,10 +69,8 @@ class CpuExperts:
         copy_words(_words(x), _words(self._x_host[: len(x)]))
 
     def give_results(self, y: torch.Tensor) -> None:
-        """Write what was computed to `y` [N, k, H], and no other rows, enqueued on the current stream."""
-        rows = y.shape[0] * y.shape[1]
-        source, target = (_words(part).view(rows, -1) for part in (self._y_host[:rows], y))
-        copy_rows(source, target, self._computed_host[:rows])
+        """Write what was computed to `y` [N, k, H], enqueued on the current stream; other rows get what lies there."""
+        copy_words(_words(self._y_host[: y.numel()]), _words(y))
 
     def split(self, count: int, unit_bytes: int, *, queued: int) -> int:
         """Return how many of so many missing experts the CPU is to compute, while so many are on the link already."""
@@ -100,7 +97,7 @@ class CpuExperts:
         return best
 
     def begin(self, layer: int, choices: torch.Tensor, units: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Begin with some experts of a layer, or none, for the rows that were fetched.
+        """Begin with some experts of a layer for the rows that were fetched.
 
         Args:
             layer: Its number.
@@ -109,11 +106,7 @@ class CpuExperts:
         """
         self.finish()  # of a pass that was interrupted
         rows = len(choices)
-        computed, numbers = self._computed_host.numpy(), {number for number, _ in units}
-        computed[: choices.numel()] = [number in numbers for number in choices.view(-1).tolist()] if units else 0
-        if not units:
-            return
-        out = self._y_host[: choices.numel()].view(*choices.shape, -1)
+        out = self._y_host[: choices.numel() * self._x_host.shape[1]].view(*choices.shape, -1)
         wanted = [(number, unit.data_ptr()) for number, unit in units]
         self._is_busy = True
         self._threads.submit(self._layers[layer], self._x_host[:rows], choices, wanted, out)

@@ -257,13 +257,13 @@ class ExpertPool:
             computed=counts.computed + len(computed),
         )  # fmt: skip
         remaining[:] = [expert for expert in remaining if expert not in computed]
+        if cpu is None or not computed:
+            self._fetch_round(layer, remaining)
+            return
         units = self._layers[layer].host
         assert units is not None
-        if cpu is not None:
-            cpu.begin(layer, chosen, [(expert, units[expert]) for expert in computed])
+        cpu.begin(layer, chosen, [(expert, units[expert]) for expert in computed])
         self._fetch_round(layer, remaining)
-        if cpu is None or not computed:
-            return
         if self._reserved and not self._prefetched and cpu.share is None:  # the link is idle while the CPU computes
             buffer = self._free.pop() if self._free else self._cached.popitem(last=False)[1]
             self._copy(layer, computed[0], buffer, self._always_free, self._prefetched_ready)

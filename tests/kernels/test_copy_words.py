@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from offload_runtime_kernels.copy_words import (
-    copy_rows,
-    copy_rows_reference,
-    copy_rows_triton,
-    copy_words,
-    copy_words_reference,
-    copy_words_triton,
-)
+from offload_runtime_kernels.copy_words import copy_words, copy_words_reference, copy_words_triton
 
 from offload_runtime.stream import overwrite, upload
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
@@ -33,20 +26,6 @@ def test_all_words_and_no_others(copy: object, count: int, offset: int) -> None:
     target = target[offset:]
     copy(source, target[:count])  # type: ignore[operator]
     assert torch.equal(target[:count].cpu(), words(count)) and (target[count:] == 5).all()
-
-
-@pytest.mark.parametrize("copy", [copy_rows_reference, copy_rows_triton, copy_rows])
-@pytest.mark.parametrize("width", [1, 1023, 1025])
-@pytest.mark.parametrize("marks", [(0, 1, 0, 7, -1), (0, 0, 0, 0, 0)])
-def test_marked_rows_and_no_others(copy: object, width: int, marks: tuple[int, ...]) -> None:
-    source, marked = words(5 * width).view(5, width), torch.tensor(marks, dtype=torch.int32)
-    if KERNEL_DEVICE.type == "cuda":
-        source, marked = source.pin_memory(), marked.pin_memory()
-    target = torch.full((7, width), 5, dtype=torch.int32, device=KERNEL_DEVICE)
-    expected = torch.full((7, width), 5, dtype=torch.int32)
-    expected[1:6][marked != 0] = source[marked != 0]
-    copy(source, target[1:6], marked)  # type: ignore[operator]
-    assert torch.equal(target.cpu(), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.float32])
