@@ -353,7 +353,7 @@ def _place_layers(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunP
         """Bytes that a pass does not bring where so many layers of weights stay, and layers of keys and values that
         stay beside them."""
         weight_bytes = target.bytes_of_layers(_some(target.layers, count))
-        spare_bytes, kept = left_bytes - weight_bytes - buffers * target.layer_bytes, 0
+        spare_bytes, kept = left_bytes - target.held_bytes(_evenly(placement, count, buffers)), 0
         if buffers == min(_RING_BUFFERS, len(target.layers) - count) and spare_bytes >= 0:
             if len(layers) <= most_kv_layers and len(layers) * each_bytes - streaming_bytes <= spare_bytes:
                 kept = len(layers)
