@@ -15,7 +15,7 @@ from offload_runtime_kernels.experts_cpu import ExpertsCpu, HostExperts
 from offload_runtime.sizes import GB
 from offload_runtime.stream.copy_engine import CopyEngine
 
-# Rows up to which the CPU is asked: it reads weights once for eight of them.
+# Rows up to which the CPU is asked: it decodes weights once for four of them.
 MOST_CPU_ROWS = 32
 # Each measurement counts as much as all later ones of so many bytes, at the beginning a guess does.
 _REMEMBERED_BYTES, _GUESSED_GBPS = 2 * GB, 20.0

@@ -237,17 +237,16 @@ class ExpertPool:
         """Act on what a layer has chosen, [N, k] int64, host: have the CPU compute some of what is missing, and fetch
         the first round of the `remaining` experts."""
         self._wait_for_card()
-        assert self.engine is not None
+        units = self._layers[layer].host
+        assert self.engine is not None and units is not None
         if self._prefetched and (cpu is None or self.engine.is_done(self._prefetched_ready)):
             self._take_prefetched()
         remaining[:] = dict.fromkeys(chosen.view(-1).tolist())
         missing = [expert for expert in remaining if (layer, expert) not in self._cached]
         computed = list[int]()
         if cpu is not None and missing:
-            host = self._layers[layer].host
-            assert host is not None
             missing.sort(key=lambda expert: (layer, expert) in self._prefetched)  # those on their way come last
-            by_link = len(missing) - cpu.split(len(missing), host.shape[1], queued=len(self._prefetched))
+            by_link = len(missing) - cpu.split(len(missing), units.shape[1], queued=len(self._prefetched))
             computed = missing[by_link:]
             if any((layer, expert) in self._prefetched for expert in missing[:by_link]):
                 self._take_prefetched()
@@ -260,8 +259,6 @@ class ExpertPool:
         if cpu is None or not computed:
             self._fetch_round(layer, remaining)
             return
-        units = self._layers[layer].host
-        assert units is not None
         cpu.begin(layer, chosen, [(expert, units[expert]) for expert in computed])
         self._fetch_round(layer, remaining)
         if self._reserved and not self._prefetched and cpu.share is None:  # the link is idle while the CPU computes

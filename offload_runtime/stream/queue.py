@@ -485,7 +485,7 @@ class LayerStreamer:
 
     def resident_layers(self) -> list[tuple[int, LayerViews]] | None:
         """Return what `layers` hands out, for passes that take no part in the streaming; None when some are
-        streamed. Of experts such passes find what is there, or ask for."""
+        streamed. Such passes fetch the experts that they miss."""
         return None if self.num_streamed else [(index, self._resident[index]) for index in range(self.num_layers)]
 
     def _plan_pass(self, card: int) -> list[Item]:

@@ -183,8 +183,7 @@ class ExpertBlocks:
     def matrices(self, buffers: torch.Tensor) -> dict[str, StoredMatrices]:
         """Name the matrices of experts that lie in buffers, uint8 [S, at least the bytes of one], without copying."""
         found = dict[str, StoredMatrices]()
-        for spec in self.block.tensors:
-            kind, start = self.places[spec.name]
+        for spec, (kind, start) in zip(self.block.tensors, self.places.values(), strict=True):
             end = start + format_of(kind).nbytes(*spec.shape)
             found[spec.name] = StoredMatrices(buffers[:, start:end], kind, *spec.shape)
         return found
