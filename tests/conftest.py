@@ -24,8 +24,12 @@ from tests.helpers.covering import few
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it has to be set before the first kernel module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Every run draws other examples, so that many runs see as many as long ones would. Time is not what is tested.
-settings.register_profile("short", max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Every run draws the same examples, as what a change did not do must not refuse it; `--hypothesis-profile=search` draws
+# many others. Time is not what is tested.
+settings.register_profile(
+    "short", max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("search", settings.get_profile("short"), derandomize=False, max_examples=1000)
 settings.register_profile("unshrunk", settings.get_profile("short"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("short")
 # Workers share the cores, and small tensors lose 30-fold to many threads where anything else runs.

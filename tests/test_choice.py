@@ -16,13 +16,12 @@ from offload_runtime.plan import RunPlan, forecast, plan_run
 from offload_runtime.sizes import GB
 from offload_runtime.weights import describe_model
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
+from tests.helpers.planning import CONFIGS, machines, plan_or_none, requests
 
 # Sums in another order.
 ROUNDING = 1e-9
 
 
-@PROPERTY
 @given(
     requests(), machines(), st.integers(0, 20 * GB) | st.integers(0, 2 * GB),
     st.sampled_from(["auto", "auto", "auto", "none", "chain", "triforce"]),

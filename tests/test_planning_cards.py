@@ -19,7 +19,7 @@ from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.plan import Refusal, RunPlan, forecast, plan_or_refuse, plan_run
 from offload_runtime.sizes import GB, parse_bytes
 from offload_runtime.weights import DescribedModel, describe_model
-from tests.helpers.planning import CONFIGS, PROPERTY, machines, plan_or_none, requests
+from tests.helpers.planning import CONFIGS, machines, plan_or_none, requests
 
 ONE = replace(load_profile("rtx4090"), ram_bytes=400 * GB, pinnable_bytes=None)
 TWO = replace(ONE, gpus=2)
@@ -84,7 +84,6 @@ def test_layers_are_dealt_in_turn_where_blocks_of_them_do_not_fit() -> None:
     assert plan.target.placements[0].layers == tuple(range(0, 24, 2))
 
 
-@PROPERTY
 @given(requests(), machines(), st.integers(2, 4))
 def test_cards_fit_and_every_byte_counts_once(request: RuntimeConfig, machine: MachineProfile, cards: int) -> None:
     several = replace(machine, gpus=cards)
@@ -114,7 +113,6 @@ def test_cards_fit_and_every_byte_counts_once(request: RuntimeConfig, machine: M
     assert 0 < predicted.plain.lookahead_s <= predicted.plain.copies_s or not planned_bytes
 
 
-@PROPERTY
 @given(requests(), machines())
 def test_a_second_card_never_refuses(request: RuntimeConfig, machine: MachineProfile) -> None:
     """What fits one card fits two, but for what a second ring takes of page-locked memory."""

@@ -236,7 +236,7 @@ def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, row
     lookahead_bytes = min(weight_bytes, placement.num_buffers * target.layer_bytes)
     lookahead_bytes += min(kv_bytes, target.kv_ring_bytes)
     exposed_bytes = sum(max(0, nbytes - target.kv_ring_bytes) for nbytes in streamed.values())
-    expert_bytes = target.missed_bytes(height)
+    expert_bytes = target.missed_bytes(batch * rows)  # none for rows that fill up a graph
     # What computes: the longer of HBM and arithmetic, of the matrices and of each layer's attention.
     stages, decodings = _matrix_stages(plan, target, machine, height)
     for layer, count in _kinds(target).items():

@@ -117,7 +117,7 @@ def _find_widest_plan(request: RuntimeConfig, machine: MachineProfile, limits: M
     each leaves less room, more may be missing. Each has the context that one alone has. Errors as of one."""
 
     def streamed_bytes(plan: RunPlan) -> int:
-        return plan.streamed_bytes - plan.target.missed_bytes(1)
+        return plan.streamed_bytes - plan.target.missed_bytes(plan.target.batch)
 
     widest = find_plan(replace(request, max_batch=1), machine, limits)
     context, most_bytes = widest.target.context_tokens, streamed_bytes(widest)

@@ -408,7 +408,7 @@ class RunPlan:
         """Bytes that a pass at the full context brings over the link."""
         target = self.target
         kv_bytes = sum(target.streamed_kv(target.context_tokens - 1).values())
-        return target.bytes_of_layers(self.placement.streamed_layers) + kv_bytes + target.missed_bytes(1)
+        return target.bytes_of_layers(self.placement.streamed_layers) + kv_bytes + target.missed_bytes(target.batch)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
