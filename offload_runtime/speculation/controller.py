@@ -34,6 +34,8 @@ _MEMORY, _IDLE_MEMORY = 24, 48
 _TIMES, _ENOUGH, _SUSPICIOUS = 16, 3, 1.5
 # Of all time, what may be lost to proposals that are not worth it, and again to finding out about others than the best.
 _LOST_SHARE, _PROBING_SHARE = 0.005, 0.01
+# Changes of the time of plain steps that leave what is expected of others: to expect it anew took 0.1 ms a step.
+_NOISE = 0.002
 # Plain steps that may be lost before any time has passed; the least and the most that earlier steps give credit for.
 _FIRST_LOSS, _LEAST_CREDIT, _MOST_CREDIT = 0.4, -0.2, 4.0
 # The first loss is for so many tries.
@@ -170,6 +172,8 @@ class LatencyModel:
         self._ratios: dict[DraftBudget, tuple[float, int]] = {}  # the mean, and how many it is of
         self.suspect: DraftBudget | None = None
         self._curves: dict[str, list[float]] = {}
+        self._plain_ratio = 0.0  # that the curves were made with
+        self._plain_s: float | None = None
 
     def observe(self, choice: DraftBudget, seconds: float) -> None:
         """Note how long a step took."""
@@ -183,10 +187,13 @@ class LatencyModel:
             self.suspect = choice
             return
         count = min(count + 1, _TIMES)
-        self._ratios[choice] = ratio + (seconds / self._expect(choice) - ratio) / count, count
-        if choice == PLAIN:
+        self._plain_s = None
+        self._ratios[choice] = ratio, _ = ratio + (seconds / self._expect(choice) - ratio) / count, count
+        if choice != PLAIN:
+            self._curves.pop(choice.mode, None)
+        elif abs(ratio - self._plain_ratio) > _NOISE * ratio:
+            self._plain_ratio = ratio
             self._curves.clear()
-        self._curves.pop(choice.mode, None)
 
     @property
     def knows_plain(self) -> bool:
@@ -200,7 +207,10 @@ class LatencyModel:
     @property
     def plain_s(self) -> float:
         """The seconds of plain decoding: no more than anything else takes."""
-        return min([self.seconds(PLAIN), *(ratio * self._expect(one) for one, (ratio, _) in self._ratios.items())])
+        if self._plain_s is None:
+            measured = (ratio * self._expect(one) for one, (ratio, _) in self._ratios.items())
+            self._plain_s = min([self.seconds(PLAIN), *measured])
+        return self._plain_s
 
     def seconds(self, choice: DraftBudget) -> float:
         """Return the seconds to be expected."""
