@@ -111,6 +111,10 @@ class ModelConfig:
         """Bytes that a pass takes for each sequence whose rows go over the end of a gated delta layer's chunk."""
         return max((one.crossing_bytes for one in self.deltas.values()), default=0)
 
+    def layer_prefix(self, number: int) -> str:
+        """Return what stands before the names of a layer's tensors."""
+        return f"model.layers.{number}."
+
     def kv_bytes_per_token(self, element_bytes: int) -> int:
         """Bytes of keys and values that one token holds over all layers."""
         return sum(self.kv_elements) * element_bytes

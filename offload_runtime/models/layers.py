@@ -171,6 +171,8 @@ class Rows:
         rope: How they are rotated, and where keys and values go.
         prompt: Of a piece of a prompt the slot, and the tokens before it.
         host_action: Lets the host act in the middle of the pass.
+        hidden: Of a head's pass what its target, or the head itself, made of the token before each row's: [B * T,
+            width] in the model's dtype.
     """
 
     tokens: torch.Tensor
@@ -178,6 +180,7 @@ class Rows:
     rope: RopeRows
     prompt: tuple[int, int] | None = None
     host_action: Callable[[HostAction], None] = at_once
+    hidden: torch.Tensor | None = None
 
     @classmethod
     def of_step(cls, step: StepRows, slots: torch.Tensor, *, max_length: int) -> Rows:
@@ -248,6 +251,7 @@ class Attention:
         fused: Whether a checkpoint has queries, keys and values as one matrix.
         gated: Whether the projection has a gate behind each head's queries, whose sigmoid multiplies what attention
             gives.
+        input_size: Channels of the rows that are projected, E; 0 stands for H.
     """
 
     hidden_size: int
@@ -268,10 +272,13 @@ class Attention:
     query_growth: QueryGrowth | None = None
     fused: bool = False
     gated: bool = False
+    input_size: int = 0
 
     def __post_init__(self) -> None:
         if not self.scale:
             object.__setattr__(self, "scale", float(self.head_dim**-0.5))
+        if not self.input_size:
+            object.__setattr__(self, "input_size", self.hidden_size)
 
     @property
     def q_size(self) -> int:
@@ -327,13 +334,13 @@ class Attention:
         return (1 + self.gated) * self.qkv_size + 3 * self.q_size
 
     def tensors(self) -> Iterator[Tensor]:
-        """`qkv` [qkv_size, H], `o` [H, q_size], their biases, `q_norm` and `k_norm` [D] or of all heads, `sinks` [query
+        """`qkv` [qkv_size, E], `o` [H, q_size], their biases, `q_norm` and `k_norm` [D] or of all heads, `sinks` [query
         heads]."""
         qkv = {"q_proj": (1 + self.gated) * self.q_size, "k_proj": self.kv_size}
         qkv |= {} if self.values_are_keys else {"v_proj": self.kv_size}
         rows = {f"self_attn.{name}": count for name, count in qkv.items()}
         rows = {"self_attn.qkv_proj": self.qkv_size} if self.fused else rows
-        yield from projections("qkv", rows, self.hidden_size, bias=self.qkv_bias)
+        yield from projections("qkv", rows, self.input_size, bias=self.qkv_bias)
         for name, size in (("q", self.q_size), ("k", self.kv_size)) if self.qk_norm else ():
             shape = (self.head_dim if self.qk_norm == "head" else size,)
             yield Tensor(f"{name}_norm", f"self_attn.{name}_norm.weight", shape)
@@ -342,7 +349,7 @@ class Attention:
         yield from projections("o", {"self_attn.o_proj": self.hidden_size}, self.q_size, bias=self.o_bias)
 
     def forward(self, layer: int, x: torch.Tensor, weights: Weights, rows: Rows, cache: LayerCache) -> torch.Tensor:
-        """Project, rotate, store keys and values, and attend: [N, H] -> [N, q_size], before the output projection."""
+        """Project, rotate, store keys and values, and attend: [N, E] -> [N, q_size], before the output projection."""
         qkv, norm, gate = weights["qkv"].linear(x), None, None
         if self.gated:  # behind each head's queries
             q, kv = qkv[:, : 2 * self.q_size].view(-1, self.num_heads, 2, self.head_dim), qkv[:, 2 * self.q_size :]
@@ -526,14 +533,19 @@ class DecoderLayer:
             rows: The pass.
             cache: Where keys and values live.
         """
-        (before, after, before_mlp, after_mlp), normed = self.norms, self.attention.norm
-        x = residual if before is None else normed(residual, weights[before].dense)
+        (_, after, before_mlp, after_mlp), normed = self.norms, self.attention.norm
+        x = self.attention_input(residual, weights, rows)
         self._add(residual, self.attention.forward(layer, x, weights, rows, cache), "o", after, weights)
         if not self.parallel:
             x = residual if before_mlp is None else normed(residual, weights[before_mlp].dense)
         self._add(residual, self.mlp.forward(x, weights, rows), self.mlp.output, after_mlp, weights)
         if self.scaled:
             residual.mul_(weights["layer_scalar"].dense)
+
+    def attention_input(self, residual: torch.Tensor, weights: LayerWeights, rows: Rows) -> torch.Tensor:
+        """Return what attention reads, [N, H], of the residual stream."""
+        before = self.norms.before_attention
+        return residual if before is None else self.attention.norm(residual, weights[before].dense)
 
     def _add(
         self, residual: torch.Tensor, x: torch.Tensor, packed: str | None, norm: str | None, weights: Weights

@@ -10,4 +10,5 @@ from offload_runtime.runners.graphs import (
     warm_up_batches,
     warm_up_lengths,
 )
+from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.model_runner import CapturedPasses, Decoder, ModelRunner, OnLayer, decide

@@ -128,8 +128,11 @@ class Decoder:
     def head(self, residual: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, V], in the model's dtype, of rows of the residual stream [N, H] behind the last
         layer."""
-        own = self.config
-        logits = self.lm_head.linear(self._normed(residual, self.final_norm))
+        return self.logits(self._normed(residual, self.final_norm))
+
+    def logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Return the logits [N, V] of normed rows [N, H]."""
+        own, logits = self.config, self.lm_head.linear(normed)
         if own.logits_divisor != 1:
             logits = logits.div_(own.logits_divisor)
         return logits if own.logits_cap is None else logits.div_(own.logits_cap).tanh_().mul_(own.logits_cap)

@@ -233,7 +233,7 @@ class ModelLayout:
 
         @cache  # plain layers that are alike are one: plans make layouts again and again
         def block(layer: DecoderLayer, number: int | None) -> PackedLayout:
-            placed = _placed(layer.tensors(), number)
+            placed = _placed(layer.tensors(), number, "" if number is None else config.layer_prefix(number))
             found = PackedLayout.of({name: to for name, to in placed.items() if to.expert is None}, encode)
             if not isinstance(layer.mlp, Experts):
                 return found
@@ -351,15 +351,15 @@ class Destination:
     expert: int | None
 
 
-def _placed(parts: Iterable[Tensor], layer: int | None = None) -> dict[str, Destination]:
-    """Return where each part goes, by transformers' name: below those of the same packed name before it."""
+def _placed(parts: Iterable[Tensor], layer: int | None = None, prefix: str = "") -> dict[str, Destination]:
+    """Return where each part goes, by transformers' name, which begins so: below those of the same packed name before
+    it."""
     filled: Counter[tuple[str, int | None]] = Counter()
     placed: dict[str, Destination] = {}
     for packed, name, shape, dtype, expert in parts:
         start = filled[packed, expert]
         filled[packed, expert] = end = start + shape[0]
-        full_name = name if layer is None else f"model.layers.{layer}.{name}"
-        placed[full_name] = Destination(layer, packed, start, end, shape, dtype, expert)
+        placed[prefix + name] = Destination(layer, packed, start, end, shape, dtype, expert)
     return placed
 
 
@@ -379,5 +379,5 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, Destination]:
     """
     table = _shared(config)
     for number, layer in enumerate(config.layers):
-        table |= _placed(layer.tensors(), number)
+        table |= _placed(layer.tensors(), number, config.layer_prefix(number))
     return table
