@@ -167,6 +167,8 @@ class Batch:
             tokens.
         tokens: Waits for the current stream, and gives the token behind each row, -1 for NaN; must be called before the
             next pass. None where no tokens were asked for.
+        hidden: By slot what was kept for a head of each of its rows, [n, width] on the compute device until the next
+            pass begins: of a tree at once, of a prompt in several pieces. Nothing where nobody has asked for it.
     """
 
     trees: Mapping[int, TokenTree] = field(default_factory=dict)
@@ -175,6 +177,7 @@ class Batch:
     logits: torch.Tensor = field(init=False)
     firsts: Sequence[int] = field(init=False)
     tokens: Callable[[], list[int]] | None = field(init=False, default=None)
+    hidden: Mapping[int, Sequence[torch.Tensor]] = field(init=False, default_factory=dict)
 
     @property
     def slots(self) -> list[int]:

@@ -11,4 +11,4 @@ from offload_runtime.runners.graphs import (
     warm_up_lengths,
 )
 from offload_runtime.runners.head_decoder import HeadDecoder
-from offload_runtime.runners.model_runner import CapturedPasses, Decoder, ModelRunner, OnLayer, decide
+from offload_runtime.runners.model_runner import CapturedPasses, Decoder, HiddenTaps, ModelRunner, OnLayer, decide

@@ -138,6 +138,22 @@ class Decoder:
         return logits if own.logits_cap is None else logits.div_(own.logits_cap).tanh_().mul_(own.logits_cap)
 
 
+@dataclass(frozen=True)
+class HiddenTaps:
+    """Says what passes keep of the residual stream of each row, for a head to read.
+
+    Attributes:
+        layers: The stream is read below these; their number means behind the last. Those of larger numbers come later.
+        width: Channels of what is kept of a row.
+        tap: Writes what the tap of a number says of rows [N, H] into [N, width], or adds it to what those before it
+            have; both are on the first card.
+    """
+
+    layers: tuple[int, ...]
+    width: int
+    tap: Callable[[int, torch.Tensor, torch.Tensor], None]
+
+
 @dataclass(eq=False)
 class ModelRunner:
     """Runs passes of one model.
@@ -150,6 +166,7 @@ class ModelRunner:
         chunk_tokens: Pieces that a prompt is worked on in.
         recorder: Of a trace, if there is one.
         captured: Runs trees as CUDA graphs; set where all that they need is on the device and there is room for it.
+        taps: What a head wants to read of every pass; None where there is no head.
     """
 
     decoder: Decoder
@@ -159,6 +176,7 @@ class ModelRunner:
     chunk_tokens: int
     recorder: TraceRecorder | None = None
     captured: CapturedPasses | None = None
+    taps: HiddenTaps | None = None
 
     @property
     def most_prompt_tokens(self) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+import torch
+
 from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState
@@ -303,6 +305,9 @@ class WithNgrams(Proposer):
         self._drafted = True
         self.draft.prepare(slot, tokens)
         self.ngrams.prepare(slot, tokens)
+
+    def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        self.draft.observe(slot, position, tokens, hidden)
 
     def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
         looked_up = {slot: budget for slot, budget in budgets.items() if budget.mode in (NGRAM, COPY)}

@@ -100,6 +100,17 @@ class Proposer:
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         """Do what would hold up the first proposals behind a sequence that begins with `tokens`."""
 
+    def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        """Take what the target's pass kept of tokens of a slot that are committed now, from `position` on, on the
+        current stream: of the prompts that were prepared for, a piece after the other, and of what was accepted.
+
+        Args:
+            slot: Of a sequence that has joined, or of one that is decoded plainly.
+            position: Of the first of them.
+            tokens: Those that follow each of them.
+            hidden: [n, width], as `ModelRunner.taps` gives it. Nothing is written there later.
+        """
+
     def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
         """Return tokens that may follow, for each slot that has a budget, of at least one token; none where there is no
         idea. Slots without one have finished or wait."""
