@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from offload_runtime.models.heads import HeadConfig
+from offload_runtime.models.heads import HeadConfig, join_tap
 from offload_runtime.models.layers import DecoderLayer, LayerWeights, Rows, Tensor, Weights
 
 
@@ -60,15 +60,10 @@ class Eagle3Config(HeadConfig):
 
     def tap(self, number: int, x: torch.Tensor, shared: Weights, out: torch.Tensor) -> None:
         """Add this tap's product with its columns of `fc`."""
-        if not self.fused:
-            out.copy_(x)
-            return
-        start = number * self.target_size
-        part = shared["fc"].dense[:, start : start + self.target_size].t()
-        if number:
-            out.addmm_(x, part)
+        if self.fused:
+            join_tap(shared["fc"].dense, number, x, out)
         else:
-            torch.mm(x, part, out=out)
+            out.copy_(x)
 
     def enter(self, embedded: torch.Tensor, hidden: torch.Tensor, shared: Weights) -> torch.Tensor:
         """Return what is kept: layers add to it."""

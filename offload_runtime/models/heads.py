@@ -90,3 +90,14 @@ class HeadConfig(ModelConfig):
     def layer_prefix(self, number: int) -> str:
         """Return what stands before the names of a layer's tensors."""
         return self.name_of(f"layers.{number}.")
+
+
+def join_tap(fc: torch.Tensor, number: int, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Add the product of a tap's rows x [N, T] with its columns of `fc` [W, taps * T] to those of the taps before it in
+    `out` [N, W]."""
+    start = number * x.shape[1]
+    part = fc[:, start : start + x.shape[1]].t()
+    if number:
+        out.addmm_(x, part)
+    else:
+        torch.mm(x, part, out=out)

@@ -18,11 +18,14 @@ class HeadDecoder(Decoder):
         config: Its layers, and what they share.
         shared: Its own, and of the target what it has not: `embedding`, `lm_head`, and `target_norm`.
         partition: As of `Decoder`.
+
+    Attributes:
+        head_config, shared: As given.
     """
 
     def __init__(self, config: HeadConfig, shared: Weights, partition: LayerPartition | None = None) -> None:
         super().__init__(config, shared, partition)
-        self.head_config, self._shared = config, shared
+        self.head_config, self.shared = config, shared
         self._ids: torch.Tensor | None = None  # of the tokens that there are logits of, [draft tokens] int64
         if "d2t" in shared:
             offsets = shared["d2t"].dense
@@ -30,12 +33,12 @@ class HeadDecoder(Decoder):
 
     def tap(self, number: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """Keep of the target's rows [N, T] what the tap of this number says, in [N, W]."""
-        self.head_config.tap(number, x, self._shared, out)
+        self.head_config.tap(number, x, self.shared, out)
 
     def embed(self, rows: Rows) -> torch.Tensor:
         """Return the residual stream at the bottom: [N, H]."""
         assert rows.hidden is not None, "a head reads what the target made of the tokens before"
-        return self.head_config.enter(super().embed(rows), rows.hidden, self._shared)
+        return self.head_config.enter(super().embed(rows), rows.hidden, self.shared)
 
     def layer(self, index: int, weights: LayerWeights, residual: torch.Tensor, rows: Rows, cache: LayerCache) -> None:
         """Run one layer, which adds to the residual stream [N, H]."""
@@ -49,7 +52,7 @@ class HeadDecoder(Decoder):
 
     def outputs(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits [N, V], and what rows about the tokens that follow read as `Rows.hidden`: [N, W]."""
-        normed, hidden = self.head_config.leave(residual, self._shared)
+        normed, hidden = self.head_config.leave(residual, self.shared)
         return self.logits(normed), hidden
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
