@@ -16,6 +16,7 @@ from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.sampling import SlotSampling, perturbed_logits
 from offload_runtime.speculation.dflash import DFlashProposer, DFlashRunner
 from offload_runtime.speculation.ngram import NgramProposer
+from offload_runtime.weights import checkpoint_tensors
 from tests.helpers.dflash import (
     HIDDEN,
     TAPS,
@@ -190,3 +191,35 @@ def test_keeps_what_two_texts_of_a_slot_have_in_common() -> None:
         chain = proposer.propose({0: other}, {0: DraftBudget("chain", 5)})[0]
         logits, _ = made.defined(0, 39, 77, first=0 if shared == 30 else 30)
         assert list(chain.tokens) == logits.argmax(1).tolist()
+
+
+def test_reads_what_public_checkpoints_are_called_and_shaped() -> None:
+    # Of the second version's for Muse Glimmer 30B, as its public code has them among its tests.
+    stated = {
+        "architectures": ["DFlash2DraftModel"], "architecture": "DFlash2DraftModel", "attention_bias": False,
+        "is_causal": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 6656, "intermediate_size": 19968,
+        "dflash_config": {
+            "block_size": 16, "conv_group_size": 16, "conv_kernel_size": 2, "final_logit_softcapping": 20.0,
+            "mask_token_id": 201818, "output_multiplier": 0.19611613513818404, "selector_rank": 256,
+            "selector_top_k": 16, "target_layer_ids": [1, 13, 25, 37, 49],
+        },
+        "layer_types": ["sliding_attention"] * 5, "max_position_embeddings": 131072, "num_attention_heads": 32,
+        "num_hidden_layers": 5, "num_key_value_heads": 8, "num_target_layers": 52, "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "sliding_window": 2048,
+        "vocab_size": 202048,
+    }  # fmt: skip
+    config = config_of(stated)
+    assert config.taps == (2, 14, 26, 38, 50) and config.block_size == 16
+    shapes = {name: to.shape for name, to in checkpoint_tensors(config).items()}
+    assert len(shapes) == 81
+    assert shapes.items() >= {
+        "candidate_selector.hidden_projection.weight": (256, 6656), "norm.weight": (6656,),
+        "candidate_selector.predecessor_codebook": (202048, 256), "hidden_norm.weight": (6656,),
+        "candidate_selector.successor_codebook": (202048, 256), "fc.weight": (6656, 33280),
+        "layers.4.attention_conv.base_kernel": (2, 2, 6656), "layers.4.mlp_conv.base_kernel": (2, 2, 6656),
+        "layers.4.attention_conv.kernel_projection.weight": (1664, 6656),
+        "layers.4.mlp_conv.kernel_projection.weight": (1664, 6656), "layers.4.self_attn.k_norm.weight": (128,),
+        "layers.4.self_attn.q_proj.weight": (4096, 6656), "layers.4.self_attn.v_proj.weight": (1024, 6656),
+        "layers.4.self_attn.o_proj.weight": (6656, 4096), "layers.4.input_layernorm.weight": (6656,),
+        "layers.4.post_attention_layernorm.weight": (6656,), "layers.4.mlp.gate_proj.weight": (19968, 6656),
+    }.items()  # fmt: skip

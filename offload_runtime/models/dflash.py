@@ -28,8 +28,7 @@ from offload_runtime.models.layers import Attention, DecoderLayer, LayerCache, L
 from offload_runtime.models.reading import mlp_of, num_layers, rope, windows_by_type
 from offload_runtime.models.registry import Family
 
-ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel", "MuseGlimmerAssistantModel")
-_SECOND, _ASSISTANT = ARCHITECTURES[1:]
+ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 _MOST_BLOCK, _MOST_CANDIDATES, _MOST_LAYERS = 64, 64, 1 << 8
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # whose frequencies are the same at any length
 
@@ -250,10 +249,10 @@ def _layers(own: Fields, block_size: int) -> tuple[DecoderLayer, ...]:
     attention, found = BlockAttention(**{**stated, "rotation": rotation, "sinks": sinks}), list[DecoderLayer]()
     slides = [kind == "sliding_attention" for kind in own.items("layer_types", str)] or [False] * num_layers(own)
     for window, sliding in zip(_windows(own), slides, strict=False):
-        causal = own.flag("is_causal", own.flag("causal", sliding and _ASSISTANT not in kinds))
+        causal = own.flag("is_causal", own.flag("causal", sliding))
         reach = window if window is None or causal else window + block_size - 1
         layer = DecoderLayer(replace(attention, window=reach, causal=causal), mlp_of(own))
-        found.append(_convolved_layer(own, layer, block_size) if _SECOND in kinds else layer)
+        found.append(_convolved_layer(own, layer, block_size) if ARCHITECTURES[1] in kinds else layer)
     return tuple(found)
 
 
@@ -282,7 +281,7 @@ def _model(fields: Fields) -> DFlashConfig:
     if not layers_read or sorted({*layers_read}) != layers_read:
         own.refuse("target_layer_ids", layers_read or None, "an ascending list of the target's layers that it reads")
     selector = None
-    if _SECOND in own.items("architectures", str):
+    if ARCHITECTURES[1] in own.items("architectures", str):
         selector = Selector(own.integer("selector_top_k", at_most=_MOST_CANDIDATES), own.integer("selector_rank"))
     cap = own.number("final_logit_softcapping", 0.0, at_least=0)
     layers = _layers(own, block_size)
@@ -297,5 +296,4 @@ def _model(fields: Fields) -> DFlashConfig:
     )  # fmt: skip
 
 
-# What transformers takes of a Qwen 3 that leaves it out; an assistant of Muse Glimmer says nothing of its vocabulary.
-FAMILY = Family(_model, {**qwen3.FAMILY.defaults, "rope_theta": 1e6, "vocab_size": 202048})
+FAMILY = Family(_model, {**qwen3.FAMILY.defaults, "rope_theta": 1e6})

@@ -210,11 +210,11 @@ class DFlashRunner:
         last, ends, news, slots, starts = (part[:, None] for part in graphs.inputs[: _WORDS * batch].view(_WORDS, -1))
         steps = torch.arange(size, dtype=torch.int32, device=self.device)
         owners = slots.expand(-1, size).flatten()
-        before = torch.where(steps < news, ends - news + steps, -1).flatten()
+        before = (ends - news + steps).masked_fill(steps >= news, -1).flatten()
         before_rows = self._rope_rows(before, owners)
         context = self._config.context(self._waiting[slots[:, 0].long()].flatten(0, 1), self._decoder.shared)
         positions = ends + steps  # [B, T]
-        tokens = torch.where(steps > 0, self._config.mask_token, last).flatten()
+        tokens = last.expand(-1, size).masked_fill(steps > 0, self._config.mask_token).flatten()
         query = QueryRows(positions, slots.flatten(), reach)
         rows = Rows(tokens, query, self._rope_rows(positions.flatten(), owners))
         residual = Decoder.embed(self._decoder, rows)
@@ -246,7 +246,7 @@ class DFlashRunner:
             normed, torch.cat((first, of_places[:, :-1]), dim=1).flatten(0, 1), found, self._decoder.shared
         )
         inverse = self._sampling.keys[owners.long(), 0].view(torch.float32)  # of the temperature, 0 where that is
-        return found.int(), best[:, None] + pairs * torch.where(inverse == 0, 1.0, inverse)[:, None, None]
+        return found.int(), best[:, None] + pairs * inverse.masked_fill(inverse == 0, 1.0)[:, None, None]
 
     def warm_up(self) -> None:
         """Compile the kernels of all steps, which would hold up the first proposals. Leaves the cache empty."""
