@@ -26,7 +26,7 @@ from offload_runtime.files import user_directory
 from offload_runtime.hardware.bench import usable_cores
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.experts import Experts
-from offload_runtime.models.layers import ExpertStore, LayerWeights
+from offload_runtime.models.layers import ExpertStore, LayerWeights, Weight
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.options import require
 from offload_runtime.plan import ModelPlan, Placement, RunPlan, place_staged, with_staging_rings
@@ -61,6 +61,7 @@ from offload_runtime.weights import (
     SharedVocabulary,
     load_weights,
 )
+from offload_runtime.weights.encoding import StackedWeight
 from offload_runtime.weights.layout import ExpertBlocks
 
 
@@ -332,7 +333,7 @@ def load_models(
     target = load(target_source, plan.target, cards, name="target", cpu_share=share)
     runner = target.runner
     if on_gpu and plan.captured_bytes and not runner.streamer.num_streamed:
-        runner.captured = CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.taps)
+        runner.captured = CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope)
     return target, draft and replace(draft, shared=shared)
 
 
@@ -528,6 +529,15 @@ def connect_model(
     rope = RopeTable(plan.config, cards[0].budget.device, fixed_length=fixed_length)
     runner = ModelRunner(decoder, streamer, cache, rope, plan.chunk_tokens)
     return LoadedModel(runner, weights, rope, tuple(loaded), plan, cpu)
+
+
+def lent_to_head(target: Decoder, scratch: torch.Tensor | None) -> dict[str, Weight]:
+    """Return what a head shares of its target. What has to be decoded goes through the head's own `scratch`: it drafts
+    while the target's passes use theirs."""
+    found = {"embedding": target.embedding, "lm_head": target.lm_head, "target_norm": target.shared["final_norm"]}
+    return {
+        name: replace(one, scratch=scratch) if isinstance(one, StackedWeight) else one for name, one in found.items()
+    }
 
 
 def _ring(budget: DeviceBudget, name: str, count: int, buffer_bytes: int) -> list[torch.Tensor]:

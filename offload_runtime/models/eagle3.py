@@ -1,15 +1,23 @@
-"""EAGLE-3: a checkpoint of its own with a layer that reads three places of the target's residual stream at once."""
+"""EAGLE-3: a checkpoint of its own, of a Llama's layers, that reads several places of the target's residual stream."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
 
-from offload_runtime.models.heads import HeadConfig, join_tap
+from offload_runtime.fields import Fields
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import DecoderLayer, LayerWeights, Rows, Tensor, Weights
+from offload_runtime.models.reading import attention_of, mlp_of, num_layers, rope
+from offload_runtime.models.registry import Head
+
+_LAYER_IDS, _USUAL_TAPS = "eagle_aux_hidden_state_layer_ids", 3
+_DEFAULTS = {"num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
+             "max_position_embeddings": 2048}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,8 +57,8 @@ class Eagle3Config(HeadConfig):
         h = fc [tap 0, tap 1, tap 2], from which the layers go on
 
     Attributes:
-        fused: Whether there is such an `fc`; else h is the only tap.
         draft_vocab_size: Tokens that it has logits of; `d2t` says which.
+        fused: Whether there is such an `fc`; else h is the only tap.
     """
 
     title: ClassVar[str] = "EAGLE-3"
@@ -60,10 +68,15 @@ class Eagle3Config(HeadConfig):
 
     def tap(self, number: int, x: torch.Tensor, shared: Weights, out: torch.Tensor) -> None:
         """Add this tap's product with its columns of `fc`."""
-        if self.fused:
-            join_tap(shared["fc"].dense, number, x, out)
-        else:
+        if not self.fused:
             out.copy_(x)
+            return
+        start = number * self.target_size
+        part = shared["fc"].dense[:, start : start + self.target_size].t()
+        if number:
+            out.addmm_(x, part)
+        else:
+            torch.mm(x, part, out=out)
 
     def enter(self, embedded: torch.Tensor, hidden: torch.Tensor, shared: Weights) -> torch.Tensor:
         """Return what is kept: layers add to it."""
@@ -78,11 +91,56 @@ class Eagle3Config(HeadConfig):
         """Return how many tokens the head has logits of."""
         return self.draft_vocab_size
 
-    def own_tensors(self) -> Iterator[Tensor]:
-        """`fc` [H, taps * T], `final_norm` [H], and `d2t` [tokens that it has logits of], by how much the target's
-        number of a token is larger than the head's."""
+    def default_taps(self, num_layers: int) -> tuple[int, ...]:
+        """Return those that EAGLE-3 was published with; where there is no `fc`, the target's last rows."""
+        return (2, num_layers // 2, num_layers - 3) if self.fused else (num_layers,)
+
+    def shared_tensors(self) -> Iterator[Tensor]:
+        """`embedding` [V, H], if it is the head's own; `fc` [H, taps * T]; `final_norm` [H]; `d2t` [draft tokens], by
+        how much the target's number of a token is larger than the head's; `lm_head` [draft tokens, H]."""
+        size = self.hidden_size
+        if "embedding" in self.owned:
+            yield Tensor("embedding", "embed_tokens.weight", (self.vocab_size, size))
         if self.fused:
-            yield Tensor("fc", "fc.weight", (self.hidden_size, len(self.taps) * self.target_size))
-        yield Tensor("final_norm", "norm.weight", (self.hidden_size,))
+            yield Tensor("fc", "fc.weight", (size, (len(self.taps) or _USUAL_TAPS) * self.target_size))
+        yield Tensor("final_norm", "norm.weight", (size,))
         if self.draft_vocab_size != self.vocab_size:
             yield Tensor("d2t", "d2t", (self.draft_vocab_size,), torch.int64)
+        if "lm_head" in self.owned:
+            yield Tensor("lm_head", "lm_head.weight", (self.draft_vocab_size, size))
+
+    def layer_prefix(self, number: int) -> str:
+        """Return what stands before the names of a layer's tensors."""
+        return f"layers.{number}."
+
+
+def _config(fields: Fields, names: Collection[str]) -> Eagle3Config:
+    """Read a configuration, which of one format is nested: of layers, and what is around them."""
+    stated = {name: value for name, value in fields.values.items() if value is not None}
+    fields = Fields(fields.where, {**_DEFAULTS, **fields.mapping("transformer_layer_config"), **stated})
+    own = Fields(f"{fields.where}'s eagle_config", fields.mapping("eagle_config"))
+    bias, count = fields.flag("attention_bias"), num_layers(fields)
+    attention = replace(attention_of(fields), qkv_bias=bias, o_bias=bias)
+    later = DecoderLayer(attention, replace(mlp_of(fields), bias=fields.flag("mlp_bias")))
+    wide = replace(attention, input_size=2 * attention.hidden_size)
+    first = FirstLayer(wide, later.mlp, normed_residual=fields.flag("norm_before_residual"))
+    # One format counts the layers below which the stream is read, the other those whose output it is.
+    taps = fields.items(_LAYER_IDS, int, at_least=0) or [one + 1 for one in own.items(_LAYER_IDS, int, at_least=0)]
+    size, parts = fields.integer("vocab_size"), {"embed_tokens.weight": "embedding", "lm_head.weight": "lm_head"}
+    return Eagle3Config(
+        architecture="LlamaForCausalLMEagle3", layers=(first, *[later] * (count - 1)), vocab_size=size,
+        max_position_embeddings=fields.integer("max_position_embeddings"), ropes=(rope(fields, attention.head_dim),),
+        target_size=fields.integer("target_hidden_size", attention.hidden_size), taps=tuple(taps),
+        draft_vocab_size=fields.integer("draft_vocab_size", size, at_most=size),
+        fused=own.flag("use_aux_hidden_state", default=True),
+        owned=frozenset(part for name, part in parts.items() if name in names or not names),
+    )  # fmt: skip
+
+
+def _renamed(name: str) -> str | None:
+    """Return what a tensor is called here: `t2d` says nothing that `d2t` does not."""
+    name = re.sub(r"^(?:model\.)?(?:midlayer\.)", "layers.0.", name).removeprefix("model.")
+    return None if name == "t2d" else name
+
+
+HEAD = Head(_config, _renamed)

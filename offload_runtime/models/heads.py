@@ -6,20 +6,20 @@ only proposed the row reads what the head itself gives in place of the target (`
 about token 1 and stands in the head's cache, and rotates, as position 0.
 
 What a head has no tensors of is the target's own: `embedding`, `lm_head`, and `target_norm`, its final norm, are among
-the `shared` weights that it is given. A kind of heads is a file of this folder.
+the `shared` weights that it is given. A kind of heads is a file of this folder and a line of `registry.HEADS`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 import torch
 
+from offload_runtime.errors import CheckpointError, VocabularyMismatchError
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import Tensor, Weights
+from offload_runtime.models.layers import Weights
 
 
 @dataclass(frozen=True)
@@ -71,33 +71,32 @@ class HeadConfig(ModelConfig):
         """Return how many tokens the head has logits of; it proposes no others."""
         return self.vocab_size
 
-    @abstractmethod
-    def own_tensors(self) -> Iterator[Tensor]:
-        """Return what lies around the layers by whole names, but for an embedding and a head of its own."""
+    def default_taps(self, num_layers: int) -> tuple[int, ...]:
+        """Return those of a target of so many layers where the head's configuration says nothing of them."""
+        return self.taps
 
-    def shared_tensors(self) -> Iterator[Tensor]:
-        """Return what lies around the layers that the head has itself."""
-        if "embedding" in self.owned:
-            yield Tensor("embedding", self.name_of("embed_tokens.weight"), (self.vocab_size, self.hidden_size))
-        yield from self.own_tensors()
-        if "lm_head" in self.owned:
-            yield Tensor("lm_head", self.name_of("lm_head.weight"), (self.logit_size, self.hidden_size))
+    def fitted(self, target: ModelConfig) -> Self:
+        """Return the head as it is beside its target.
 
-    def name_of(self, name: str) -> str:
-        """Return the whole name of a tensor."""
-        return name
-
-    def layer_prefix(self, number: int) -> str:
-        """Return what stands before the names of a layer's tensors."""
-        return self.name_of(f"layers.{number}.")
-
-
-def join_tap(fc: torch.Tensor, number: int, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the product of a tap's rows x [N, T] with its columns of `fc` [W, taps * T] to those of the taps before it in
-    `out` [N, W]."""
-    start = number * x.shape[1]
-    part = fc[:, start : start + x.shape[1]].t()
-    if number:
-        out.addmm_(x, part)
-    else:
-        torch.mm(x, part, out=out)
+        Raises:
+            VocabularyMismatchError: It is about other tokens.
+            CheckpointError: It is about another model, as a size says.
+        """
+        remedy = "take the head that was made for this target, or --draft auto"
+        if self.vocab_size != target.vocab_size:
+            raise VocabularyMismatchError(
+                f"the {self.title} head is about {self.vocab_size} tokens and the target has {target.vocab_size}: "
+                f"{remedy}"
+            )
+        found = replace(self, taps=self.taps or self.default_taps(target.num_layers))
+        size, count, own, embeds = target.hidden_size, target.num_layers, self.hidden_size, "embedding" in self.owned
+        wrong = {
+            f"reads rows of {self.target_size} channels, and the target's have {size}": self.target_size != size,
+            f"reads embeddings of {own} channels, and the target's have {size}": own != size and not embeds,
+            f"reads the target below layers {found.taps}, and it has {count}, in order": (
+                [*found.taps] != sorted(found.taps) or max(found.taps) > count
+            ),
+        }
+        for what in (what for what, is_so in wrong.items() if is_so):
+            raise CheckpointError(f"the {self.title} head {what}: {remedy}")
+        return found

@@ -1,48 +1,70 @@
 """MTP: a layer of the target's own family, which models carry to guess the token after the next one.
 
-Qwen3-Next and Qwen3.5 have it as `mtp.*`, and so may any other family; GLM-4.5 as a layer behind the last
-(`model.layers.N`, of DeepSeek's layout), whose tensors have the names of the former once they are read.
+Qwen3-Next and Qwen3.5 have it as `mtp.*`, and so may any other family; GLM-4.5, and GGUF files of all, as one more
+layer behind the last (`model.layers.N`, DeepSeek's layout). Of several such layers the first one is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.heads import HeadConfig
-from offload_runtime.models.layers import Attention, Tensor, Weights
+from offload_runtime.models.layers import Tensor, Weights
 
-PREFIX = "mtp."
+
+class MtpNames(NamedTuple):
+    """What the tensors of MTP layers are called, but for their suffix; `prefix` stands before those of the layer."""
+
+    prefix: str
+    fc: str
+    embedding_norm: str
+    hidden_norm: str
+    final_norm: str
+
+    @classmethod
+    def behind(cls, num_layers: int) -> MtpNames:
+        """Return those of a layer behind so many."""
+        prefix = f"model.layers.{num_layers}."
+        names = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+        return cls(prefix, *(prefix + name for name in names))
+
+
+QWEN_NAMES = MtpNames(
+    "mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MtpConfig(HeadConfig):
     """What is kept of a row is the target's normed output, h:
 
-        x = fc [norm(embedding), norm(h)], then the layers, then a norm of its own and the target's `lm_head`
+        x = fc [norm(embedding), norm(h)], then the layer, then a norm of its own and the target's `lm_head`
 
     Attributes:
-        keeps_normed: Whether rows about the tokens that follow read the normed output, and not the residual stream.
+        names: What its tensors are called.
+        keeps_normed: Whether rows about the tokens that follow read the normed output, as Qwen's do, and not the
+            residual stream.
     """
 
     title: ClassVar[str] = "MTP"
     name: ClassVar[str] = "mtp"
+    names: MtpNames = QWEN_NAMES
     keeps_normed: bool = True
 
     @classmethod
-    def of(cls, target: ModelConfig, *, keeps_normed: bool = True, owned: frozenset[str] = frozenset()) -> MtpConfig:
+    def of(cls, target: ModelConfig, names: MtpNames = QWEN_NAMES, *, keeps_normed: bool = True) -> MtpConfig:
         """Return the head of a model: one more layer as its last one that attends to everything, or that attends."""
-        attentions = {number: one for number, one in target.attentions.items() if one.window is None}
-        layer = target.layers[max(attentions or target.attentions)]
-        assert isinstance(layer.attention, Attention)
+        whole = [number for number, one in target.attentions.items() if one.window is None]
+        layer = target.layers[max(whole or target.attentions)]
         around = {one.name: getattr(target, one.name) for one in fields(ModelConfig)}
         around |= {"layers": (layer,), "tie_word_embeddings": False}
-        taps = (target.num_layers,)
-        return cls(**around, target_size=target.hidden_size, taps=taps, keeps_normed=keeps_normed, owned=owned)
+        size, taps = target.hidden_size, (target.num_layers,)
+        return cls(**around, target_size=size, taps=taps, names=names, keeps_normed=keeps_normed)
 
     def tap(self, number: int, x: torch.Tensor, shared: Weights, out: torch.Tensor) -> None:
         """Write the target's normed output."""
@@ -59,14 +81,31 @@ class MtpConfig(HeadConfig):
         normed = self.attention.norm(residual, shared["final_norm"].dense)
         return normed, normed if self.keeps_normed else residual
 
-    def own_tensors(self) -> Iterator[Tensor]:
+    def shared_tensors(self) -> Iterator[Tensor]:
         """`fc` [H, 2H], whose first half is the embedding's, both norms before it and the `final_norm`."""
         size = self.hidden_size
-        yield Tensor("fc", f"{PREFIX}fc.weight", (size, 2 * size))
-        yield Tensor("embedding_norm", f"{PREFIX}pre_fc_norm_embedding.weight", (size,))
-        yield Tensor("hidden_norm", f"{PREFIX}pre_fc_norm_hidden.weight", (size,))
-        yield Tensor("final_norm", f"{PREFIX}norm.weight", (size,))
+        for packed in self.names._fields[1:]:
+            shape = (size, 2 * size) if packed == "fc" else (size,)
+            yield Tensor(packed, f"{getattr(self.names, packed)}.weight", shape)
 
-    def name_of(self, name: str) -> str:
-        """Return the whole name of a tensor."""
-        return PREFIX + name
+    def layer_prefix(self, number: int) -> str:
+        """Return what stands before the names of the layer's tensors."""
+        return self.names.prefix
+
+
+def mtp_of(settings: Mapping[str, Any], target: ModelConfig, names: Collection[str]) -> MtpConfig | None:
+    """Return the head that a model carries; None where it carries none.
+
+    Args:
+        settings: What `config.json` says, or would.
+        target: The model.
+        names: Of the tensors that are there, by transformers' names; none where only the configuration is known.
+    """
+    behind = MtpNames.behind(target.num_layers)
+    keys = {"num_nextn_predict_layers": behind, "mtp_num_hidden_layers": QWEN_NAMES}
+    said = [layout for key, layout in keys.items() if settings.get(key)]
+    there = [layout for layout in (QWEN_NAMES, behind) if any(name.startswith(f"{layout.fc}.") for name in names)]
+    if not (there if names else said):
+        return None
+    keeps_normed = QWEN_NAMES in (*said, *there)
+    return MtpConfig.of(target, (there or said)[-1], keeps_normed=keeps_normed)

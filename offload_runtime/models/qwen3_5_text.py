@@ -127,7 +127,10 @@ FAMILY = Family(
     },
     of_gguf=_of_gguf,
     gguf_undo={
-        **dict.fromkeys(("layernorm.weight", "_norm.weight", "model.norm.weight"), less_one),
+        **dict.fromkeys(
+            ("layernorm.weight", "_norm.weight", "model.norm.weight", "enorm.weight", "hnorm.weight",
+             "shared_head.norm.weight"), less_one,
+        ),
         "A_log": lambda rates: rates.neg().log(),
     },
 )  # fmt: skip

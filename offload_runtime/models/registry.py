@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from offload_runtime.models.config import ModelConfig
+    from offload_runtime.models.heads import HeadConfig
 
 
 class FamilyNames(NamedTuple):
@@ -67,6 +68,7 @@ _TEXT_PARTS = {
     "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }  # fmt: skip
+HEADS = {"eagle3": ("eagle3", "draft_vocab_size")}  # files: what their classes are called, or keys that they have
 _OF_WHOLE = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 # transformers' values for what a file leaves out, where they are not None or False.
 _DEFAULTS: dict[str, Any] = {
@@ -120,6 +122,35 @@ def family_named(model_type: str) -> Family:
     """The family of a supported `model_type`."""
     found = import_module(f"offload_runtime.models.{model_type}").FAMILY
     assert isinstance(found, Family)
+    return found
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a file of this folder says of heads that are checkpoints of their own, as its `HEAD`.
+
+    Attributes:
+        config: From what a configuration says, and the names of the tensors that are there (none where it is all that
+            is known), to the head.
+        renamed: From the name of a tensor in a checkpoint to the one that it has here; None of those that say nothing.
+    """
+
+    config: Callable[[Fields, Collection[str]], HeadConfig]
+    renamed: Callable[[str], str | None]
+
+
+def head_kind(settings: Mapping[str, Any]) -> str | None:
+    """Return which of `HEADS` a `config.json` is of; None where it is a model's."""
+    classes = settings.get("architectures")
+    words = str([*(classes if isinstance(classes, list) else []), settings.get("speculators_model_type")]).lower()
+    named = (kind for kind, (word, _) in HEADS.items() if word in words)
+    return next(named, None) or next((kind for kind, (_, key) in HEADS.items() if settings.get(key)), None)
+
+
+def head_named(kind: str) -> Head:
+    """Return one of `HEADS`."""
+    found = import_module(f"offload_runtime.models.{kind}").HEAD
+    assert isinstance(found, Head)
     return found
 
 

@@ -16,16 +16,13 @@ class HeadDecoder(Decoder):
 
     Args:
         config: Its layers, and what they share.
-        shared: Its own, and of the target what it has not: `embedding`, `lm_head`, and `target_norm`.
+        shared: Its own, and of the target's what it has not, and `target_norm`.
         partition: As of `Decoder`.
-
-    Attributes:
-        head_config, shared: As given.
     """
 
     def __init__(self, config: HeadConfig, shared: Weights, partition: LayerPartition | None = None) -> None:
         super().__init__(config, shared, partition)
-        self.head_config, self.shared = config, shared
+        self.head_config = config
         self._ids: torch.Tensor | None = None  # of the tokens that there are logits of, [draft tokens] int64
         if "d2t" in shared:
             offsets = shared["d2t"].dense

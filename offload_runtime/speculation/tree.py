@@ -56,7 +56,6 @@ class CandidateTree:
 
     Args:
         token: The text's last one, the root.
-        source: Who expands nodes.
 
     Attributes:
         nodes: By their numbers, to be read.
@@ -64,8 +63,8 @@ class CandidateTree:
         places: Those that hold keys of nodes, to be read.
     """
 
-    def __init__(self, token: int, source: str = DRAFT) -> None:
-        self._made, self._source = 0, source
+    def __init__(self, token: int) -> None:
+        self._made = 0
         self._begin(token)
 
     def _begin(self, token: int) -> None:
@@ -141,7 +140,7 @@ class CandidateTree:
         """Return the node that says this behind another one, where there is one."""
         above = self.nodes[parent]
         if token in above.offered:
-            return self._make(parent, token, above.offered.pop(token), self._source)
+            return self._make(parent, token, above.offered.pop(token), DRAFT)
         return above.children.get(token)
 
     def _make(self, parent: int, token: int, log_probability: float, source: str) -> int:
@@ -157,7 +156,7 @@ class CandidateTree:
         """Make the likeliest of the children that were only offered so far a node, and return it."""
         above = self.nodes[parent]
         token = next(iter(above.offered))
-        above.last = self._make(parent, token, above.offered.pop(token), self._source)
+        above.last = self._make(parent, token, above.offered.pop(token), DRAFT)
         return above.last
 
     def _make_sibling(self, node: int) -> int | None:

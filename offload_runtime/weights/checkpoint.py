@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, Self
 
 import torch
 from offload_runtime_kernels.scaled_rows import ScaledFormat
@@ -21,6 +21,7 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat
 from offload_runtime.errors import CheckpointError, OptionError, VocabularyMismatchError
 from offload_runtime.fields import Fields, shortened, shown
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.reading import end_ids
 from offload_runtime.params import SamplingParams
 from offload_runtime.weights.encoding import Fill
@@ -44,7 +45,8 @@ class DescribedModel:
     means: the stored dtype, bf16 when the file is quantised. `kinds` says by transformers' name how tensors are stored
     that can be kept as they are, in the words of `weights.encoding` or as a format of it, and
     `decoded` that they are not; `uncoded` are matrices that are known not to fit the 12-bit code of bf16.
-    `read_vocabulary` reads what files say of its tokens, which may be nothing."""
+    `read_vocabulary` reads what files say of its tokens, which may be nothing, and `read_mtp` the head that its files
+    carry, if any."""
 
     model_config: ModelConfig
     native_dtype: torch.dtype
@@ -52,6 +54,7 @@ class DescribedModel:
     decoded: bool = field(default=False, kw_only=True)
     uncoded: frozenset[str] = field(default=frozenset(), kw_only=True)
     read_vocabulary: Callable[[], Vocabulary | None] = field(default=lambda: None, kw_only=True)
+    read_mtp: Callable[[], DescribedModel | None] = field(default=lambda: None, kw_only=True)
 
     def config(self) -> ModelConfig:
         """Return the shape and flags of the model."""
@@ -60,6 +63,15 @@ class DescribedModel:
     def vocabulary(self) -> Vocabulary | None:
         """Return what its token ids mean; None where nothing says so."""
         return self.read_vocabulary()
+
+    def beside(self, target: DescribedModel) -> Self:
+        """Return the same draft as it is beside a target, which a head has to be made for.
+
+        Raises:
+            CheckpointError, VocabularyMismatchError: As of `HeadConfig.fitted`.
+        """
+        head = self.model_config
+        return replace(self, model_config=head.fitted(target.model_config)) if isinstance(head, HeadConfig) else self
 
     def layout(self, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
         """Return how its weights lie in memory where it computes in `dtype`; with `coded`, those in bf16 in 12 bits."""
@@ -230,6 +242,12 @@ def _difference(target: Vocabulary, draft: Vocabulary) -> str:
 
 
 # --- what the readers of both formats share
+
+
+def target_head_kind(target: DescribedModel) -> dict[str, str | ScaledFormat]:
+    """Return how the `lm_head` is stored that a head has of its target, by the name that it has in all of them."""
+    name = "model.embed_tokens.weight" if target.model_config.tie_word_embeddings else "lm_head.weight"
+    return {"lm_head.weight": target.kinds[name]} if name in target.kinds else {}
 
 
 def match_tensors(

@@ -284,7 +284,7 @@ class Encoding:
     def bytes_by_kind(self, shape: tuple[int, ...]) -> dict[str, int]:
         """Return the bytes of a stored tensor by the names of how they are stored."""
         if not self.parts:
-            return {DTYPE_KINDS[self.dtype]: self.nbytes(shape)}
+            return {DTYPE_KINDS.get(self.dtype, "integers"): self.nbytes(shape)}
         found = Counter[str]()
         for (_, how), nbytes in zip(self.parts, self._part_bytes(shape), strict=True):
             found[how.kind] += nbytes

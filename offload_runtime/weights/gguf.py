@@ -19,9 +19,10 @@ import torch
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.mtp import MtpConfig, MtpNames
 from offload_runtime.models.registry import FAMILIES, family_named, model_config_from_json
 from offload_runtime.stream import PIECE_BYTES, Staging, own_or
-from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
+from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors, target_head_kind
 from offload_runtime.weights.encoding import FORMATS, KINDS, Fill, format_of
 from offload_runtime.weights.gguf_header import (
     ROPE_TENSORS,
@@ -40,6 +41,7 @@ _SAMPLING = {
 # Without a dimension of one that transformers has, by where that is.
 _DROPPED = {".ssm_conv1d.weight": 1, ".ffn_gate_inp_shexp.weight": 0}
 _BIASES = {".dt_bias": ".dt_proj.bias", "_correction_bias": "_correction.bias", "_proj_bias": "_proj.bias"}
+_NEXTN = re.compile(r"model\.layers\.(\d+)\.(eh_proj|enorm|hnorm|shared_head\.norm)\.weight")
 _EXPERT = re.compile(r"(.+\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
 
@@ -192,14 +194,16 @@ def _read_vector(tensor: StoredTensor) -> list[float]:
     return [float(value) for value in out.view(-1).tolist()]
 
 
-def _stored_names(header: GgufHeader, config: ModelConfig) -> Callable[[str], str]:
-    """Return what turns transformers' name of a tensor into the file's."""
+def _stored_names(header: GgufHeader, num_blocks: int) -> Callable[[str], str]:
+    """Return what turns transformers' name of a tensor into the file's, which has so many blocks of layers."""
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.arch)
-    names = gguf.get_tensor_name_map(arch, config.num_layers)
+    names = gguf.get_tensor_name_map(arch, num_blocks)
 
     def stored_name(name: str) -> str:
         if found := _EXPERT.fullmatch(name):
             return f"{names.get_name(f'{found[1]}.{found[3]}')}.{found[2]}.weight"
+        if found := _NEXTN.fullmatch(name):
+            return f"blk.{found[1]}.nextn.{found[2].replace('.', '_')}.weight"
         name = name.replace("gate_up_proj_bias", "gate_proj_bias")  # as which a `_TensorPair` goes
         for end, bias in _BIASES.items():
             name = name.replace(end, bias)
@@ -280,23 +284,47 @@ def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSo
     header = read_gguf_header(path)
     settings = config_from_gguf(header)
     config = model_config_from_json(settings, str(path))
-    fills, family = dict[str, Fill](), family_named(settings["model_type"])
-    stored_name = _stored_names(header, config)
-    of_drafter = tuple(f"blk.{n}." for n in range(config.num_layers, header.of_model().integer("block_count")))
-    count = header.of_model().integer("expert_count", 0, at_least=0)
+    num_layers = config.num_layers
+    of_drafter = tuple(f"blk.{n}." for n in range(num_layers, header.of_model().integer("block_count")))
     own = {name: one for name, one in header.tensors.items() if not name.startswith(of_drafter)}
-    read = {part.name: part for one in _with_pairs(own).values() for part in _of_experts(_with_dropped(one), count)}
-    tensors = match_tensors(header.fields.where, read, config, _check_kind, stored_name, whole=whole)
+    found = _source(header, settings, config, own, num_layers, whole=whole)
+
+    def read_mtp() -> CheckpointSource | None:
+        nextn = f"blk.{num_layers}.nextn."
+        if f"{nextn}eh_proj.weight" not in header.tensors:
+            return None
+        # DeepSeek's layout is GLM's own, and what the converter makes of Qwen's.
+        keeps_normed = not settings.get("num_nextn_predict_layers")
+        head = MtpConfig.of(config, MtpNames.behind(num_layers), keeps_normed=keeps_normed)
+        shared = (f"{nextn}embed_tokens.", f"{nextn}shared_head_head.")  # which are the target's once more
+        tensors = header.tensors.items()
+        of_head = {name: one for name, one in tensors if name not in own and not name.startswith(shared)}
+        made = _source(header, settings, head, of_head, num_layers + 1, whole=whole)
+        kinds = {**made.kinds, **target_head_kind(found)}
+        return replace(made, reference=f"{reference}'s MTP layer", kinds=kinds)
+
+    tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
+    return replace(
+        found, reference=reference, tokenizer=tokenizer, generation=_generation(header.fields),
+        stored=(*header.tensors.values(),), generation_name="general.sampling", read_mtp=cache(read_mtp),
+        read_vocabulary=cache(partial(gguf_vocabulary, header.fields)),
+    )  # fmt: skip
+
+
+def _source(
+    header: GgufHeader, settings: Mapping[str, Any], config: ModelConfig, stored: Mapping[str, StoredTensor],
+    num_blocks: int, *, whole: bool,
+) -> CheckpointSource:  # fmt: skip
+    """Return the source of some tensors of a file, which has so many blocks of layers; without a tokenizer."""
+    where, fills, family = str(header.fields.where), dict[str, Fill](), family_named(settings["model_type"])
+    count = header.of_model().integer("expert_count", 0, at_least=0)
+    read = {part.name: part for one in _with_pairs(stored).values() for part in _of_experts(_with_dropped(one), count)}
+    tensors = match_tensors(where, read, config, _check_kind, _stored_names(header, num_blocks), whole=whole)
     for name, tensor in tensors.items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = family.gguf_interleaved and (".q_proj." in name or ".k_proj." in name)
         undo = next((undo for end, undo in family.gguf_undo.items() if name.endswith(end)), None)
         ordered = _GgufFill(tensor, config.attention.head_dim if permuted else None, undo)
         fills[name] = tensor.fill if isinstance(tensor, _TensorPair) else ordered
-    tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     kinds = {name: tensor.dtype for name, tensor in tensors.items()}
-    return CheckpointSource(
-        config, torch.bfloat16, reference, settings, fills, tokenizer, _generation(header.fields), kinds=kinds,
-        stored=(*header.tensors.values(),), generation_name="general.sampling",
-        read_vocabulary=cache(partial(gguf_vocabulary, header.fields)),
-    )  # fmt: skip
+    return CheckpointSource(config, torch.bfloat16, where, settings, fills, lambda: None, kinds=kinds)

@@ -25,6 +25,7 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.experts import Experts
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import DecoderLayer, Tensor
 from offload_runtime.sizes import format_bytes
 from offload_runtime.weights.encoding import DTYPE_KINDS, CodedBf16, Encoding, Format, Weight, aligned, format_of
@@ -192,12 +193,14 @@ class ExpertBlocks:
 @dataclass(frozen=True)
 class ModelLayout:
     """The blocks of a model: one for each layer, with its experts, one of what all layers share, and that of an
-    `embedding` which is not the head, else empty. `dtype` is what it computes in."""
+    `embedding` which is not the head, else empty. `dtype` is what it computes in; `of_target` the `lm_head` of a head
+    that has none."""
 
     dtype: torch.dtype
     layers: tuple[PackedLayout, ...]
     shared: PackedLayout
     embedding: PackedLayout
+    of_target: TensorSpec | None = None
 
     @classmethod
     def of(
@@ -222,7 +225,7 @@ class ModelLayout:
 
         def encode(parts: dict[str, Destination]) -> Encoding:
             first = next(iter(parts.values()))
-            if not first.is_matrix or first.dtype:
+            if len(first.shape) != 2 or first.dtype:
                 return Encoding(first.dtype or dtype)
             columns = first.shape[1]
             found = Encoding.of(dtype, [(to.shape[0], smallest(name, columns)) for name, to in parts.items()])
@@ -256,7 +259,12 @@ class ModelLayout:
             PackedLayout.of({name: to for name, to in placed.items() if to.layer == number}, encode)
             for number in (None, EMBEDDING)
         )
-        return cls(dtype, tuple(blocks), shared, embedding)
+        of_target = None
+        if isinstance(config, HeadConfig) and "lm_head" not in config.owned:
+            shape = (config.vocab_size, config.hidden_size)
+            lm_head = {"lm_head.weight": Destination(None, "lm_head", 0, shape[0], shape, None, None)}
+            of_target = TensorSpec("lm_head", shape, 0, encode(lm_head))
+        return cls(dtype, tuple(blocks), shared, embedding, of_target)
 
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
@@ -323,9 +331,9 @@ class ModelLayout:
 
     @cached_property
     def head(self) -> PackedLayout:
-        """Return the `lm_head`, or the embedding where it is tied."""
+        """Return the `lm_head`, or the embedding where it is tied, or the target's."""
         specs = {spec.name: spec for spec in self.shared.tensors}
-        spec = specs.get("lm_head") or specs["embedding"]
+        spec = self.of_target or specs.get("lm_head") or specs["embedding"]
         return PackedLayout((spec,), spec.nbytes)
 
     def block(self, layer: int | None) -> PackedLayout:
@@ -349,11 +357,6 @@ class Destination:
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     expert: int | None
-
-    @property
-    def is_matrix(self) -> bool:
-        """Return whether products are with it, so that it may be stored in fewer bits: not the biases of experts."""
-        return len(self.shape) == 2 and not self.packed.endswith("biases")
 
 
 def _placed(parts: Iterable[Tensor], layer: int | None = None, prefix: str = "") -> dict[str, Destination]:

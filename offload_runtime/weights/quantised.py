@@ -53,7 +53,7 @@ from offload_runtime.weights.mxfp4 import EXPERTS, MXFP4, with_experts
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8,
-    "I32": torch.int32,
+    "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
 METHODS = ("compressed-tensors", "fp8", "gptq", "awq", "modelopt", "mxfp4")
 _IGNORED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules")
@@ -120,7 +120,7 @@ class Quantisation:
             scheme = self.scheme(module) if len(to.shape) == 2 and module != _EMBEDDING else None
             if scheme is not None and not any(_means(words, module) for words in self.ignored):
                 found[name] = scheme.form(to.shape, scale, scheme.ordered)
-            elif self.mxfp4 and to.is_matrix and ".mlp.experts." in name:
+            elif self.mxfp4 and len(to.shape) == 2 and ".mlp.experts." in name:
                 found[name] = MXFP4
         return found
 

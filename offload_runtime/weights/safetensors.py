@@ -20,15 +20,24 @@ from typing import Any
 
 import torch
 
-from offload_runtime.errors import CheckpointError
+from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.fields import MOST, Fields, HeaderError, shortened, shown
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.registry import Family, family_named, language_settings, model_config_from_json
+from offload_runtime.models.mtp import MtpNames, mtp_of
+from offload_runtime.models.registry import (
+    Family,
+    family_named,
+    head_kind,
+    head_named,
+    language_settings,
+    model_config_from_json,
+)
 from offload_runtime.stream import PIECE_BYTES, Staging, own_or
-from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
+from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors, target_head_kind
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.header import (
     StoredTensor,
+    damaged,
     no_weights,
     open_header,
     refuse_other_directory,
@@ -37,16 +46,18 @@ from offload_runtime.weights.header import (
 from offload_runtime.weights.mxfp4 import ExpertTensor
 from offload_runtime.weights.quantised import (
     DTYPES,
+    Quantisation,
     QuantisedTensor,
     gather,
     quantisation_of,
+    read_tensor,
     refuse_unsaid,
 )
 from offload_runtime.weights.tokenizer import directory_vocabulary, load_tokenizer
 
 EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FIRST_NORM = "layers.0.input_layernorm.weight"  # which towers for images call otherwise
-_OF_DRAFTER = "mtp."  # layers that guess further tokens, which are not read
+_OF_DRAFTER, D2T = "mtp.", "d2t"  # layers that guess further tokens, and which tokens such a head knows
 _OF_MODEL = re.compile(r"(?:layers|embed_tokens|norm)\.")
 _OF_HEAD = re.compile(r"((?:.+\.)?)lm_head\.[^.]+")
 _STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
@@ -85,7 +96,7 @@ def renamed(where: object, stored: Mapping[str, StoredTensor], family: Family) -
     Raises:
         CheckpointError: It holds several language models, or heads of one.
     """
-    firsts = (name for name in stored if name.endswith(_FIRST_NORM) and not name.startswith(_OF_DRAFTER))
+    firsts = (name for name in stored if name.endswith(_FIRST_NORM) and _OF_DRAFTER not in name)
     prefixes = [name.removesuffix(_FIRST_NORM) for name in firsts]
     if not prefixes:
         return dict(stored)
@@ -102,6 +113,8 @@ def renamed(where: object, stored: Mapping[str, StoredTensor], family: Family) -
         rest = name.removeprefix(prefix)
         if heads and name.startswith(heads[0]):
             name = "lm_head." + name.removeprefix(heads[0])
+        elif name.removeprefix("model.").startswith(_OF_DRAFTER):
+            name = ".".join(family.renamed.get(part, part) for part in name.removeprefix("model.").split("."))
         elif name.startswith(prefix) and _OF_MODEL.match(rest):
             name = "model." + ".".join(family.renamed.get(part, part) for part in rest.split("."))
         if stack := _STACKED.fullmatch(name):
@@ -313,7 +326,8 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _check_dtype(tensor: StoredTensor) -> None:
-    if tensor.dtype not in FLOATS and not isinstance(tensor, QuantisedTensor | ExpertTensor):
+    offsets = tensor.name == D2T and tensor.dtype == "I64"
+    if tensor.dtype not in FLOATS and not offsets and not isinstance(tensor, QuantisedTensor | ExpertTensor):
         raise CheckpointError(
             f"{tensor.path}: {tensor.name} is stored as {tensor.dtype}, and only {', '.join(FLOATS)} are read: "
             "use an unquantised checkpoint or a GGUF file"
@@ -321,7 +335,7 @@ def _check_dtype(tensor: StoredTensor) -> None:
 
 
 def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> CheckpointSource:
-    """Open and validate a checkpoint of transformers.
+    """Open and validate a checkpoint of transformers, or of a head.
 
     Args:
         directory: Holds `config.json` and `model.safetensors` or its index with shards.
@@ -331,11 +345,11 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
     Raises:
         CheckpointError: Something is missing, truncated or of another shape than `config.json` says.
     """
-    settings, where, paths = _read_settings(directory), str(directory), weight_files(directory)
+    settings, where = _read_settings(directory), str(directory)
+    if (kind := head_kind(settings)) is not None:
+        return _open_head(directory, settings, kind, reference=reference, whole=whole)
     config, quantisation = model_config_from_json(settings, where), quantisation_of(settings, where)
-    if whole:
-        _require_files(directory, paths)
-    in_files = {name: tensor for path in paths if path.exists() for name, tensor in read_header(path).items()}
+    in_files = _stored(directory, whole=whole)
     family = family_named(settings["model_type"])
     stored, config = with_head(renamed(where, joined(in_files, family.joined), family), config)
     if quantisation is None:
@@ -351,26 +365,84 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
     if quantisation is not None and quantisation.activations:
         message = "%s asks for quantised activations, or keys and values: only its weights are quantised here"
         warn(message, reference)
-    tensors = match_tensors(directory, stored, config, _check_dtype, whole=whole)
+    head, behind = mtp_of(settings, config, stored.keys()), MtpNames.behind(config.num_layers).prefix
+    of_mtp = {} if head is None else {n: one for n, one in stored.items() if n.startswith((_OF_DRAFTER, behind))}
+    own = {name: tensor for name, tensor in stored.items() if name not in of_mtp}
+    found = _source(where, settings, config, own, quantisation, whole=whole)
+    if whole and quantisation is not None and not found.kinds:
+        raise CheckpointError(f"{directory} says that it is quantised, and none of its matrices is: fix config.json")
+    path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
+    generation = read_json(path) if path.exists() else None
+
+    def read_mtp() -> CheckpointSource | None:
+        if head is None:
+            return None
+        shared = (f"{behind}embed_tokens.", f"{behind}shared_head.head.")  # which are the target's once more
+        of_head = {name: tensor for name, tensor in of_mtp.items() if not name.startswith(shared)}
+        if quantisation is not None:
+            of_head = gather(of_head, head, quantisation)
+        made = _source(f"{where}'s MTP layer", settings, head, of_head, quantisation, whole=whole)
+        return replace(made, kinds={**made.kinds, **target_head_kind(found)})
+
+    return replace(
+        found, reference=reference, tokenizer=tokenizer, generation=generation, stored=(*in_files.values(),),
+        read_mtp=cache(read_mtp), read_vocabulary=cache(partial(directory_vocabulary, directory)),
+    )  # fmt: skip
+
+
+def _stored(directory: Path, *, whole: bool) -> dict[str, StoredTensor]:
+    """Return what lies in the files of a checkpoint, all of which have to be there if it is to be `whole`."""
+    paths = weight_files(directory)
+    if whole:
+        _require_files(directory, paths)
+    return {name: tensor for path in paths if path.exists() for name, tensor in read_header(path).items()}
+
+
+def _source(
+    where: str, settings: Mapping[str, Any], config: ModelConfig, stored: Mapping[str, StoredTensor],
+    quantisation: Quantisation | None, *, whole: bool,
+) -> CheckpointSource:  # fmt: skip
+    """Return the source of some tensors of a checkpoint, which have their usual names; without a tokenizer."""
+    tensors = match_tensors(where, stored, config, _check_dtype, whole=whole)
     quantised = QuantisedTensor | ExpertTensor
     kinds = {name: tensor.form for name, tensor in tensors.items() if isinstance(tensor, quantised)}
-    if whole and quantisation is not None and not kinds:
-        raise CheckpointError(f"{directory} says that it is quantised, and none of its matrices is: fix config.json")
     fills: dict[str, Fill] = {
         name: tensor.fill
         if isinstance(tensor, quantised | _JoinedTensor | _TransposedTensor)
         else partial(fill_from_file, tensor)
         for name, tensor in tensors.items()
     }
-    path, tokenizer = directory / "generation_config.json", cache(partial(load_tokenizer, directory))
-    generation = read_json(path) if path.exists() else None
     stated = str(settings.get("dtype") or settings.get("torch_dtype")).removeprefix("torch.")
     embedding, dtype = tensors.get(EMBEDDING), _DTYPE_NAMES.get(stated, torch.bfloat16)
     dtype = dtype if embedding is None else computed_dtype(embedding)
     if quantisation is not None:
         said = quantisation.forms(config, dtype)
         kinds |= {name: form for name, form in said.items() if name not in stored}
-    return CheckpointSource(
-        config, dtype, reference, settings, fills, tokenizer, generation, kinds=kinds, stored=(*in_files.values(),),
-        read_vocabulary=cache(partial(directory_vocabulary, directory)),
-    )  # fmt: skip
+    return CheckpointSource(config, dtype, where, settings, fills, lambda: None, kinds=kinds)
+
+
+def _open_head(
+    directory: Path, settings: Mapping[str, Any], kind: str, *, reference: str, whole: bool
+) -> CheckpointSource:
+    """Open and validate a head that is a checkpoint of its own. Arguments and errors as of `open_safetensors`."""
+    where, head, in_files = str(directory), head_named(kind), _stored(directory, whole=whole)
+    pairs = ((head.renamed(name), tensor) for name, tensor in in_files.items())
+    stored = {name: replace(tensor, name=name) for name, tensor in pairs if name is not None}
+    try:
+        config = head.config(Fields(where, settings), stored.keys())
+    except OptionError as error:
+        raise CheckpointError(f"{where} describes an impossible head: {error}") from error
+    quantisation = quantisation_of(settings, where)
+    if quantisation is None:
+        refuse_unsaid(where, stored)
+    else:
+        stored = gather(stored, config, quantisation)
+    found = _source(where, settings, config, stored, quantisation, whole=whole)
+    if D2T in found.fills:
+        offsets = read_tensor(stored[D2T])
+        ids = offsets + torch.arange(len(offsets))
+        if len(ids.unique()) < len(ids) or int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size:
+            raise damaged(stored[D2T].path, f"{D2T} does not name tokens below {config.vocab_size}, each of them once")
+    # Passes of the target multiply with it, which are not on the stream that decodes a head's matrices.
+    kinds = {name: form for name, form in found.kinds.items() if name != "fc.weight"}
+    return replace(found, reference=reference, kinds=kinds, stored=(*in_files.values(),))

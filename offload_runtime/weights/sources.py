@@ -17,10 +17,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from offload_runtime.errors import CheckpointError, HubError, StorageError
+from offload_runtime.errors import CheckpointError, HubError, StorageError, UnsupportedArchitectureError
 from offload_runtime.fields import Fields, shortened, shown
 from offload_runtime.files import user_directory
-from offload_runtime.models.registry import language_settings, require_family
+from offload_runtime.models.registry import head_kind, language_settings, require_family
 from offload_runtime.weights.header import is_gguf, refuse_ollama, refuse_other_file, refuse_pieces
 from offload_runtime.weights.tokenizer import directory_vocabulary
 
@@ -172,13 +172,14 @@ _HUB_PREFIX = re.compile(r"(?i)(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co
 _COMPANION = re.compile(r"mmproj|(?i:(^|[-._])imatrix\.gguf$)")  # what lies beside models
 
 
-def open_checkpoint(reference: str | Path) -> CheckpointSource:
+def open_checkpoint(reference: str | Path, *, draft: bool = False) -> CheckpointSource:
     """Open and validate a checkpoint.
 
     Args:
         reference: A directory with safetensors, a GGUF file (any one of a model in several), `org/name` on the hub,
             or `org/name:Q4_K_M`, a GGUF file of that quantisation there (downloaded if needed); `hf.co/` and the hub's
             address may stand before them.
+        draft: Whether it may be a head, which is no model by itself.
 
     Raises:
         CheckpointError: Missing, truncated, incomplete, or of unexpected shapes.
@@ -186,23 +187,29 @@ def open_checkpoint(reference: str | Path) -> CheckpointSource:
         HubError: The model could not be fetched.
     """
     with _located(reference, CHECKPOINT_FILES) as path:
-        return _opened(path, str(reference), whole=True)
+        return _opened(path, str(reference), whole=True, draft=draft)
 
 
-def _opened(path: Path, reference: str, *, whole: bool) -> CheckpointSource:
+def _opened(path: Path, reference: str, *, whole: bool, draft: bool) -> CheckpointSource:
+    from offload_runtime.models.heads import HeadConfig
     from offload_runtime.weights.gguf import open_gguf
     from offload_runtime.weights.safetensors import open_safetensors
 
-    return (open_safetensors if path.is_dir() else open_gguf)(path, reference=reference, whole=whole)
+    found = (open_safetensors if path.is_dir() else open_gguf)(path, reference=reference, whole=whole)
+    if isinstance(head := found.config(), HeadConfig) and not draft:
+        raise UnsupportedArchitectureError(
+            f"{reference} is a draft head ({head.title}) and no model by itself: name it with --draft beside its target"
+        )
+    return found
 
 
-def describe_model(reference: str | Path) -> DescribedModel:
+def describe_model(reference: str | Path, *, draft: bool = False) -> DescribedModel:
     """Return what a plan has to know of a model, without transformers, whose import takes seconds; reads configuration
     files and headers, downloads at most a `config.json` and, where vocabularies are compared, a `tokenizer.json`, or
     the GGUF file that is named.
 
     Args:
-        reference: As of `open_checkpoint`.
+        reference, draft: As of `open_checkpoint`.
 
     Raises:
         CheckpointError, UnsupportedArchitectureError, HubError: As `open_checkpoint`, but for missing weights.
@@ -210,12 +217,14 @@ def describe_model(reference: str | Path) -> DescribedModel:
     from offload_runtime.weights.checkpoint import DescribedModel
 
     with _located(reference, CONFIGURATION_FILES) as path:
-        found = _opened(path, str(reference), whole=False)
+        found = _opened(path, str(reference), whole=False, draft=draft)
     vocabulary = found.read_vocabulary
     if path.is_dir() and not Path(reference).expanduser().exists():
         repo_id = _HUB_PREFIX.sub("", str(reference)).removesuffix("/").removesuffix("/tree/main")
         vocabulary = cache(lambda: directory_vocabulary(download_model(repo_id, ("tokenizer.json",))))
-    return DescribedModel(found.config(), found.native_dtype, kinds=found.kinds, read_vocabulary=vocabulary)
+    return DescribedModel(
+        found.config(), found.native_dtype, kinds=found.kinds, read_vocabulary=vocabulary, read_mtp=found.read_mtp
+    )
 
 
 def refuse_early(reference: str | Path) -> None:
@@ -238,7 +247,7 @@ def refuse_early(reference: str | Path) -> None:
         elif (found / "config.json").is_file():
             with suppress(ValueError, RecursionError):  # told by whoever reads all of it
                 settings = json.loads((found / "config.json").read_bytes())
-                if isinstance(settings, dict):
+                if isinstance(settings, dict) and head_kind(settings) is None:
                     require_family(Fields(str(found), language_settings(settings, str(found))))
 
 
@@ -281,7 +290,7 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
         if on_hub[2]:
             return _only_model(name, download_gguf(on_hub[1], on_hub[2]))
         if wanted is CHECKPOINT_FILES:  # gigabytes: a model that does not run is told by its configuration
-            _opened(download_model(on_hub[1], CONFIGURATION_FILES), name, whole=False)
+            _opened(download_model(on_hub[1], CONFIGURATION_FILES), name, whole=False, draft=True)
         return download_model(on_hub[1], wanted)  # and not what else is in the cache
     files = [file for file in path.iterdir() if file.suffix.lower() == ".gguf"]
     found = [file for file in files if not _COMPANION.search(file.name)] or files

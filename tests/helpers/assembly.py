@@ -15,10 +15,11 @@ from offload_runtime_kernels.experts_cpu import ExpertsCpu, load_experts_library
 from offload_runtime.cache import HostKVCache, HostKVCard, KVCache, block_bytes
 from offload_runtime.cache.device import num_blocks
 from offload_runtime.core import Batch, TokenTree
-from offload_runtime.engine.load_model import NO_CPU, CpuThreads, make_pool
+from offload_runtime.engine.load_model import NO_CPU, CpuThreads, lent_to_head, make_pool
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import ExpertStore, LayerWeights
 from offload_runtime.models.rope import RopeTable
-from offload_runtime.runners import Decoder, ModelRunner, decide
+from offload_runtime.runners import Decoder, HeadDecoder, ModelRunner, decide
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.stream import CopyEngine, DeviceBudget, Registrar, Staging, make_copy_engine
 from offload_runtime.stream.expert_pool import ExpertPool
@@ -126,6 +127,7 @@ def make_runner(
     dtype: torch.dtype = torch.float32,
     host_kv: HostKV | None = None,
     layout: ModelLayout | None = None,
+    target: ModelRunner | None = None,
 ) -> Assembled:
     """Load a model with our loader and build a runner.
 
@@ -143,6 +145,7 @@ def make_runner(
         dtype: Of weights, activations and cache.
         host_kv: Keeps the KV cache in host memory.
         layout: How the weights are stored; by default plainly.
+        target: Of a head, which shares its embedding and its `lm_head`.
     """
     source = model if isinstance(model, CheckpointSource) else in_memory(model)
     pin = range(source.config().num_layers) if device.type == "cuda" else ()
@@ -193,5 +196,9 @@ def make_runner(
     if EMBEDDING in weights.arenas:
         shared |= layout.embedding.views(weights.block(EMBEDDING).to(device))
     rope = RopeTable(config, device)
-    runner = ModelRunner(Decoder(config, shared), streamer, cache, rope, chunk_tokens)
+    if target is not None:
+        assert isinstance(config, HeadConfig)
+        shared = {**lent_to_head(target.decoder, scratch), **shared}
+    decoder = HeadDecoder(config, shared) if isinstance(config, HeadConfig) else Decoder(config, shared)
+    runner = ModelRunner(decoder, streamer, cache, rope, chunk_tokens)
     return Assembled(runner, engine, weights)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -329,7 +331,7 @@ def _scaling(writer: gguf.GGUFWriter, rope: dict[str, Any]) -> None:
                 writer.add_rope_scaling_yarn_attn_factor(rope["attention_factor"])
 
 
-def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, Any]:
+def _metadata(writer: gguf.GGUFWriter, family: str, config: Any, drafting: int) -> dict[str, Any]:
     """What is written of a family besides sizes; returns small tensors."""
     rope = dict(config.rope_parameters)
     full = rope.get("full_attention", rope)
@@ -380,7 +382,7 @@ def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, An
     if size := getattr(config, "shared_expert_intermediate_size", None):
         writer.add_expert_shared_feed_forward_length(size)
     if family.startswith(_HYBRIDS):
-        return _metadata_of_hybrid(writer, config)
+        return _metadata_of_hybrid(writer, config, drafting)
     if full["rope_type"] != "longrope":
         return {}
     writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
@@ -389,14 +391,13 @@ def _metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> dict[str, An
     return {f"rope_factors_{kind}.weight": full[f"{kind}_factor"] for kind in ("short", "long")}
 
 
-def _metadata_of_hybrid(writer: gguf.GGUFWriter, config: Any) -> dict[str, Any]:
-    """What is written of hybrids; behind an even number of layers comes one that guesses further tokens."""
+def _metadata_of_hybrid(writer: gguf.GGUFWriter, config: Any, drafting: int) -> dict[str, Any]:
+    """What is written of hybrids."""
     recurs, count = [kind == "linear_attention" for kind in config.layer_types], config.num_hidden_layers
     interval = recurs.index(False) + 1
     writer.add_full_attention_interval(interval)
     if recurs != [(layer + 1) % interval != 0 for layer in range(count)]:
-        drafting = writer.arch == "qwen35" and not count % 2
-        writer.add_array(f"{writer.arch}.attention.recurrent_layers", [*recurs, False][: count + drafting])
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", [*recurs, *[False] * drafting])
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -404,19 +405,7 @@ def _metadata_of_hybrid(writer: gguf.GGUFWriter, config: Any) -> dict[str, Any]:
     writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
     writer.add_rope_dimension_count(int(config.head_dim * config.rope_parameters["partial_rotary_factor"]))
     writer.add_rope_dimension_sections([11, 11, 10, 0])
-    if count % 2 or writer.arch != "qwen35":
-        return {}
-    writer.add_nextn_predict_layers(1)
-    hidden, size = config.hidden_size, config.intermediate_size
-    heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(("attn_norm", "post_attention_norm", "nextn.enorm", "nextn.hnorm"), (hidden,)),
-        **dict.fromkeys(("attn_q_norm", "attn_k_norm"), (config.head_dim,)),
-        "attn_q": (2 * heads[0], hidden), "attn_k": (heads[1], hidden), "attn_v": (heads[1], hidden),
-        "attn_output": (hidden, heads[0]), "ffn_gate": (size, hidden), "ffn_up": (size, hidden),
-        "ffn_down": (hidden, size), "nextn.eh_proj": (hidden, 2 * hidden),
-    }  # fmt: skip
-    return {f"blk.{count}.{name}.weight": np.ones(shape) for name, shape in shapes.items()}
+    return {}
 
 
 def _of_hybrid(name: str, values: np.ndarray, config: Any) -> dict[str, np.ndarray]:
@@ -460,10 +449,10 @@ def interleaved(rows: np.ndarray, head_dim: int) -> np.ndarray:
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def _unstacked(model: Any) -> list[tuple[str, torch.Tensor]]:
+def _unstacked(parameters: Iterable[tuple[str, torch.Tensor]], config: Any) -> list[tuple[str, torch.Tensor]]:
     """The parameters, of experts gates and ups apart, which take turns in gpt-oss's columns."""
-    found, transposed = [], model.config.model_type == "gpt_oss"
-    for name, parameter in model.named_parameters():
+    found, transposed = list[tuple[str, torch.Tensor]](), config.model_type == "gpt_oss"
+    for name, parameter in parameters:
         stem, of_experts, part = name.partition(".experts.")
         part, bias, _ = part.partition("_bias")
         if of_experts and part.endswith("_proj"):
@@ -479,18 +468,29 @@ def _unstacked(model: Any) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
+def _of_nextn(name: str) -> str | None:
+    """What a tensor around a layer that guesses further tokens is called."""
+    found = re.fullmatch(
+        r"model.layers.(\d+).(eh_proj|enorm|hnorm|embed_tokens|shared_head.norm|shared_head.head)(.*)", name
+    )
+    return f"blk.{found[1]}.nextn.{found[2].replace('.', '_')}{found[3]}" if found else None
+
+
 def write_family(
-    path: Path, family: str, model: Any, *, kind: gguf.GGMLQuantizationType = F32, tokens: Sequence[str] = NO_TOKENS
-) -> Path:
+    path: Path, family: str, model: Any, *, kind: gguf.GGMLQuantizationType = F32, tokens: Sequence[str] = NO_TOKENS,
+    mtp: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> Path:  # fmt: skip
     """A model as llama.cpp's converter writes it, which shifts the norms of Gemma, and interleaves the rows of queries
-    and keys of what it rotates by neighbouring channels; matrices as one `kind` where their rows are whole blocks."""
+    and keys of what it rotates by neighbouring channels; matrices as one `kind` where their rows are whole blocks. The
+    tensors of a layer that guesses further tokens are named by `model.layers.N`."""
     config, arch = model.config, ARCHITECTURES[family]
     writer = gguf.GGUFWriter(path, arch)
     head_dim = model.model.layers[-1].self_attn.head_dim
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    drafting = family == "qwen3_5_text" and not config.num_hidden_layers % 2  # layers that guess further tokens
-    writer.add_block_count(config.num_hidden_layers + drafting)
+    writer.add_block_count(config.num_hidden_layers + bool(mtp))
+    if mtp:
+        writer.add_nextn_predict_layers(1)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     kv_heads = [layer.num_key_value_heads for layer in _layer_sizes(config)]
@@ -505,16 +505,16 @@ def write_family(
     writer.add_tokenizer_model("none")
     writer.add_token_list(tokens)
     writer.add_eos_token_id(1)
-    vectors = _metadata(writer, family, config)
+    vectors = _metadata(writer, family, config, drafting=bool(mtp))
     rope = config.rope_parameters
     if rope.get("rope_type") == "llama3":  # whose parameters are not in a file, but by what each frequency is divided
         plain = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim)
         vectors = {"rope_freqs.weight": (plain / model.model.rotary_emb.inv_freq).tolist()}
     number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
-    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers + bool(mtp))
     ends = ("layer_scalar", "correction_bias")
     scalars = [(name, buffer) for name, buffer in model.named_buffers() if name.endswith(ends)]
-    for name, parameter in [*_unstacked(model), *scalars]:
+    for name, parameter in [*_unstacked(model.named_parameters(), config), *scalars, *_unstacked(mtp.items(), config)]:
         values = parameter.detach().numpy()
         if family.startswith(("gemma2", "gemma3")) and name.endswith("norm.weight"):
             values = values + 1
@@ -525,7 +525,7 @@ def write_family(
         parts = _of_hybrid(name, values, config) if family.startswith(_HYBRIDS) else {name: values}
         for name, values in parts.items():
             quant = kind if values.ndim > 1 and values.shape[-1] % 32 == 0 and not name.endswith("bias") else F32
-            stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            stored = _of_nextn(name) or names.get_name(name, try_suffixes=(".weight", ".bias"))
             assert stored, f"llama.cpp's {arch} has no {name}"
             writer.add_tensor(stored, gguf.quantize(np.ascontiguousarray(values), quant), raw_dtype=quant)
     for name, vector in vectors.items():

@@ -7,8 +7,9 @@ makes of them: fp32 that holds what it rounds to.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -282,12 +283,15 @@ def random_llama(**sizes: int) -> Any:
     return model
 
 
-def write_quantised(directory: Path, form: Format, model: Any = None, **sizes: int) -> dict[str, torch.Tensor]:
-    """A model, or a random Llama of some sizes; returns its decoded tensors in fp32."""
+def write_quantised(
+    directory: Path, form: Format, model: Any = None, *, others: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    **sizes: int,
+) -> dict[str, torch.Tensor]:  # fmt: skip
+    """A model, or a random Llama of some sizes, and other tensors; returns the decoded ones in fp32."""
     model = random_llama(**sizes) if model is None else model
     config, stored, decoded = model.config, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     config.dtype = form.dtype
-    for name, parameter in model.state_dict().items():
+    for name, parameter in {**model.state_dict(), **others}.items():
         module = name.removesuffix(".weight")
         if is_quantised(module, form):
             tensors, decoded[name] = form.pack(parameter)

@@ -1,0 +1,173 @@
+"""Heads against what their definitions say, computed for a whole sequence at once; and how they are read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError, VocabularyMismatchError
+from offload_runtime.models.mtp import MtpConfig
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
+from tests.helpers.assembly import in_memory, make_runner
+from tests.helpers.families import VOCABULARY, family_model, write_family
+from tests.helpers.heads import Eagle3, Mtp, run_head, tapped, write_mtp
+from tests.helpers.models import load_plain, model_config_from_transformers, rows_of
+from tests.helpers.quantising import FORMATS, random_llama, write_quantised
+
+TOKENS = torch.randint(VOCABULARY, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+# Family, layout, what says that there is a head.
+MTP = [
+    ("qwen3_5_text", "qwen", "mtp_num_hidden_layers"), ("qwen3_5_moe_text", "qwen", "mtp_num_hidden_layers"),
+    ("qwen3_next", "qwen", "num_nextn_predict_layers"), ("llama", "qwen", "mtp_num_hidden_layers"),
+    ("glm4_moe", "deepseek", "num_nextn_predict_layers"),
+]  # fmt: skip
+
+
+def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise unless all that is finite is as good as equal, and the rest is."""
+    finite = expected.isfinite()
+    assert torch.equal(actual.isfinite(), finite)
+    error = float((actual - expected)[finite].abs().max() / expected[finite].abs().max())
+    assert error < 1e-4, f"relative error {error:.1e}"
+
+
+def _streams(model: Any) -> list[torch.Tensor]:
+    """The residual streams below all layers and behind the last, [T, H] each."""
+    found = list[torch.Tensor]()
+    read_by = (*model.model.layers, model.model.norm)
+    hooks = [one.register_forward_pre_hook(lambda _, inputs: found.append(inputs[0][0])) for one in read_by]
+    with torch.no_grad():
+        model.model(torch.tensor([TOKENS]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _check_mtp(source: CheckpointSource, mtp: Mtp, *, keeps_normed: bool) -> None:
+    target, read = make_runner(source), source.read_mtp()
+    assert isinstance(read, CheckpointSource)
+    head = make_runner(read, target=target.runner)
+    hidden = mtp.target_hidden(TOKENS)
+    _close(tapped(head, _streams(mtp.target)), hidden)
+    logits, residual, normed = mtp.logits(TOKENS[1:], hidden[:-1])
+    own, kept = run_head(head, TOKENS[1:], hidden[:-1])
+    _close(own, logits)
+    _close(kept, normed if keeps_normed else residual)
+    _close(run_head(head, TOKENS[2:], kept[:-1])[0], mtp.logits(TOKENS[2:], kept[:-1])[0])
+    head.close()
+    target.close()
+
+
+@pytest.mark.parametrize(("family", "layout", "key"), MTP)
+def test_mtp_layers_say_what_their_definition_does(family: str, layout: str, key: str, tmp_path: Path) -> None:
+    target = family_model(family, 0)
+    mtp = Mtp.of(family, target, 0)
+    source = open_checkpoint(write_mtp(tmp_path / "m", mtp, layout, key))
+    _check_mtp(source, mtp, keeps_normed=layout == "qwen")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"), [("qwen3_5_text", "qwen"), ("qwen3_5_moe_text", "qwen"), ("glm4_moe", "deepseek")]
+)
+def test_mtp_layers_of_gguf_files_are_the_same(family: str, layout: str, tmp_path: Path) -> None:
+    mtp = Mtp.of(family, family_model(family, 1), 1)
+    file = write_family(tmp_path / "m.gguf", family, mtp.target, mtp=mtp.tensors("deepseek"))
+    _check_mtp(open_checkpoint(file), mtp, keeps_normed=layout == "qwen")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"draft_vocab": 90}, {"size": 40, "draft_vocab": 90}, {"norm_before_residual": True},
+        {"attention_bias": True, "mlp_bias": True}, {"taps": (0, 2)},
+    ],
+)  # fmt: skip
+def test_eagle3_heads_say_what_their_definition_does(options: dict[str, Any], tmp_path: Path) -> None:
+    model = family_model("llama", 0)
+    eagle = Eagle3.of(model, **options)
+    source = open_checkpoint(eagle.write(tmp_path / "e"), draft=True).beside(in_memory(model))
+    target = make_runner(model)
+    head = make_runner(source, target=target.runner)
+    hidden = eagle.joined(model, TOKENS)
+    _close(tapped(head, _streams(model)), hidden)
+    logits, residual = eagle.logits(model, TOKENS[1:], hidden[:-1])
+    own, kept = run_head(head, TOKENS[1:], hidden[:-1])
+    _close(own, logits)
+    _close(kept, residual)
+    head.close()
+    target.close()
+
+
+@pytest.mark.parametrize(
+    ("form", "quantised"), [("FP8 of blocks", True), ("FP8 of blocks", False), ("packed 4 bits", True)]
+)
+def test_mtp_layers_of_quantised_checkpoints_are_quantised_or_not(form: str, quantised: bool, tmp_path: Path) -> None:
+    model, generator = random_llama(), torch.Generator().manual_seed(0)
+    needed = checkpoint_tensors(MtpConfig.of(model_config_from_transformers(model.config)))
+    tensors = {name: torch.randn(to.shape, generator=generator) for name, to in needed.items()}
+    decoded = write_quantised(tmp_path, FORMATS[form], model, others=tensors if quantised else {})
+    if not quantised:
+        decoded |= (stored := {name: one.to(FORMATS[form].dtype) for name, one in tensors.items()})
+        save_file({**load_file(tmp_path / "model.safetensors"), **stored}, tmp_path / "model.safetensors")
+    read = open_checkpoint(tmp_path).read_mtp()
+    assert isinstance(read, CheckpointSource)
+    weights = load_plain(read, torch.float32)
+    for name, to in needed.items():
+        torch.testing.assert_close(rows_of(to, weights), decoded[name].float(), rtol=0, atol=0)
+    weights.close()
+    shrinks = read.layout(torch.bfloat16).total_bytes / read.as_decoded.layout(torch.bfloat16).total_bytes
+    assert (shrinks < 0.7) == quantised
+
+
+def _without(directory: Path, *names: str, **settings: Any) -> Path:
+    """A checkpoint without some tensors, whose configuration says other things."""
+    file, config = directory / "model.safetensors", directory / "config.json"
+    save_file({name: one for name, one in load_file(file).items() if name not in names}, file, {"format": "pt"})
+    config.write_text(json.dumps({**json.loads(config.read_text()), **settings}))
+    return directory
+
+
+def test_a_model_without_some_of_its_mtp_layer_runs_and_says_what_is_missing(tmp_path: Path) -> None:
+    mtp = Mtp.of("llama", family_model("llama", 0), 0)
+    directory = write_mtp(tmp_path / "m", mtp, "qwen", "mtp_num_hidden_layers")
+    source = open_checkpoint(_without(directory, "mtp.norm.weight"))
+    with pytest.raises(CheckpointError, match=r"MTP layer lacks 1 of \d+ tensors \(mtp.norm.weight\)"):
+        source.read_mtp()
+    whole = [name for name in load_file(directory / "model.safetensors") if name.startswith("mtp.")]
+    assert open_checkpoint(_without(directory, *whole)).read_mtp() is None
+
+
+@pytest.mark.parametrize(
+    ("of_head", "of_target", "error", "message"),
+    [
+        ({}, {"num_attention_heads": 2, "hidden_size": 64}, CheckpointError, "reads rows of 40 channels, and .* 64"),
+        ({}, {"vocab_size": 500}, VocabularyMismatchError, "is about 320 tokens and the target has 500"),
+        ({"taps": (2, 40)}, {}, CheckpointError, r"below layers \(2, 40\), and it has 3"),
+        ({"taps": (2, 1)}, {}, CheckpointError, r"below layers \(2, 1\), and it has 3, in order"),
+    ],
+)
+def test_heads_of_other_models_are_refused(
+    of_head: dict[str, Any], of_target: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    head = Eagle3.of(family_model("llama", 0), draft_vocab=90, **of_head).write(tmp_path / "e")
+    with pytest.raises(error, match=message):
+        open_checkpoint(head, draft=True).beside(in_memory(family_model("llama", 0, **of_target)))
+
+
+def test_damaged_heads_are_refused(tmp_path: Path) -> None:
+    model = family_model("llama", 0)
+    eagle = Eagle3.of(model, draft_vocab=90)
+    with pytest.raises(UnsupportedArchitectureError, match=r"a draft head \(EAGLE-3\) and no model by itself"):
+        open_checkpoint(eagle.write(tmp_path))
+    with pytest.raises(CheckpointError, match=r"lacks 1 of \d+ tensors \(layers.0.self_attn.o_proj.weight\)"):
+        open_checkpoint(_without(eagle.write(tmp_path), "midlayer.self_attn.o_proj.weight"), draft=True)
+    with pytest.raises(CheckpointError, match=r"fc.weight has shape \[\d+, \d+\], expected"):
+        open_checkpoint(_without(eagle.write(tmp_path), target_hidden_size=8), draft=True)
+    eagle.tensors["d2t"][-1] = 400
+    with pytest.raises(CheckpointError, match="d2t does not name tokens below 320"):
+        open_checkpoint(eagle.write(tmp_path), draft=True)
