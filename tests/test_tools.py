@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGET = "long_target"
 TOOLS = (
     "bench_experts", "bench_hybrids", "bench_kernels", "bench_long_context", "bench_serving", "bench_streaming",
-    "bench_trees", "check_hybrids", "check_identity", "compare", "sweep", "timeline", "widen_model",
+    "bench_trees", "check_exactness", "check_identity", "compare", "sweep", "timeline", "widen_model",
 )  # fmt: skip
 ON_CPU = ("--device", "cpu", "--dtype", "fp32")
 TINY = ("--shape", "tiny", *ON_CPU, "--repeats", "1", "--prompt-tokens", "12", "--new-tokens", "6")
@@ -101,11 +101,22 @@ def test_bad_input_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_hybrids_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--vocab-size", 256, "--turns", 2, "--answers", 2, "--prompts", 1, "--tokens", 12)
-    assert call("check_hybrids", "--shape", "tiny-hybrid", "--layers", 4, *ON_CPU, *sizes) == 0
-    parts = json.loads(capsys.readouterr().out.splitlines()[-1])["parts"]
-    assert [part["compared"] for part in parts] == [2, 2, 1, 36]
+@pytest.mark.parametrize(
+    ("shape", "given", "runtimes"),
+    [
+        ("tiny-hybrid", (), 1),
+        ("tiny-gpt-oss", ("--layers", 1, "--stored", "mxfp4", "--pools", "1,0.5", "--cpu-shares", "1"), 2),
+    ],
+)
+def test_answers_are_exact(
+    shape: str, given: tuple[object, ...], runtimes: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--vocab-size", 256, "--turns", 2, "--answers", 2, "--prompts", 1, "--tokens", 2)
+    sizes += ("--prompt-tokens", "20,40")
+    assert call("check_exactness", "--shape", shape, *ON_CPU, *sizes, *given) == 0
+    found = [[(part["name"], part["answers"]) for part in one["parts"]] for one in printed(capsys)["runtimes"]]
+    alone = [("turns", 2), ("answers", 2), ("prompts", 1), ("tokens", 4)]
+    assert found == [alone, [*alone, ("runtimes", 4)]][:runtimes]
 
 
 def test_pools_of_experts_are_exact(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from offload_runtime_kernels.coded_bf16 import CODED
 from transformers import LlamaConfig, LlamaForCausalLM
+from widening.shapes import MixtureShape
+from widening.stored import stored_model
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.core import TokenTree
@@ -127,6 +129,14 @@ def test_logits_are_those_of_plain_weights(
     found = logits(source, buffers=buffers, resident=resident, coded=True)
     assert torch.equal(found, logits(source, buffers=0, resident=None, coded=False))
     assert len(found.unique()) > 500
+
+
+def test_biases_of_experts_are_not_coded() -> None:
+    """Those of both matrices are needed at once, and what is decoded is gone with the next matrix."""
+    shape = MixtureShape(256, 256, 1, 4, 2, 64, 4, 2, gpt_oss=True)
+    source = stored_model(shape, "bf16", vocab_size=512, context_tokens=256, reference="random gpt-oss")
+    plain, coded = (logits(source, buffers=0, resident=None, coded=coded) for coded in (False, True))
+    assert CODED in source.layout(BF16, coded=True).bytes_by_kind and torch.equal(plain, coded)
 
 
 @pytest.mark.gpu

@@ -333,7 +333,7 @@ def load_models(
     target = load(target_source, plan.target, cards, name="target", cpu_share=share)
     runner = target.runner
     if on_gpu and plan.captured_bytes and not runner.streamer.num_streamed:
-        runner.captured = CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope)
+        runner.captured = CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.taps)
     return target, draft and replace(draft, shared=shared)
 
 

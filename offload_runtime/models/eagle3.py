@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 from offload_runtime.fields import Fields
-from offload_runtime.models.heads import HeadConfig
+from offload_runtime.models.heads import HeadConfig, join_tap
 from offload_runtime.models.layers import DecoderLayer, LayerWeights, Rows, Tensor, Weights
 from offload_runtime.models.reading import attention_of, mlp_of, num_layers, rope
 from offload_runtime.models.registry import Head
@@ -68,15 +68,10 @@ class Eagle3Config(HeadConfig):
 
     def tap(self, number: int, x: torch.Tensor, shared: Weights, out: torch.Tensor) -> None:
         """Add this tap's product with its columns of `fc`."""
-        if not self.fused:
-            out.copy_(x)
-            return
-        start = number * self.target_size
-        part = shared["fc"].dense[:, start : start + self.target_size].t()
-        if number:
-            out.addmm_(x, part)
+        if self.fused:
+            join_tap(shared["fc"].dense, number, x, out)
         else:
-            torch.mm(x, part, out=out)
+            out.copy_(x)
 
     def enter(self, embedded: torch.Tensor, hidden: torch.Tensor, shared: Weights) -> torch.Tensor:
         """Return what is kept: layers add to it."""
@@ -95,23 +90,14 @@ class Eagle3Config(HeadConfig):
         """Return those that EAGLE-3 was published with; where there is no `fc`, the target's last rows."""
         return (2, num_layers // 2, num_layers - 3) if self.fused else (num_layers,)
 
-    def shared_tensors(self) -> Iterator[Tensor]:
-        """`embedding` [V, H], if it is the head's own; `fc` [H, taps * T]; `final_norm` [H]; `d2t` [draft tokens], by
-        how much the target's number of a token is larger than the head's; `lm_head` [draft tokens, H]."""
-        size = self.hidden_size
-        if "embedding" in self.owned:
-            yield Tensor("embedding", "embed_tokens.weight", (self.vocab_size, size))
+    def own_tensors(self) -> Iterator[Tensor]:
+        """`fc` [H, taps * T]; `final_norm` [H]; `d2t` [draft tokens], by how much the target's number of a token is
+        larger than the head's."""
         if self.fused:
-            yield Tensor("fc", "fc.weight", (size, (len(self.taps) or _USUAL_TAPS) * self.target_size))
-        yield Tensor("final_norm", "norm.weight", (size,))
+            yield Tensor("fc", "fc.weight", (self.hidden_size, (len(self.taps) or _USUAL_TAPS) * self.target_size))
+        yield Tensor("final_norm", "norm.weight", (self.hidden_size,))
         if self.draft_vocab_size != self.vocab_size:
             yield Tensor("d2t", "d2t", (self.draft_vocab_size,), torch.int64)
-        if "lm_head" in self.owned:
-            yield Tensor("lm_head", "lm_head.weight", (self.draft_vocab_size, size))
-
-    def layer_prefix(self, number: int) -> str:
-        """Return what stands before the names of a layer's tensors."""
-        return f"layers.{number}."
 
 
 def _config(fields: Fields, names: Collection[str]) -> Eagle3Config:

@@ -12,6 +12,7 @@ the `shared` weights that it is given. A kind of heads is a file of this folder 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
@@ -19,7 +20,7 @@ import torch
 
 from offload_runtime.errors import CheckpointError, VocabularyMismatchError
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import Weights
+from offload_runtime.models.layers import Tensor, Weights
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,22 @@ class HeadConfig(ModelConfig):
         """Return how many tokens the head has logits of; it proposes no others."""
         return self.vocab_size
 
+    @abstractmethod
+    def own_tensors(self) -> Iterator[Tensor]:
+        """Return what lies around the layers by whole names, but for an embedding and a head of its own."""
+
+    def shared_tensors(self) -> Iterator[Tensor]:
+        """Return what lies around the layers that the head has itself."""
+        if "embedding" in self.owned:
+            yield Tensor("embedding", "embed_tokens.weight", (self.vocab_size, self.hidden_size))
+        yield from self.own_tensors()
+        if "lm_head" in self.owned:
+            yield Tensor("lm_head", "lm_head.weight", (self.logit_size, self.hidden_size))
+
+    def layer_prefix(self, number: int) -> str:
+        """Return what stands before the names of a layer's tensors."""
+        return f"layers.{number}."
+
     def default_taps(self, num_layers: int) -> tuple[int, ...]:
         """Return those of a target of so many layers where the head's configuration says nothing of them."""
         return self.taps
@@ -100,3 +117,14 @@ class HeadConfig(ModelConfig):
         for what in (what for what, is_so in wrong.items() if is_so):
             raise CheckpointError(f"the {self.title} head {what}: {remedy}")
         return found
+
+
+def join_tap(fc: torch.Tensor, number: int, x: torch.Tensor, out: torch.Tensor) -> None:
+    """Add the product of a tap's rows x [N, T] with its columns of `fc` [W, taps * T] to those of the taps before it in
+    `out` [N, W]."""
+    start = number * x.shape[1]
+    part = fc[:, start : start + x.shape[1]].t()
+    if number:
+        out.addmm_(x, part)
+    else:
+        torch.mm(x, part, out=out)

@@ -81,7 +81,7 @@ class MtpConfig(HeadConfig):
         normed = self.attention.norm(residual, shared["final_norm"].dense)
         return normed, normed if self.keeps_normed else residual
 
-    def shared_tensors(self) -> Iterator[Tensor]:
+    def own_tensors(self) -> Iterator[Tensor]:
         """`fc` [H, 2H], whose first half is the embedding's, both norms before it and the `final_norm`."""
         size = self.hidden_size
         for packed in self.names._fields[1:]:

@@ -18,6 +18,9 @@ class HeadDecoder(Decoder):
         config: Its layers, and what they share.
         shared: Its own, and of the target's what it has not, and `target_norm`.
         partition: As of `Decoder`.
+
+    Attributes:
+        head_config, shared: As given.
     """
 
     def __init__(self, config: HeadConfig, shared: Weights, partition: LayerPartition | None = None) -> None:

@@ -7,7 +7,7 @@ crosses the link once per pass, however long the prompt is.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -154,6 +154,39 @@ class HiddenTaps:
     tap: Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
+@dataclass(frozen=True, eq=False)
+class KeptRows:
+    """Is where a pass keeps what a head wants to read.
+
+    Attributes:
+        taps: What that is.
+        partition: Of the model's layers.
+        pieces: Of each piece of the pass [N, width], on the first card.
+    """
+
+    taps: HiddenTaps
+    partition: LayerPartition
+    pieces: Sequence[torch.Tensor]
+
+    @classmethod
+    def of(cls, taps: HiddenTaps, decoder: Decoder, pieces: Sequence[Rows]) -> KeptRows:
+        """Return new memory for the pieces of a pass."""
+        lengths = [rows.num_rows for rows in pieces]
+        memory = decoder.final_norm.new_empty(sum(lengths), taps.width)
+        return cls(taps, decoder.partition, memory.split(lengths))
+
+    def keep(self, layer: int, piece: int, residual: torch.Tensor) -> None:
+        """Keep what is wanted of a piece's residual stream, [N, H], below a layer, on whose card it is."""
+        first, card, buffers = self.partition.cards[0], self.partition.card_of(layer), self.partition.transfer_buffers
+        for number, at in enumerate(self.taps.layers):
+            if at == layer:
+                # The layer goes on with the stream, which may not have left the card by then.
+                leaving = residual if card == first else residual.clone()
+                (x,) = transfer([leaving], card, first, buffers, ("hidden", number, piece))
+                with current_device(first.device):
+                    self.taps.tap(number, x, self.pieces[piece])
+
+
 @dataclass(eq=False)
 class ModelRunner:
     """Runs passes of one model.
@@ -228,8 +261,8 @@ class ModelRunner:
         return batch
 
     def _logits(self, batch: Batch, committed: Sequence[int], layers: Layers | None, *, alone: bool) -> torch.Tensor:
-        """Return [N, V], a row for each token of the trees and for the last of each prompt. The cache calls a prompt
-        that is `alone` its batch row 0."""
+        """Return [N, V], a row for each token of the trees and for the last of each prompt, and note what is kept of
+        all. The cache calls a prompt that is `alone` its batch row 0."""
         trees, pieces, last = [*batch.trees.values()], list[Rows](), list[int]()
         for (slot, tokens), start in zip(batch.prompts.items(), committed[len(trees) :], strict=True):
             end = start + len(tokens)
@@ -241,7 +274,10 @@ class ModelRunner:
         if trees:
             pieces.append(self.rows(trees, committed[: len(trees)], [*batch.trees]))
             last.append(len(pieces) - 1)
-        residuals = self._run(pieces, last, batch.on_layer, layers, prompts=bool(batch.prompts))
+        hidden = None if self.taps is None or layers is not None else KeptRows.of(self.taps, self.decoder, pieces)
+        residuals = self._run(pieces, last, batch.on_layer, layers, hidden, prompts=bool(batch.prompts))
+        if hidden is not None:
+            batch.hidden = _by_slot(hidden.pieces, pieces, batch.trees)
         of_trees = _present(residuals.pop(), trees) if trees else []
         decisive = [*of_trees, *(residual[-1:] for residual in residuals)]
         return self.decoder.head(decisive[0] if len(decisive) == 1 else torch.cat(decisive))
@@ -255,8 +291,9 @@ class ModelRunner:
         return sorted({start, *range((start // size + 1) * size, end, size), *anchors})
 
     def _run(
-        self, pieces: list[Rows], kept: Sequence[int], on_layer: OnLayer | None, layers: Layers | None, *, prompts: bool
-    ) -> list[torch.Tensor]:
+        self, pieces: list[Rows], kept: Sequence[int], on_layer: OnLayer | None, layers: Layers | None,
+        hidden: KeptRows | None, *, prompts: bool,
+    ) -> list[torch.Tensor]:  # fmt: skip
         """Return residual streams behind the last layer, [N, H], of the pieces of these numbers.
 
         Where each card has one block of layers and nothing is streamed, a piece of a prompt goes through all layers of
@@ -270,9 +307,9 @@ class ModelRunner:
             stages: list[list[Stage]] = [
                 [(index, partial(streamer.layer, index)) for index in block] for _, block in blocks
             ]
-            return _run_on_cards(decoder, stages, self.cache, pieces, kept, on_layer)
+            return _run_on_cards(decoder, stages, self.cache, pieces, kept, on_layer, hidden)
         layers = streamer.layers(sum(rows.num_rows for rows in pieces)) if layers is None else layers
-        return _run_layers(decoder, layers, self.cache, pieces, kept, on_layer)
+        return _run_layers(decoder, layers, self.cache, pieces, kept, on_layer, hidden)
 
     def rows(
         self, trees: Sequence[TokenTree], committed: Sequence[int], slots: Sequence[int], *, prompt_length: int = 0,
@@ -320,7 +357,9 @@ def device_rows(
     return Rows(tokens, query, RopeRows(cos, sin, positions, cache_positions, owners))
 
 
-def window_pass(decoder: Decoder, layers: Layers, cache: LayerCache, rows: Rows) -> torch.Tensor:
+def window_pass(
+    decoder: Decoder, layers: Layers, cache: LayerCache, rows: Rows, hidden: KeptRows | None = None
+) -> torch.Tensor:
     """Run one decoding pass over prepared rows. Commits nothing and never waits for the device.
 
     Args:
@@ -328,11 +367,12 @@ def window_pass(decoder: Decoder, layers: Layers, cache: LayerCache, rows: Rows)
         layers: The weights, as one pass meets them.
         cache: Keys and values.
         rows: Which tokens, and where.
+        hidden: Where to keep what a head wants to read of them.
 
     Returns:
         Logits [B * T, V].
     """
-    (residual,) = _run_layers(decoder, layers, cache, [rows], [0])
+    (residual,) = _run_layers(decoder, layers, cache, [rows], [0], hidden=hidden)
     return decoder.head(residual)
 
 
@@ -382,6 +422,23 @@ def _present(rows: torch.Tensor, trees: Sequence[TokenTree]) -> list[torch.Tenso
     return [rows[first * width :][: len(tree)] for first, tree in enumerate(trees)]
 
 
+def _by_slot(
+    kept: Sequence[torch.Tensor], pieces: Sequence[Rows], trees: Mapping[int, TokenTree]
+) -> dict[int, list[torch.Tensor]]:
+    """Return what was kept of the pieces of a pass, those of prompts and then all trees, of the rows that there are."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for hidden, rows in zip(kept, pieces, strict=True):
+        if rows.prompt is not None:
+            found.setdefault(rows.prompt[0], []).append(hidden)
+    return found | _of_trees(kept[-1], trees)
+
+
+def _of_trees(rows: torch.Tensor, trees: Mapping[int, TokenTree]) -> dict[int, list[torch.Tensor]]:
+    """Return of rows [B * T, …] by slot those that its tree has tokens for."""
+    width = len(rows) // max(1, len(trees))
+    return {slot: [rows[at * width :][: len(tree)]] for at, (slot, tree) in enumerate(trees.items())}
+
+
 class CapturedPasses:
     """Runs passes over trees of a model that has everything on the device, as CUDA graphs.
 
@@ -393,9 +450,13 @@ class CapturedPasses:
         streamer: The weights, on the device but for experts.
         cache: Keys and values, all on the device.
         rope: The model's rotary table.
+        taps: What a head wants to read of every pass.
     """
 
-    def __init__(self, decoder: Decoder, streamer: LayerStreamer, cache: KVCache, rope: RopeTable) -> None:
+    def __init__(
+        self, decoder: Decoder, streamer: LayerStreamer, cache: KVCache, rope: RopeTable,
+        taps: HiddenTaps | None = None,
+    ) -> None:  # fmt: skip
         self._decoder, self._streamer, self._cache, self._rope = decoder, streamer, cache, rope
         layers = streamer.resident_layers()
         assert layers is not None, "layers on their way cannot be captured"
@@ -404,6 +465,8 @@ class CapturedPasses:
         self.graphs = StepGraphs(rope.device, input_words=words, output_words=2 * CAPTURED_ROWS)
         self._frequencies = RowFrequencies(rope, CAPTURED_ROWS)
         self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
+        self._taps = taps
+        self._hidden = decoder.final_norm.new_empty(CAPTURED_ROWS, 0 if taps is None else taps.width)
 
     def run(
         self, batch: Batch, committed: Sequence[int], sampling: SlotSampling | None, recorder: TraceRecorder | None
@@ -429,6 +492,8 @@ class CapturedPasses:
         with recorder.span("all layers", row=COMPUTE, layer=None, streamed=False) if recorder else nullcontext():
             self.graphs.run((shape, plain), partial(self._pass, shape, plain))
         batch.logits = self._logits
+        if self._taps is not None:
+            batch.hidden = _of_trees(self._hidden[: shape.num_rows], batch.trees)
         if plain is not None:
             batch.firsts = range(0, shape.num_rows, shape.width)
             batch.tokens = partial(self._tokens, shape.num_rows)
@@ -443,7 +508,9 @@ class CapturedPasses:
         self.graphs.fetch(packed_words(shape.sizes))
         rows = device_rows(shape, self.graphs.inputs, self._rope, self._frequencies.tensor[:count])
         rows = replace(rows, host_action=self.graphs.host_action)
-        logits = window_pass(self._decoder, self._layers, self._cache, rows)
+        taps, hidden = self._taps, self._hidden[:count]
+        kept = None if taps is None else KeptRows(taps, self._decoder.partition, [hidden])
+        logits = window_pass(self._decoder, self._layers, self._cache, rows, kept)
         self._logits[:count].copy_(logits)
         if sampling is not None:
             self.graphs.show(sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots))
@@ -457,21 +524,26 @@ class CapturedPasses:
 
 def _run_layers(
     decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[Rows], kept: Sequence[int],
-    on_layer: OnLayer | None = None,
+    on_layer: OnLayer | None = None, hidden: KeptRows | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the residual streams behind the last layer, [N, H], of the pieces of these numbers."""
     if len(decoder.partition.cards) > 1:
         stages: Iterator[list[Stage]] = ([(index, partial(_given, weights))] for index, weights in layers)
-        return _run_on_cards(decoder, stages, cache, pieces, kept, on_layer)
+        return _run_on_cards(decoder, stages, cache, pieces, kept, on_layer, hidden)
     if len(pieces) == 1:
         residuals = [decoder.embed(pieces[0])]
     else:
         residuals = list(_embedded(decoder, pieces, _residual_buffers(decoder, pieces, decoder.final_norm.device)))
     for index, weights in layers:
-        for residual, rows in zip(residuals, pieces, strict=True):
+        for piece, (residual, rows) in enumerate(zip(residuals, pieces, strict=True)):
+            if hidden is not None:
+                hidden.keep(index, piece, residual)
             decoder.layer(index, weights, residual, rows, cache)
         if on_layer is not None:
             on_layer(index + 1, decoder.num_layers)
+    if hidden is not None:
+        for piece, residual in enumerate(residuals):
+            hidden.keep(decoder.num_layers, piece, residual)
     return [residuals[piece] for piece in kept]
 
 
@@ -497,7 +569,7 @@ def _embedded(decoder: Decoder, pieces: list[Rows], destinations: Sequence[torch
 
 def _run_on_cards(
     decoder: Decoder, stages: Iterable[list[Stage]], cache: LayerCache, pieces: list[Rows], kept: Sequence[int],
-    on_layer: OnLayer | None,
+    on_layer: OnLayer | None, hidden: KeptRows | None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Do the same where the layers are on several cards, in stages: layers of one card that a piece goes through before
     the next one does.
@@ -523,6 +595,8 @@ def _run_on_cards(
                 (residual,) = transfer(here, in_transit[piece].target, card, buffers, piece)
                 with current_device(card.device):
                     for index, layer in stage:
+                        if hidden is not None:
+                            hidden.keep(index, piece, residual)
                         with layer() as weights:
                             decoder.layer(index, weights, residual, rows, cache)
                 in_transit[piece] = send([residual], card, following, buffers, piece)
@@ -530,11 +604,13 @@ def _run_on_cards(
                 arrived = received(0)
             if on_layer is not None:
                 on_layer(done, decoder.num_layers)
-        return [
-            residual
-            for piece in kept
-            for residual in transfer(received(piece), in_transit[piece].target, partition.cards[0], buffers, piece)
-        ]
+        behind = dict[int, torch.Tensor]()
+        for piece in kept if hidden is None else range(len(pieces)):
+            target = in_transit[piece].target
+            (behind[piece],) = transfer(received(piece), target, partition.cards[0], buffers, piece)
+            if hidden is not None:
+                hidden.keep(decoder.num_layers, piece, behind[piece])
+        return [behind[piece] for piece in kept]
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -362,6 +363,15 @@ def run_step(
             results[slot] = StepOutput(new_tokens, proposal, tuple(nodes[node] for node in path))
         if logprobs:
             results |= _with_logprobs(batch.logits, results, rows, logprobs)
+        for slot, hidden in batch.hidden.items():
+            if slot in budgets:
+                path = [row - rows[slot][0] for row in rows[slot]]
+                proposer.observe(slot, len(texts[slot]) - 1, results[slot].tokens, _of_path(hidden[0], path))
+            elif slot in prepared:
+                following = [*texts[slot][starts[slot] + 1 :], *results[slot].tokens]
+                for piece, last in zip(hidden, accumulate(map(len, hidden)), strict=True):
+                    first = last - len(piece)
+                    proposer.observe(slot, starts[slot] + first, following[first:last], piece)
     except (OffloadError, torch.OutOfMemoryError):  # those whose prompts were read take the step again
         for slot, start in starts.items():
             cache.truncate(slot, start)
@@ -385,6 +395,13 @@ def _draft_ahead(proposer: Proposer, logits: torch.Tensor, recorder: TraceRecord
     proposer.ahead(lambda: done is not None and not done.query())
     if recorder is not None:
         recorder.add_host("draft ahead", started_s, time.perf_counter(), {})
+
+
+def _of_path(hidden: torch.Tensor, path: Sequence[int]) -> torch.Tensor:
+    """Return copies of some rows, ascending from 0 on."""
+    if path[-1] < len(path):
+        return hidden[: len(path)].clone()
+    return hidden[upload(torch.tensor(path, dtype=torch.int32), hidden.device)]
 
 
 def _with_logprobs(

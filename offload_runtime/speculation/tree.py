@@ -56,6 +56,7 @@ class CandidateTree:
 
     Args:
         token: The text's last one, the root.
+        source: Who expands nodes.
 
     Attributes:
         nodes: By their numbers, to be read.
@@ -63,8 +64,8 @@ class CandidateTree:
         places: Those that hold keys of nodes, to be read.
     """
 
-    def __init__(self, token: int) -> None:
-        self._made = 0
+    def __init__(self, token: int, source: str = DRAFT) -> None:
+        self._made, self._source = 0, source
         self._begin(token)
 
     def _begin(self, token: int) -> None:
@@ -140,7 +141,7 @@ class CandidateTree:
         """Return the node that says this behind another one, where there is one."""
         above = self.nodes[parent]
         if token in above.offered:
-            return self._make(parent, token, above.offered.pop(token), DRAFT)
+            return self._make(parent, token, above.offered.pop(token), self._source)
         return above.children.get(token)
 
     def _make(self, parent: int, token: int, log_probability: float, source: str) -> int:
@@ -156,7 +157,7 @@ class CandidateTree:
         """Make the likeliest of the children that were only offered so far a node, and return it."""
         above = self.nodes[parent]
         token = next(iter(above.offered))
-        above.last = self._make(parent, token, above.offered.pop(token), DRAFT)
+        above.last = self._make(parent, token, above.offered.pop(token), self._source)
         return above.last
 
     def _make_sibling(self, node: int) -> int | None:

@@ -225,7 +225,7 @@ class ModelLayout:
 
         def encode(parts: dict[str, Destination]) -> Encoding:
             first = next(iter(parts.values()))
-            if len(first.shape) != 2 or first.dtype:
+            if not first.is_matrix or first.dtype:
                 return Encoding(first.dtype or dtype)
             columns = first.shape[1]
             found = Encoding.of(dtype, [(to.shape[0], smallest(name, columns)) for name, to in parts.items()])
@@ -357,6 +357,11 @@ class Destination:
     shape: tuple[int, ...]
     dtype: torch.dtype | None
     expert: int | None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Return whether products are with it, so that it may be stored in fewer bits: not the biases of experts."""
+        return len(self.shape) == 2 and not self.packed.endswith("biases")
 
 
 def _placed(parts: Iterable[Tensor], layer: int | None = None, prefix: str = "") -> dict[str, Destination]:

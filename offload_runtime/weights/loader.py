@@ -63,7 +63,7 @@ def passing_bytes(model: DescribedModel, layout: ModelLayout) -> int:
     for name, to in checkpoint_tensors(model.config()).items():
         if isinstance(form := model.kinds.get(name), ScaledFormat):
             whole.append(quantised.passing_bytes(form, to.shape))
-        if layout.has_coded and len(to.shape) == 2:
+        if layout.has_coded and to.is_matrix:
             whole.append(math.prod(to.shape) * layout.dtype.itemsize)
     if not whole:
         return _READ_THREADS * PIECE_BYTES

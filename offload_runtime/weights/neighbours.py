@@ -44,7 +44,7 @@ def stored_kinds(config: ModelConfig, mix: str) -> dict[str, str]:
     head = "model.embed_tokens.weight" if config.tie_word_embeddings else "lm_head.weight"
     found = dict[str, str]()
     for name, to in checkpoint_tensors(config).items():
-        if len(to.shape) != 2:
+        if not to.is_matrix or to.packed == "router":  # which llama.cpp leaves as they are
             continue
         kind = mix.removesuffix("_M")
         if mix == MXFP4:

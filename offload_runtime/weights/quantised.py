@@ -120,7 +120,7 @@ class Quantisation:
             scheme = self.scheme(module) if len(to.shape) == 2 and module != _EMBEDDING else None
             if scheme is not None and not any(_means(words, module) for words in self.ignored):
                 found[name] = scheme.form(to.shape, scale, scheme.ordered)
-            elif self.mxfp4 and len(to.shape) == 2 and ".mlp.experts." in name:
+            elif self.mxfp4 and to.is_matrix and ".mlp.experts." in name:
                 found[name] = MXFP4
         return found
 

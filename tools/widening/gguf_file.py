@@ -56,7 +56,7 @@ def packed_kinds(config: ModelConfig, kind: str) -> dict[str, str]:
     """
     if kind not in PACKED:
         raise OptionError(f"{kind} cannot be packed here: take one of {', '.join(PACKED)}, or --random for other mixes")
-    matrices = {name: to for name, to in checkpoint_tensors(config).items() if len(to.shape) == 2}
+    matrices = {name: to for name, to in checkpoint_tensors(config).items() if to.is_matrix}
     block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][0]
     for name, to in matrices.items():
         if to.shape[1] % block:

@@ -1,0 +1,357 @@
+"""DFlash as a proposer: what the target's hidden states of a text say is kept as keys and values, and a block behind it
+guesses several tokens in one step.
+
+The places of a block are guessed at once, so that a place's candidates have the same probabilities whatever was chosen
+before them, or with version 2 probabilities by what stands right before them. Of such a product of distributions the
+most probable tree is made by the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.kv_blocks import RopeRows
+
+from offload_runtime.core import DraftBudget, TokenTree
+from offload_runtime.models.dflash import BlockAttention, DFlashConfig
+from offload_runtime.models.layers import Rows
+from offload_runtime.params import SamplingParams
+from offload_runtime.runners import ModelRunner, warm_up_batches, warm_up_lengths
+from offload_runtime.runners.graphs import CHILDREN, StepGraphs, graph_reach
+from offload_runtime.runners.head_decoder import HeadDecoder
+from offload_runtime.runners.model_runner import Decoder
+from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits
+from offload_runtime.speculation.draft import ChildProbabilities, Children
+from offload_runtime.speculation.ngram import LEAST_CHANCE, NgramProposer
+from offload_runtime.speculation.step import Budgets, Proposer, Texts, chains_where
+from offload_runtime.speculation.tree import CandidateTree
+from offload_runtime.trace import TraceRecorder
+
+# What the host says of each sequence of a step: its last token, the tokens whose context is kept, how many of these
+# wait to be written, its slot, and the text's tokens before all of them.
+_WORDS = 5
+# Less probable than this a candidate would hardly ever be of use.
+_NEGLIGIBLE = math.log(1e-4)
+
+
+class Block:
+    """Holds what may stand in each place behind a text.
+
+    Args:
+        tokens: [places, C], the candidates for each place.
+        scores: [places, P, C], logits / T + noise of each: of all, or by what stands in the place before, as the
+            candidates there are ordered.
+    """
+
+    def __init__(self, tokens: np.ndarray, scores: np.ndarray) -> None:
+        self._tokens: list[list[int]] = tokens.tolist()
+        self._scores = scores
+        self._children = dict[tuple[int, int], Children]()
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def children(self, place: int, before: int) -> Children:
+        """Return what may stand in a place behind a token, the best first; nothing where logits were NaN."""
+        rank = 0
+        if place and self._scores.shape[1] > 1 and before in self._tokens[place - 1]:
+            rank = self._tokens[place - 1].index(before)
+        if (found := self._children.get((place, rank))) is None:
+            scores = self._scores[place, rank].tolist()
+            pairs = sorted(zip(scores, self._tokens[place], strict=True), key=lambda pair: -pair[0])
+            whole = all(score < math.inf for score in scores)  # which NaN is not
+            pairs = [(score, token) for score, token in pairs if whole and score > -math.inf]
+            found = Children([token for _, token in pairs], [score for score, _ in pairs])
+            self._children[place, rank] = found
+        return found
+
+    def chain(self, token: int, count: int) -> list[int]:
+        """Return the best token of each of so many places behind the text's last one, each by those before it."""
+        found = list[int]()
+        for place in range(min(count, len(self))):
+            if not (best := self.children(place, token).tokens):
+                break
+            found.append(token := best[0])
+        return found
+
+
+class DFlashRunner:
+    """Keeps the context of texts and runs blocks behind them, for several sequences in one step.
+
+    The drafter's cache counts from the first token whose context is known: of a text whose beginning was restored the
+    target's hidden states are not. The newest tokens wait, so that a step writes their keys and values itself.
+    Everything is enqueued on the current stream.
+
+    Args:
+        runner: Of the drafter.
+        batch: Sequences, each by the number of its slot.
+    """
+
+    def __init__(self, runner: ModelRunner, *, batch: int) -> None:
+        decoder = runner.decoder
+        assert isinstance(decoder, HeadDecoder) and isinstance(decoder.head_config, DFlashConfig)
+        self._runner, self._decoder, self._config, self._batch = runner, decoder, decoder.head_config, batch
+        self.device, self.places = runner.rope.device, self._config.block_size - 1
+        selector = self._config.selector
+        self._candidates = min(CHILDREN if selector is None else selector.candidates, self._config.vocab_size)
+        # How many choices of the place before a candidate is scored behind.
+        self._choices = 1 if selector is None else self._candidates
+        self.recorder: TraceRecorder | None = None  # of a trace, if there is one
+        self._sampling = SlotSampling(batch, self.device)
+        self._starts = [0] * batch
+        shape = batch, self._config.block_size, self._config.width
+        self._waiting = torch.zeros(shape, dtype=decoder.final_norm.dtype, device=self.device)
+        self._num_waiting = [0] * batch
+        outputs = batch * self.places * self._candidates * (1 + self._choices)
+        self._graphs = StepGraphs(
+            self.device, captures=runner.streamer.has_all, input_words=_WORDS * batch, output_words=outputs
+        )
+
+    def join(self, slot: int, params: SamplingParams) -> None:
+        """Let a sequence begin in a slot, whose tokens are chosen so."""
+        self._sampling.assign(slot, params)
+
+    def leave(self, slot: int) -> None:
+        """End a slot's sequence, if there is one."""
+        self._sampling.release(slot)
+
+    def room(self, length: int) -> int:
+        """Return the most tokens that can be proposed in a row behind a text of so many."""
+        return self.places if length + self.places <= self._runner.cache.max_tokens_with_draft else 0
+
+    def end(self, slot: int) -> int:
+        """Return the position behind the last token whose context is kept."""
+        return self._starts[slot] + self._runner.cache.length(slot) + self._num_waiting[slot]
+
+    def forget(self, slot: int, end: int) -> None:
+        """Keep the context of no token from position `end` on; of none where what is before it is not known."""
+        cache, kept = self._runner.cache, max(0, end - self._starts[slot])
+        if end > self.end(slot):
+            kept = 0
+        self._num_waiting[slot] = max(0, min(self._num_waiting[slot], kept - cache.length(slot)))
+        if kept < cache.length(slot) and cache.truncate(slot, kept) < kept:
+            cache.truncate(slot, 0)  # windows reach what is not there any more
+        if not cache.length(slot) + self._num_waiting[slot]:
+            self._starts[slot] = end
+
+    @torch.inference_mode()
+    def keep(self, slot: int, position: int, kept: torch.Tensor) -> None:
+        """Take what is kept of the target's rows, [N, W], of the tokens of a slot from a position on, in place of
+        whatever there was of these. Beyond what the cache has room for there is nothing to propose."""
+        self.forget(slot, position)
+        waiting, count = self._num_waiting[slot], len(kept)
+        if waiting + count <= self._config.block_size:
+            self._waiting[slot, waiting : waiting + count] = kept
+            self._num_waiting[slot] += count
+        elif self.end(slot) - self._starts[slot] + count <= self._runner.cache.max_tokens_with_draft:
+            self._num_waiting[slot] = 0
+            for rows in (self._waiting[slot, :waiting], kept.to(self._waiting.dtype)):
+                self._write(slot, rows)
+
+    def _write(self, slot: int, kept: torch.Tensor) -> None:
+        """Put tokens behind those in the cache."""
+        cache, count = self._runner.cache, len(kept)
+        if not count:
+            return
+        cache.begin_window([slot], [count])
+        positions = torch.arange(count, dtype=torch.int32, device=self.device) + cache.length(slot)
+        rope = self._rope_rows(positions, torch.full_like(positions, slot))
+        context = self._config.context(kept, self._decoder.shared)
+        for index, weights in self._runner.streamer.layers(count):
+            self._attention(index).keep(index, context, weights, rope, cache)
+        cache.commit(slot, count)
+
+    def _attention(self, index: int) -> BlockAttention:
+        attention = self._config.layers[index].attention
+        assert isinstance(attention, BlockAttention)
+        return attention
+
+    def _rope_rows(self, positions: torch.Tensor, slots: torch.Tensor) -> RopeRows:
+        """Return where rows stand [N], in the text as in the cache; negative positions are padding."""
+        rope = self._runner.rope
+        return RopeRows(*rope.angles(positions, rope.frequencies(1)), positions, positions.clamp_min(0), slots)
+
+    @torch.inference_mode()
+    def blocks(self, last: Mapping[int, int]) -> dict[int, Block]:
+        """Return what may follow the last token of each of some texts, all of whose other tokens' context is kept, and
+        behind which there is room. Waits."""
+        cache, slots = self._runner.cache, [*last]
+        news = [self._num_waiting[slot] for slot in slots]
+        ends = [cache.length(slot) + new for slot, new in zip(slots, news, strict=True)]
+        cache.begin_window(slots, [new + self._config.block_size for new in news])
+        reach = max(ends) + self._config.block_size
+        if self.device.type == "cuda":
+            reach = graph_reach(reach, cache.max_tokens_with_draft)
+        self._graphs.begin()
+        rows = [*last.values()], ends, news, slots, [self._starts[slot] for slot in slots]
+        self._graphs.inputs_host[: _WORDS * len(slots)] = np.array(rows, dtype=np.int32).ravel()
+        key = len(slots), reach, self._sampling.graph_key
+        self._graphs.run(key, partial(self._step, len(slots), reach))
+        for slot, new in zip(slots, news, strict=True):
+            cache.commit(slot, new)
+            self._num_waiting[slot] = 0
+        self._graphs.wait()
+        count = len(slots) * self.places * self._candidates
+        tokens = self._graphs.outputs_host[:count].reshape(len(slots), self.places, -1)
+        scores = self._graphs.outputs_host[count : count * (1 + self._choices)].view(np.float32)
+        scores = scores.reshape(len(slots), self.places, self._choices, -1)
+        # The memory is written to by the next step.
+        return {slot: Block(tokens[row], scores[row].copy()) for row, slot in enumerate(slots)}
+
+    def _step(self, batch: int, reach: int) -> None:
+        """Write the context that waits, run the blocks, and show the candidates. Captured: no tensor of the host."""
+        size, graphs, cache = self._config.block_size, self._graphs, self._runner.cache
+        graphs.fetch(_WORDS * batch)
+        last, ends, news, slots, starts = (part[:, None] for part in graphs.inputs[: _WORDS * batch].view(_WORDS, -1))
+        steps = torch.arange(size, dtype=torch.int32, device=self.device)
+        owners = slots.expand(-1, size).flatten()
+        before = (ends - news + steps).masked_fill(steps >= news, -1).flatten()
+        before_rows = self._rope_rows(before, owners)
+        context = self._config.context(self._waiting[slots[:, 0].long()].flatten(0, 1), self._decoder.shared)
+        positions = ends + steps  # [B, T]
+        tokens = last.expand(-1, size).masked_fill(steps > 0, self._config.mask_token).flatten()
+        query = QueryRows(positions, slots.flatten(), reach)
+        rows = Rows(tokens, query, self._rope_rows(positions.flatten(), owners))
+        residual = Decoder.embed(self._decoder, rows)
+        for index, weights in self._runner.streamer.layers(len(tokens)):
+            self._attention(index).keep(index, context, weights, before_rows, cache)
+            self._decoder.layer(index, weights, residual, rows, cache)
+        logits, normed = self._decoder.outputs(residual.view(batch, size, -1)[:, 1:].flatten(0, 1))
+        ahead, owners = (starts + positions)[:, 1:].flatten(), slots.expand(-1, self.places).flatten()
+        found, scores = self._choose(logits, normed, last, ahead, owners)
+        graphs.show(found)
+        graphs.show(scores, found.numel())
+
+    def _choose(
+        self, logits: torch.Tensor, normed: torch.Tensor, last: torch.Tensor, ahead: torch.Tensor, owners: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the candidates for N places, [N, C] int32, and their scores [N, P, C] fp32.
+
+        Args:
+            logits, normed: [N, V] and [N, H], of the places.
+            last: [B, 1], the token before the first place of each sequence.
+            ahead, owners: [N], the position of each place in its text, and its slot.
+        """
+        best, found = perturbed_logits(logits, self._sampling, ahead, owners).topk(self._candidates, dim=1)
+        if self._config.selector is None:
+            return found.int(), best[:, None].contiguous()
+        of_places = found.view(len(last), self.places, -1)
+        first = last[..., None].long().expand(-1, 1, self._candidates)
+        pairs = self._config.pair_scores(
+            normed, torch.cat((first, of_places[:, :-1]), dim=1).flatten(0, 1), found, self._decoder.shared
+        )
+        inverse = self._sampling.keys[owners.long(), 0].view(torch.float32)  # of the temperature, 0 where that is
+        return found.int(), best[:, None] + pairs * inverse.masked_fill(inverse == 0, 1.0)[:, None, None]
+
+    def warm_up(self) -> None:
+        """Compile the kernels of all steps, which would hold up the first proposals. Leaves the cache empty."""
+        samplings = [[params] for params in WARM_UP_SAMPLINGS[1:]]
+        samplings += [list(WARM_UP_SAMPLINGS[:1]) * count for count in warm_up_batches(self._batch)]
+        longest = self._runner.cache.capacity_tokens - self._config.block_size
+        with self._graphs.eager():
+            for length in (1, *warm_up_lengths(longest)):
+                for params in samplings if length == 1 else samplings[-1:]:
+                    for slot, one in enumerate(params):
+                        self.join(slot, one)
+                        self.keep(slot, 0, self._waiting.new_zeros(length, self._config.width))
+                    self.blocks(dict.fromkeys(range(len(params)), 0))
+                    for slot in range(len(params)):
+                        self.leave(slot)
+                        self.forget(slot, 0)
+
+
+class DFlashProposer(Proposer):
+    """Proposes the most probable tree that a block and n-grams have, or the block's best chain.
+
+    Args:
+        runner: Of the drafter.
+        ngrams: Whose guesses join the trees; `WithNgrams` tells them who joins.
+    """
+
+    name = DFlashConfig.name
+
+    def __init__(self, runner: DFlashRunner, *, ngrams: NgramProposer) -> None:
+        self.runner, self._ngrams = runner, ngrams
+        self._joined = set[int]()
+        self._sampling: SamplingParams | None = None  # but for the noise, since a request joined that was alone
+        self._probabilities = ChildProbabilities()
+        self._texts = dict[int, Sequence[int]]()  # by slot that whose context is kept
+        self._blocks = dict[int, tuple[int, Block]]()  # by slot the last one, and the length of its text
+
+    def modes(self, texts: Texts) -> Sequence[str]:
+        modes = chains_where(self.runner.room, texts)
+        return (*modes, "tree") if modes else ()
+
+    def join(self, slot: int, params: SamplingParams) -> None:
+        self._blocks.pop(slot, None)
+        if not self._joined and params.without_noise != self._sampling:
+            self._probabilities, self._sampling = ChildProbabilities(), params.without_noise
+        self._joined.add(slot)
+        self.runner.join(slot, params)
+
+    def leave(self, slot: int) -> None:
+        self._joined.discard(slot)
+        self._blocks.pop(slot, None)
+        self.runner.leave(slot)
+
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        # What the slot had before may begin alike, and what is not observed anew is known already.
+        before = self._texts.get(slot, ())
+        pairs = enumerate(zip(before, tokens, strict=False))
+        shared = next((at for at, (one, other) in pairs if one != other), min(len(before), len(tokens)))
+        self.runner.forget(slot, min(shared, self.runner.end(slot)))
+        self._texts[slot] = tokens
+
+    def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        self.runner.keep(slot, position, hidden)
+
+    def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
+        for slot in budgets:
+            self._texts[slot] = texts[slot]
+            self._learn(slot, texts[slot])
+        last = {
+            slot: texts[slot][-1]
+            for slot in budgets
+            if self.runner.end(slot) == len(texts[slot]) - 1 and self.runner.room(len(texts[slot]))
+        }
+        found = dict.fromkeys(budgets, TokenTree())
+        for slot, block in (self.runner.blocks(last) if last else {}).items():
+            text, budget = texts[slot], budgets[slot]
+            self._blocks[slot] = len(text), block
+            if budget.tree_nodes is None:
+                found[slot] = TokenTree.chain(block.chain(text[-1], budget.longest_chain), self.name)
+            else:
+                found[slot] = self._tree(slot, text, budget, block)
+        return found
+
+    def _learn(self, slot: int, text: Sequence[int]) -> None:
+        """Compare what was said last behind a text with how it has gone on."""
+        length, block = self._blocks.pop(slot, (len(text), None))
+        for place, token in enumerate(text[length:]):
+            if block is None or place == len(block):
+                return
+            children = block.children(place, text[length + place - 1])
+            rank = children.tokens.index(token) if token in children.tokens else None
+            self._probabilities.observe(children.scores, rank)
+
+    def _tree(self, slot: int, text: Sequence[int], budget: DraftBudget, block: Block) -> TokenTree:
+        """Return the most probable nodes."""
+        tree = CandidateTree(text[-1], self.name)
+        guesses, nodes = self._ngrams.guesses(slot, text, budget, LEAST_CHANCE), [tree.root]
+        guess = guesses.tree
+        for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
+            nodes.append(tree.add(nodes[parent + 1], token, chance, self._ngrams.name))
+        deepest = min(budget.gamma, len(block)) - 1
+        # What may be among the most probable nodes stands behind some of these.
+        for _ in range(budget.size):
+            node = next(iter(tree.next_to_expand(1, deepest)), None)
+            if node is None or tree.log_probability(node) < _NEGLIGIBLE:
+                break
+            children = block.children(tree.depth(node), tree.nodes[node].token)
+            tree.expand(node, None, children.tokens, self._probabilities.log_probabilities(children.scores))
+        return tree.best(budget.size, budget.gamma)[0]

@@ -1,0 +1,225 @@
+"""DFlash drafters against their definition, whole and without a cache."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from offload_runtime.core import DraftBudget, TokenTree
+from offload_runtime.params import SamplingParams
+from offload_runtime.runners.head_decoder import HeadDecoder
+from offload_runtime.sampling import SlotSampling, perturbed_logits
+from offload_runtime.speculation.dflash import DFlashProposer, DFlashRunner
+from offload_runtime.speculation.ngram import NgramProposer
+from offload_runtime.weights import checkpoint_tensors
+from tests.helpers.dflash import (
+    HIDDEN,
+    TAPS,
+    VOCAB,
+    Tensors,
+    best_chain,
+    block_logits,
+    config_of,
+    make_drafter,
+    random_tensors,
+    settings,
+)
+
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+_ALL_SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "is_causal": False}
+GREEDY = SamplingParams()
+KINDS: dict[str, dict[str, Any]] = {
+    "first": {},
+    "causal windows": _SLIDING,
+    "windows with biases and sinks": {**_ALL_SLIDING, "attention_bias": True, "add_swa_attention_sink_bias": True},
+    "second": {"second": True},
+    "second with windows": {"second": True, **_ALL_SLIDING},
+}
+
+
+@dataclass
+class Made:
+    """A random drafter, and what a random target would make of texts."""
+
+    stated: dict[str, Any]
+    tensors: Tensors
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+    taps: dict[int, torch.Tensor]
+    drafter: DFlashRunner
+    decoder: HeadDecoder
+
+    @classmethod
+    def of(cls, kind: str, params: SamplingParams = GREEDY) -> Made:
+        stated = settings(**KINDS[kind])
+        config = config_of(stated)
+        tensors, generator = random_tensors(config), torch.Generator().manual_seed(7)
+        embedding, lm_head = (torch.randn(VOCAB, HIDDEN, generator=generator) for _ in range(2))
+        taps = {slot: torch.randn(160, TAPS, HIDDEN, generator=generator) for slot in range(2)}
+        made = make_drafter(config, tensors, embedding, lm_head)
+        for slot in taps:
+            made[0].join(slot, params)
+        return cls(stated, tensors, embedding, lm_head, taps, *made)
+
+    def kept(self, slot: int, first: int, end: int) -> torch.Tensor:
+        """What is kept of the target's rows of some tokens."""
+        rows = self.taps[slot][first:end]
+        kept = torch.full((len(rows), HIDDEN), torch.nan)
+        for number in range(TAPS):
+            self.decoder.tap(number, rows[:, number], kept)
+        return kept
+
+    def keep(self, slot: int, first: int, end: int) -> None:
+        """Let the drafter have it."""
+        self.drafter.keep(slot, first, self.kept(slot, first, end))
+
+    def defined(self, slot: int, end: int, last: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and normed rows of a block behind a context, by its definition."""
+        return block_logits(
+            self.stated, self.tensors, self.embedding, self.lm_head, self.taps[slot][first:end], last
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_says_what_its_definition_says(kind: str) -> None:
+    made = Made.of(kind)
+
+    def compare(ends: dict[int, int], first: int = 0) -> None:
+        blocks = made.drafter.blocks({slot: end % VOCAB for slot, end in ends.items()})
+        for slot, end in ends.items():
+            last = end % VOCAB
+            logits, normed = made.defined(slot, end, last, first)
+            expected = best_chain(made.stated, made.tensors, logits, normed, last)
+            assert blocks[slot].chain(last, 99) == list(expected)
+            if not made.stated["dflash_config"].get("selector_rank"):
+                scores = [blocks[slot].children(place, last).scores for place in range(len(expected))]
+                assert torch.allclose(torch.tensor(scores), logits.topk(8).values, atol=2e-4)
+
+    made.keep(0, 0, 3)
+    compare({0: 3})
+    made.keep(0, 3, 4)  # a token, a prompt in pieces, an accepted path
+    for first, end in ((0, 16), (16, 32), (32, 33)):
+        made.keep(1, first, end)
+    compare({0: 4, 1: 33})
+    made.keep(0, 4, 31)
+    compare({0: 31})
+    made.keep(1, 20, 22)  # another text that begins alike
+    compare({1: 22})
+    made.keep(1, 50, 57)  # a beginning that was restored: it is not known
+    compare({1: 57}, first=50)
+
+
+@pytest.mark.parametrize("kind", ["first", "second"])
+def test_chooses_with_the_noise_of_the_target(kind: str) -> None:
+    params = SamplingParams(temperature=0.7, seed=5, noise_id=3)
+    made, last = Made.of(kind, params), 17
+    made.keep(1, 30, 49)  # positions are those of the text, wherever the context begins
+    logits, normed = made.defined(1, 49, last, first=30)
+    positions, slots = torch.arange(50, 50 + len(logits), dtype=torch.int32), torch.ones(len(logits), dtype=torch.int32)
+    scores = perturbed_logits(logits, SlotSampling.of([GREEDY, params], torch.device("cpu")), positions, slots)
+    if kind == "second":
+        scores *= 0.7  # pairs are scored as the logits are, before the temperature
+    expected = best_chain(made.stated, made.tensors, scores, normed, last)
+    assert made.drafter.blocks({1: last})[1].chain(last, 99) == list(expected)
+
+
+def test_proposes_the_most_probable_tree_and_what_ngrams_say() -> None:
+    made, text = Made.of("first"), [*range(2, 30)]
+    proposer = DFlashProposer(made.drafter, ngrams=NgramProposer())
+    proposer.join(0, GREEDY)
+    proposer.prepare(0, text)
+    proposer.observe(0, 0, text[1:], made.kept(0, 0, len(text) - 1))
+    found = proposer.propose({0: text}, {0: DraftBudget("tree", 3, 9)})[0]
+    logits, _ = made.defined(0, len(text) - 1, text[-1])
+    best = [(row.topk(8).indices.tolist(), (row.topk(8).values.softmax(0) * 0.85).tolist()) for row in logits[:3]]
+    paths = {}
+    for depth in range(1, 4):
+        for ranks in product(range(8), repeat=depth):
+            path = tuple(best[place][0][rank] for place, rank in enumerate(ranks))
+            paths[path] = math.prod(best[place][1][rank] for place, rank in enumerate(ranks))
+    likeliest = set(sorted(paths, key=paths.__getitem__, reverse=True)[:9])
+    assert set(_paths(found)) == likeliest and found.sources == ("dflash",) * 9
+    # Where the text repeats itself its own continuation is among them, and joins what the block says.
+    text = [*text, 5, 6, 7, 8]
+    proposer.observe(0, 27, text[28:], made.kept(0, 27, len(text) - 1))
+    found = proposer.propose({0: text}, {0: DraftBudget("tree", 3, 9)})[0]
+    assert (9, 10, 11) in _paths(found) and {"ngram", "dflash"} == {*found.sources} and len(found) == 9
+
+
+def _paths(tree: TokenTree) -> list[tuple[int, ...]]:
+    found = list[tuple[int, ...]]()
+    for token, parent in zip(tree.tokens, tree.parents, strict=True):
+        found.append((*(found[parent] if parent >= 0 else ()), token))
+    return found
+
+
+def test_proposes_nothing_where_it_knows_nothing() -> None:
+    made, chain = Made.of("second with windows"), DraftBudget("chain", 4)
+    proposer = DFlashProposer(made.drafter, ngrams=NgramProposer())
+    text = [*range(40)]
+    for slot in range(2):
+        proposer.join(slot, GREEDY)
+        proposer.prepare(slot, text)
+    proposer.observe(0, 0, text[1:], made.kept(0, 0, 39))
+    proposer.observe(1, 0, text[1:], torch.full((39, HIDDEN), torch.nan))  # the target's own are NaN then
+    found = proposer.propose(dict.fromkeys(range(2), text), dict.fromkeys(range(2), chain))
+    assert len(found[0]) == 4 and not found[1]
+    text = [*text, 1, 2]  # a token was decoded that nobody has shown
+    assert not proposer.propose({0: text}, {0: chain})[0]
+    assert proposer.modes({0: text}) == ("chain", "tree")
+    longest = [0] * (256 - 5 + 1)  # the cache has whole blocks, and a block of the drafter has to fit
+    assert proposer.modes({0: longest[:-1]}) and not proposer.modes({0: longest})
+
+
+def test_keeps_what_two_texts_of_a_slot_have_in_common() -> None:
+    made, text = Made.of("first"), [*range(40)]
+    proposer = DFlashProposer(made.drafter, ngrams=NgramProposer())
+    proposer.join(0, GREEDY)
+    proposer.prepare(0, text)
+    proposer.observe(0, 0, text[1:], made.kept(0, 0, 39))
+    proposer.leave(0)
+    for shared in (30, 20):  # as many as the target kept, or more than the texts share
+        proposer.join(0, GREEDY)
+        other = [*text[:shared], *[77] * (40 - shared)]
+        proposer.prepare(0, other)
+        proposer.observe(0, 30, other[31:], made.kept(0, 30, 39))
+        chain = proposer.propose({0: other}, {0: DraftBudget("chain", 5)})[0]
+        logits, _ = made.defined(0, 39, 77, first=0 if shared == 30 else 30)
+        assert list(chain.tokens) == logits.argmax(1).tolist()
+
+
+def test_reads_what_public_checkpoints_are_called_and_shaped() -> None:
+    # Of the second version's for Muse Glimmer 30B, as its public code has them among its tests.
+    stated = {
+        "architectures": ["DFlash2DraftModel"], "architecture": "DFlash2DraftModel", "attention_bias": False,
+        "is_causal": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 6656, "intermediate_size": 19968,
+        "dflash_config": {
+            "block_size": 16, "conv_group_size": 16, "conv_kernel_size": 2, "final_logit_softcapping": 20.0,
+            "mask_token_id": 201818, "output_multiplier": 0.19611613513818404, "selector_rank": 256,
+            "selector_top_k": 16, "target_layer_ids": [1, 13, 25, 37, 49],
+        },
+        "layer_types": ["sliding_attention"] * 5, "max_position_embeddings": 131072, "num_attention_heads": 32,
+        "num_hidden_layers": 5, "num_key_value_heads": 8, "num_target_layers": 52, "rms_norm_eps": 1e-05,
+        "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "sliding_window": 2048,
+        "vocab_size": 202048,
+    }  # fmt: skip
+    config = config_of(stated)
+    assert config.taps == (2, 14, 26, 38, 50) and config.block_size == 16
+    shapes = {name: to.shape for name, to in checkpoint_tensors(config).items()}
+    assert len(shapes) == 81
+    assert shapes.items() >= {
+        "candidate_selector.hidden_projection.weight": (256, 6656), "norm.weight": (6656,),
+        "candidate_selector.predecessor_codebook": (202048, 256), "hidden_norm.weight": (6656,),
+        "candidate_selector.successor_codebook": (202048, 256), "fc.weight": (6656, 33280),
+        "layers.4.attention_conv.base_kernel": (2, 2, 6656), "layers.4.mlp_conv.base_kernel": (2, 2, 6656),
+        "layers.4.attention_conv.kernel_projection.weight": (1664, 6656),
+        "layers.4.mlp_conv.kernel_projection.weight": (1664, 6656), "layers.4.self_attn.k_norm.weight": (128,),
+        "layers.4.self_attn.q_proj.weight": (4096, 6656), "layers.4.self_attn.v_proj.weight": (1024, 6656),
+        "layers.4.self_attn.o_proj.weight": (6656, 4096), "layers.4.input_layernorm.weight": (6656,),
+        "layers.4.post_attention_layernorm.weight": (6656,), "layers.4.mlp.gate_proj.weight": (19968, 6656),
+    }.items()  # fmt: skip

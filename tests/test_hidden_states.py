@@ -1,0 +1,143 @@
+"""What passes keep of the residual stream for heads: the same for a row, however it came into a pass."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_runtime import Runtime
+from offload_runtime.core import Batch, TokenTree
+from offload_runtime.runners import CapturedPasses, HiddenTaps, ModelRunner
+from offload_runtime.weights import open_checkpoint
+from tests.helpers.assembly import HostKV, make_runner
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.families import family_model
+from tests.helpers.models import random_model
+
+CAPACITY, TEXT = 400, [3 + number * 37 % 90 for number in range(330)]
+# Some of a prompt; then a window and a tree, of each what is committed of it.
+PROMPT_TOKENS = 300
+MODELS = {
+    "plain": ("llama-gqa", {}),
+    "streamed": ("llama-gqa", {"buffers": 2}),
+    "host KV": ("llama-gqa", {"host_kv": HostKV()}),
+    "windows": ("mistral-window", {}),
+    "hybrid": ("qwen3_5_text", {}),
+    "mixture": ("qwen3_moe", {}),
+    "streamed mixture": ("qwen3_moe", {"buffers": 2, "pool_buffers": 6}),
+}
+
+
+def tapping(config: Any, layers: Sequence[int]) -> HiddenTaps:
+    """Keeps all channels of the stream below each of these layers, beside those of the others."""
+    size = config.hidden_size
+
+    def tap(number: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        assert number == 0 or not out[:, number * size - 1].isnan().any(), "in their order"
+        out[:, number * size :] = torch.nan
+        out[:, number * size : (number + 1) * size] = x
+
+    return HiddenTaps(tuple(layers), len(layers) * size, tap)
+
+
+def kept(batch: Batch, slot: int) -> torch.Tensor:
+    return torch.cat([*batch.hidden[slot]])
+
+
+def in_one_pass(runner: ModelRunner, tokens: Sequence[int]) -> torch.Tensor:
+    """Of all tokens, read as a prompt."""
+    found = kept(runner.forward(Batch(prompts={0: tokens})), 0)
+    runner.cache.truncate(0, 0)
+    return found.clone()
+
+
+def step_by_step(runner: ModelRunner) -> torch.Tensor:
+    """The same of a prompt in two parts, a token, a window and a tree, beside which others are in the pass."""
+    found, cache = [], runner.cache
+    for part in (TEXT[:17], TEXT[17:PROMPT_TOKENS]):
+        found.append(kept(runner.forward(Batch(prompts={0: part})), 0).clone())
+    other = {1: TokenTree((9, 8, 7, 6, 5, 4, 3))}
+    runner.forward(Batch(prompts={1: [*range(3, 60)]}))
+    at = PROMPT_TOKENS
+    branching = TokenTree((TEXT[at + 5], 90, TEXT[at + 6], 91, TEXT[at + 7]), (-1, 0, 0, 1, 2))
+    for tree, path in (
+        (TokenTree((TEXT[at],)), [0]),
+        (TokenTree(tuple(TEXT[at + 1 : at + 5])), [0, 1, 2, 3]),
+        (branching, [0, 2, 4]),
+    ):
+        batch = runner.forward(Batch({**other, 0: tree}))
+        assert [len(batch.hidden[slot][0]) for slot in (0, 1)] == [len(tree), 7], "absent rows are nobody's"
+        found.append(kept(batch, 0)[path])
+        cache.commit_path(0, path)
+    for slot in (0, 1):
+        cache.truncate(slot, 0)
+    return torch.cat(found)
+
+
+@pytest.fixture(params=MODELS)
+def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ModelRunner]:
+    name, options = MODELS[request.param]
+    model = random_model(name) if "-" in name else family_model(name, 1)
+    if name.endswith("moe"):  # whose experts are stored one by one
+        model.save_pretrained(tmp_path)
+        model = open_checkpoint(tmp_path)
+    made = make_runner(model, capacity_tokens=CAPACITY, **options)
+    yield made.runner
+    made.close()
+
+
+def assert_kept_alike(runner: ModelRunner) -> None:
+    depth = runner.decoder.num_layers
+    runner.taps = tapping(runner.decoder.config, (0, 1, depth - 1, depth))
+    text = TEXT[: PROMPT_TOKENS + 8]
+    expected, found = in_one_pass(runner, text), step_by_step(runner)
+    assert found.shape == expected.shape and found.isfinite().all()
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    at = 2 * runner.decoder.config.hidden_size
+    assert not torch.equal(expected[:, :at], expected[:, at:]), "the stream is not the same everywhere"
+
+
+def test_what_is_kept_of_a_row_is_that_of_one_prompt(runner: ModelRunner) -> None:
+    assert_kept_alike(runner)
+
+
+@pytest.mark.parametrize("resident", [0, "auto"])
+def test_rows_are_kept_on_the_first_card(target: Path, resident: int | str) -> None:
+    """Layers by turns, and in a block a card."""
+    found = []
+    for device in ("cpu,cpu", "cpu"):
+        with Runtime.load(target, draft="none", device=device, resident_layers=resident, max_batch=2) as runtime:
+            runner = runtime.engine.target.runner
+            assert_kept_alike(runner)
+            found.append(in_one_pass(runner, TEXT))
+    assert torch.equal(*found)
+
+
+def test_a_captured_pass_keeps_what_another_does() -> None:
+    made, random_ = make_runner(random_model("llama-gqa"), capacity_tokens=CAPACITY), random.Random(1)
+    runner, found = made.runner, list[torch.Tensor]()
+    runner.taps = tapping(runner.decoder.config, (1, 4))
+    runner.forward(Batch(prompts={0: TEXT[:40], 1: TEXT[:30]}))
+    trees: Mapping[int, TokenTree] = {
+        slot: TokenTree(tuple(TEXT[:size]), tuple(random_.randrange(-1, node) for node in range(size)))
+        for slot, size in ((0, 9), (1, 3))
+    }
+    for captured in (None, CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.taps)):
+        runner.captured = captured
+        batch = runner.forward(Batch(trees))
+        found.append(torch.cat([kept(batch, slot) for slot in (0, 1)]).clone())
+    made.close()
+    assert torch.equal(*found) and found[0].isfinite().all() and len(found[0]) == 12
+
+
+def test_a_pass_about_some_layers_keeps_nothing() -> None:
+    made = make_runner(random_model("llama-gqa"))
+    made.runner.taps = tapping(made.runner.decoder.config, (0, 4))
+    layers = [*made.runner.streamer.layers(1)][:1]
+    assert not made.runner.forward(Batch({0: TokenTree((1,))}), layers=layers).hidden
+    made.close()
