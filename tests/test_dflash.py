@@ -5,30 +5,33 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from offload_runtime.core import DraftBudget, TokenTree
+from offload_runtime.errors import CheckpointError, VocabularyMismatchError
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.sampling import SlotSampling, perturbed_logits
 from offload_runtime.speculation.dflash import DFlashProposer, DFlashRunner
 from offload_runtime.speculation.ngram import NgramProposer
-from offload_runtime.weights import checkpoint_tensors
+from offload_runtime.weights import checkpoint_tensors, open_checkpoint
+from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.dflash import (
-    HIDDEN,
     TAPS,
-    VOCAB,
     Tensors,
     best_chain,
     block_logits,
     config_of,
-    make_drafter,
     random_tensors,
     settings,
+    write_dflash,
 )
+from tests.helpers.families import family_model
+from tests.helpers.models import model_config_from_transformers
 
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 _ALL_SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "is_causal": False}
@@ -44,33 +47,35 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Made:
-    """A random drafter, and what a random target would make of texts."""
+    """A random drafter of a random target, and residual streams of texts, which nothing has computed."""
 
     stated: dict[str, Any]
     tensors: Tensors
-    embedding: torch.Tensor
-    lm_head: torch.Tensor
+    model: Any
     taps: dict[int, torch.Tensor]
     drafter: DFlashRunner
     decoder: HeadDecoder
 
     @classmethod
-    def of(cls, kind: str, params: SamplingParams = GREEDY) -> Made:
-        stated = settings(**KINDS[kind])
-        config = config_of(stated)
-        tensors, generator = random_tensors(config), torch.Generator().manual_seed(7)
-        embedding, lm_head = (torch.randn(VOCAB, HIDDEN, generator=generator) for _ in range(2))
-        taps = {slot: torch.randn(160, TAPS, HIDDEN, generator=generator) for slot in range(2)}
-        made = make_drafter(config, tensors, embedding, lm_head)
-        for slot in taps:
-            made[0].join(slot, params)
-        return cls(stated, tensors, embedding, lm_head, taps, *made)
+    def of(cls, kind: str, directory: Path, params: SamplingParams = GREEDY) -> Made:
+        model = family_model("llama", 0)
+        stated = settings(model_config_from_transformers(model.config), **KINDS[kind])
+        tensors = random_tensors(config_of(stated))
+        source = open_checkpoint(write_dflash(directory, stated, tensors), draft=True).beside(in_memory(model))
+        runner = make_runner(source, target=make_runner(model).runner, batch=2).runner
+        drafter, generator = DFlashRunner(runner, batch=2), torch.Generator().manual_seed(7)
+        for slot in range(2):
+            drafter.join(slot, params)
+        shape = 160, len(TAPS), stated["hidden_size"]
+        taps = {slot: torch.randn(shape, generator=generator) for slot in range(2)}
+        assert isinstance(runner.decoder, HeadDecoder)
+        return cls(stated, tensors, model, taps, drafter, runner.decoder)
 
     def kept(self, slot: int, first: int, end: int) -> torch.Tensor:
         """What is kept of the target's rows of some tokens."""
         rows = self.taps[slot][first:end]
-        kept = torch.full((len(rows), HIDDEN), torch.nan)
-        for number in range(TAPS):
+        kept = torch.full((len(rows), rows.shape[2]), torch.nan)
+        for number in range(len(TAPS)):
             self.decoder.tap(number, rows[:, number], kept)
         return kept
 
@@ -80,24 +85,23 @@ class Made:
 
     def defined(self, slot: int, end: int, last: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and normed rows of a block behind a context, by its definition."""
-        return block_logits(
-            self.stated, self.tensors, self.embedding, self.lm_head, self.taps[slot][first:end], last
-        )  # fmt: skip
+        of_target = self.model.model.embed_tokens.weight, self.model.lm_head.weight
+        with torch.no_grad():
+            return block_logits(self.stated, self.tensors, *of_target, self.taps[slot][first:end], last)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_says_what_its_definition_says(kind: str) -> None:
-    made = Made.of(kind)
+def test_says_what_its_definition_says(kind: str, tmp_path: Path) -> None:
+    made = Made.of(kind, tmp_path)
 
     def compare(ends: dict[int, int], first: int = 0) -> None:
-        blocks = made.drafter.blocks({slot: end % VOCAB for slot, end in ends.items()})
+        blocks = made.drafter.blocks(ends)
         for slot, end in ends.items():
-            last = end % VOCAB
-            logits, normed = made.defined(slot, end, last, first)
-            expected = best_chain(made.stated, made.tensors, logits, normed, last)
-            assert blocks[slot].chain(last, 99) == list(expected)
+            logits, normed = made.defined(slot, end, end, first)
+            expected = best_chain(made.stated, made.tensors, logits, normed, end)
+            assert blocks[slot].chain(end, 99) == list(expected)
             if not made.stated["dflash_config"].get("selector_rank"):
-                scores = [blocks[slot].children(place, last).scores for place in range(len(expected))]
+                scores = [blocks[slot].children(place, end).scores for place in range(len(expected))]
                 assert torch.allclose(torch.tensor(scores), logits.topk(8).values, atol=2e-4)
 
     made.keep(0, 0, 3)
@@ -115,9 +119,9 @@ def test_says_what_its_definition_says(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["first", "second"])
-def test_chooses_with_the_noise_of_the_target(kind: str) -> None:
+def test_chooses_with_the_noise_of_the_target(kind: str, tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.7, seed=5, noise_id=3)
-    made, last = Made.of(kind, params), 17
+    made, last = Made.of(kind, tmp_path, params), 17
     made.keep(1, 30, 49)  # positions are those of the text, wherever the context begins
     logits, normed = made.defined(1, 49, last, first=30)
     positions, slots = torch.arange(50, 50 + len(logits), dtype=torch.int32), torch.ones(len(logits), dtype=torch.int32)
@@ -128,8 +132,8 @@ def test_chooses_with_the_noise_of_the_target(kind: str) -> None:
     assert made.drafter.blocks({1: last})[1].chain(last, 99) == list(expected)
 
 
-def test_proposes_the_most_probable_tree_and_what_ngrams_say() -> None:
-    made, text = Made.of("first"), [*range(2, 30)]
+def test_proposes_the_most_probable_tree_and_what_ngrams_say(tmp_path: Path) -> None:
+    made, text = Made.of("first", tmp_path), [*range(2, 30)]
     proposer = DFlashProposer(made.drafter, ngrams=NgramProposer())
     proposer.join(0, GREEDY)
     proposer.prepare(0, text)
@@ -158,15 +162,17 @@ def _paths(tree: TokenTree) -> list[tuple[int, ...]]:
     return found
 
 
-def test_proposes_nothing_where_it_knows_nothing() -> None:
-    made, chain = Made.of("second with windows"), DraftBudget("chain", 4)
+def test_proposes_nothing_where_it_knows_nothing(tmp_path: Path) -> None:
+    made, chain = Made.of("second with windows", tmp_path), DraftBudget("chain", 4)
     proposer = DFlashProposer(made.drafter, ngrams=NgramProposer())
     text = [*range(40)]
     for slot in range(2):
         proposer.join(slot, GREEDY)
         proposer.prepare(slot, text)
     proposer.observe(0, 0, text[1:], made.kept(0, 0, 39))
-    proposer.observe(1, 0, text[1:], torch.full((39, HIDDEN), torch.nan))  # the target's own are NaN then
+    proposer.observe(
+        1, 0, text[1:], torch.full((39, made.stated["hidden_size"]), torch.nan)
+    )  # the target's own are NaN then
     found = proposer.propose(dict.fromkeys(range(2), text), dict.fromkeys(range(2), chain))
     assert len(found[0]) == 4 and not found[1]
     text = [*text, 1, 2]  # a token was decoded that nobody has shown
@@ -176,8 +182,8 @@ def test_proposes_nothing_where_it_knows_nothing() -> None:
     assert proposer.modes({0: longest[:-1]}) and not proposer.modes({0: longest})
 
 
-def test_keeps_what_two_texts_of_a_slot_have_in_common() -> None:
-    made, text = Made.of("first"), [*range(40)]
+def test_keeps_what_two_texts_of_a_slot_have_in_common(tmp_path: Path) -> None:
+    made, text = Made.of("first", tmp_path), [*range(40)]
     proposer = DFlashProposer(made.drafter, ngrams=NgramProposer())
     proposer.join(0, GREEDY)
     proposer.prepare(0, text)
@@ -196,7 +202,7 @@ def test_keeps_what_two_texts_of_a_slot_have_in_common() -> None:
 def test_reads_what_public_checkpoints_are_called_and_shaped() -> None:
     # Of the second version's for Muse Glimmer 30B, as its public code has them among its tests.
     stated = {
-        "architectures": ["DFlash2DraftModel"], "architecture": "DFlash2DraftModel", "attention_bias": False,
+        "architectures": ["DFlash2DraftModel"], "attention_bias": False,
         "is_causal": False, "head_dim": 128, "hidden_act": "silu", "hidden_size": 6656, "intermediate_size": 19968,
         "dflash_config": {
             "block_size": 16, "conv_group_size": 16, "conv_kernel_size": 2, "final_logit_softcapping": 20.0,
@@ -223,3 +229,24 @@ def test_reads_what_public_checkpoints_are_called_and_shaped() -> None:
         "layers.4.self_attn.o_proj.weight": (6656, 4096), "layers.4.input_layernorm.weight": (6656,),
         "layers.4.post_attention_layernorm.weight": (6656,), "layers.4.mlp.gate_proj.weight": (19968, 6656),
     }.items()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stated", "error", "message"),
+    [
+        ({"num_target_layers": 36}, CheckpointError, "DFlash head was made for a target of 36 layers, and it has 3"),
+        ({"vocab_size": 500}, VocabularyMismatchError, "is about 500 tokens and the target has 320"),
+        ({"target_hidden_size": 64}, CheckpointError, "reads rows of 64 channels, and the target's have 40"),
+        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [2, 1]}}, CheckpointError, "an ascending list"),
+        ({"dflash_config": {"mask_token_id": 320, "target_layer_ids": [1]}}, CheckpointError, "below vocab_size 320"),
+    ],
+)
+def test_drafters_of_other_targets_are_refused(
+    stated: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    model = family_model("llama", 0)
+    found = settings(model_config_from_transformers(model.config))
+    with pytest.raises(error, match=message):
+        found |= stated
+        write_dflash(tmp_path, found, random_tensors(config_of(found)))
+        open_checkpoint(tmp_path, draft=True).beside(in_memory(model))

@@ -11,25 +11,32 @@ place by pairs of them: how well a token follows the one that was chosen before 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.kv_blocks import HeadNorm, RopeRows, rope_store
 
+from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import Fields
 from offload_runtime.models import qwen3
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.heads import HeadConfig, join_tap
 from offload_runtime.models.layers import Attention, DecoderLayer, LayerCache, LayerWeights, Rows, Tensor, Weights
 from offload_runtime.models.reading import mlp_of, num_layers, rope, windows_by_type
-from offload_runtime.models.registry import Family
+from offload_runtime.models.registry import Head
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
 _MOST_BLOCK, _MOST_CANDIDATES, _MOST_LAYERS = 64, 64, 1 << 8
+# What transformers and vLLM take of a Qwen 3 that leaves it out.
+_DEFAULTS = {
+    "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    **qwen3.FAMILY.defaults,
+}  # fmt: skip
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")  # whose frequencies are the same at any length
 
 
@@ -170,6 +177,7 @@ class DFlashConfig(HeadConfig):
         block_size: Rows of a block, T: the last token and T - 1 masks, each a proposal.
         mask_token: What stands for tokens that are to be found.
         selector: Of version 2.
+        target_layers: Those of the target that it was made for, where it says so.
     """
 
     title: ClassVar[str] = "DFlash"
@@ -177,6 +185,17 @@ class DFlashConfig(HeadConfig):
     block_size: int = field(kw_only=True)
     mask_token: int = field(kw_only=True)
     selector: Selector | None = None
+    target_layers: int | None = None
+
+    def fitted(self, target: ModelConfig) -> Self:
+        """As of all heads."""
+        found = super().fitted(target)
+        if self.target_layers not in (None, target.num_layers):
+            raise CheckpointError(
+                f"the {self.title} head was made for a target of {self.target_layers} layers, and it has "
+                f"{target.num_layers}: take the head that was made for this target, or --draft auto"
+            )
+        return found
 
     def tap(self, number: int, x: torch.Tensor, shared: Weights, out: torch.Tensor) -> None:
         """Add this tap's product with its columns of `fc`."""
@@ -265,11 +284,14 @@ def _convolved_layer(own: Fields, layer: DecoderLayer, block_size: int) -> Convo
     return ConvolvedLayer(layer.attention, layer.mlp, around_attention=of_attention, around_mlp=of_mlp)
 
 
-def _model(fields: Fields) -> DFlashConfig:
+def _config(fields: Fields, names: Collection[str]) -> DFlashConfig:
     """Read a configuration, whose `dflash_config` goes before what is said around it."""
-    own = Fields(fields.where, {**fields.values, **fields.mapping("dflash_config")})
+    stated = {name: value for name, value in fields.values.items() if value is not None}
+    own = Fields(fields.where, {**_DEFAULTS, **stated, **fields.mapping("dflash_config")})
     if not own.flag("use_aux_hidden_state", True):
         own.refuse("use_aux_hidden_state", False, "true (the target's hidden states go through fc)")
+    if own.integer("draft_vocab_size", own.integer("vocab_size")) != own.integer("vocab_size"):
+        own.refuse("draft_vocab_size", own.values["draft_vocab_size"], "as many tokens as in vocab_size")
     block_size, mask = (
         own.integer("block_size", 16, at_least=2, at_most=_MOST_BLOCK),
         own.integer("mask_token_id", at_least=0),
@@ -283,17 +305,19 @@ def _model(fields: Fields) -> DFlashConfig:
     selector = None
     if ARCHITECTURES[1] in own.items("architectures", str):
         selector = Selector(own.integer("selector_top_k", at_most=_MOST_CANDIDATES), own.integer("selector_rank"))
+    parts = {"embed_tokens.weight": "embedding", "lm_head.weight": "lm_head"}
     cap = own.number("final_logit_softcapping", 0.0, at_least=0)
     layers = _layers(own, block_size)
     return DFlashConfig(
-        architecture=own.text("architecture"), layers=layers, vocab_size=vocab_size,
+        architecture="DFlashDraftModel", layers=layers, vocab_size=vocab_size,
         max_position_embeddings=own.integer("max_position_embeddings"),
         ropes=(rope(own, qwen3.attention(own).head_dim, types=_ROPE_TYPES),),
         embedding_multiplier=own.number("input_embedding_scale", 1.0),
         logits_divisor=1 / own.number("output_multiplier", own.number("logit_scale", 1.0), at_least=1e-6),
         logits_cap=cap or None, target_size=target_size, taps=tuple(layer + 1 for layer in layers_read),
-        block_size=block_size, mask_token=mask, selector=selector,
+        owned=frozenset(part for name, part in parts.items() if name in names), block_size=block_size, mask_token=mask,
+        selector=selector, target_layers=own.integer("num_target_layers", 0, at_least=0) or None,
     )  # fmt: skip
 
 
-FAMILY = Family(_model, {**qwen3.FAMILY.defaults, "rope_theta": 1e6})
+HEAD = Head(_config, renamed=str)

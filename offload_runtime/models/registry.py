@@ -68,7 +68,10 @@ _TEXT_PARTS = {
     "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2", "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
 }  # fmt: skip
-HEADS = {"eagle3": ("eagle3", "draft_vocab_size")}  # files: what their classes are called, or keys that they have
+HEADS = {  # files: what their classes are called, or keys that they have
+    "dflash": ("dflash", "dflash_config"),
+    "eagle3": ("eagle3", "draft_vocab_size"),
+}
 _OF_WHOLE = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 # transformers' values for what a file leaves out, where they are not None or False.
 _DEFAULTS: dict[str, Any] = {

@@ -2,52 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
-from offload_runtime.cache import KVCache
 from offload_runtime.fields import Fields
-from offload_runtime.models.dflash import FAMILY, DFlashConfig
-from offload_runtime.models.rope import RopeTable
-from offload_runtime.runners import ModelRunner
-from offload_runtime.runners.head_decoder import HeadDecoder
-from offload_runtime.speculation.dflash import DFlashRunner
-from offload_runtime.stream import DeviceBudget, make_copy_engine
-from offload_runtime.stream.queue import CardRing, LayerStreamer
-from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors
-from offload_runtime.weights.encoding import Weight
-from offload_runtime.weights.loader import load_weights
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.dflash import HEAD, DFlashConfig
+from offload_runtime.weights import checkpoint_tensors
 
 Tensors = dict[str, torch.Tensor]
-CPU = torch.device("cpu")
-VOCAB, HIDDEN, TAPS = 120, 64, 3
+BLOCK_SIZE, TAPS = 6, (1, 2, 3)
 
 
-def settings(*, second: bool = False, block_size: int = 6, **stated: Any) -> dict[str, Any]:
-    """The content of a `config.json` of a small drafter, of either version, for a target as wide as it is."""
-    own = {"block_size": block_size, "mask_token_id": 119, "target_layer_ids": [0, 2, 3][:TAPS]}
+def settings(target: ModelConfig, *, second: bool = False, **stated: Any) -> dict[str, Any]:
+    """The content of a `config.json` of a small drafter, of either version, for a target of three layers or more."""
+    own = {"block_size": BLOCK_SIZE, "mask_token_id": 7, "target_layer_ids": [tap - 1 for tap in TAPS]}
     if second:
         own |= {
-            "conv_kernel_size": 3, "conv_group_size": 16, "selector_rank": 12, "selector_top_k": 5,
+            "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 12, "selector_top_k": 5,
             "output_multiplier": 0.4, "final_logit_softcapping": 3.0,
         }  # fmt: skip
     return {
-        "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"], "architecture": "DFlashDraftModel",
-        "model_type": "qwen3", "hidden_act": "silu", "hidden_size": HIDDEN, "intermediate_size": 96, "head_dim": 16,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": VOCAB,
-        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 1024, "num_target_layers": 5,
-        "dflash_config": own, **stated,
+        "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"], "model_type": "qwen3",
+        "hidden_act": "silu", "hidden_size": target.hidden_size, "intermediate_size": 96, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": target.vocab_size,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 1024, "dtype": "float32",
+        "num_target_layers": target.num_layers, "dflash_config": own, **stated,
     }  # fmt: skip
 
 
 def config_of(stated: Mapping[str, Any]) -> DFlashConfig:
     """What the settings mean."""
-    config = FAMILY.model(Fields("config.json", {**FAMILY.defaults, **stated}))
+    config = HEAD.config(Fields("config.json", stated), ())
     assert isinstance(config, DFlashConfig)
     return config
 
@@ -62,31 +55,12 @@ def random_tensors(config: DFlashConfig, seed: int = 0) -> Tensors:
     return found
 
 
-def _copy(tensor: torch.Tensor, out: torch.Tensor, _: Any = None) -> None:
-    out.copy_(tensor)
-
-
-def make_drafter(
-    config: DFlashConfig, tensors: Tensors, embedding: torch.Tensor, lm_head: torch.Tensor, *, batch: int = 2,
-    capacity_tokens: int = 160,
-) -> tuple[DFlashRunner, HeadDecoder]:  # fmt: skip
-    """A drafter loaded by our loader, with its target's embedding and head, and its decoder."""
-    fills = {name: partial(_copy, tensors[name]) for name in checkpoint_tensors(config)}
-    source = CheckpointSource(config, torch.float32, "memory", {}, fills, lambda: None)
-    layout = ModelLayout.of(config, torch.float32)
-    weights = load_weights(source, layout)
-    layers = [weights.block(index) for index in range(config.num_layers)]
-    streamer = LayerStreamer(
-        layers, dict(enumerate(layers)), [CardRing(make_copy_engine(CPU), [], [], None)],
-        make_views=lambda layer, buffer: layout.layers[layer].views(buffer, None), kv=None,
-    )  # fmt: skip
-    shared = {"embedding": Weight(embedding), "lm_head": Weight(lm_head), **layout.shared.views(weights.block(None))}
-    decoder = HeadDecoder(config, shared)
-    cache = KVCache(
-        config, torch.float32, capacity_tokens=capacity_tokens, batch=batch, budgets=[DeviceBudget(CPU, None)]
-    )
-    runner = ModelRunner(decoder, streamer, cache, RopeTable(config, CPU), 32)
-    return DFlashRunner(runner, batch=batch), decoder
+def write_dflash(directory: Path, stated: Mapping[str, Any], tensors: Tensors) -> Path:
+    """A directory with a drafter."""
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(stated))
+    return directory
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
