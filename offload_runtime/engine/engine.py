@@ -17,6 +17,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from offload_runtime_kernels.gated_delta import CHUNK_TOKENS
 
 from offload_runtime.cache import BlockStore
 from offload_runtime.core import Batch, TokenTree
@@ -246,6 +247,10 @@ class Engine:
         free = [slot for slot in range(self._num_slots) if slot not in self.running]
         request.slot, request.num_kept = self.prefix_cache.join(request.sequence, free)
         self.running[request.slot] = request
+        if (state := self.proposer.draft_state) is not None and self._chooser.speculates(request):
+            first, cache = state.first_needed(request.slot, request.sequence), self.target.runner.cache
+            if first < request.num_kept <= cache.keeps(request.slot, first) + CHUNK_TOKENS:  # few tokens
+                request.num_kept = cache.truncate(request.slot, first)
         self.sampling.assign(request.slot, request.params.sampling, request.matcher)
         if request.params.min_tokens:
             ends = [token for token in request.end_token_ids if token < self.target.config.vocab_size]

@@ -35,6 +35,7 @@ class DraftKVState:
         rope_shifts: Of every sequence, how much further keys are rotated than their indices say.
         last_token: The largest token of the draft's vocabulary, which the target's may go beyond: it is fed in place of
             what is.
+        is_shifted: Whether indices in the cache are smaller than positions.
     """
 
     def __init__(self, runner: ModelRunner, *, batch: int) -> None:
@@ -44,6 +45,7 @@ class DraftKVState:
         self.starts: Sequence[int] = [0] * batch if cache is None else cache.starts
         self.rope_shifts: Sequence[int] = [0] * batch if cache is None else cache.rope_shifts
         self.last_token = runner.decoder.config.vocab_size - 1
+        self.is_shifted = cache is not None
         # The leading tokens whose keys the cache holds, or held before it let go of them.
         self._cached: list[list[int]] = [[] for _ in range(batch)]
         self._agreed = [0] * batch  # of every sequence, how many of these have been found to be the text's
@@ -59,6 +61,18 @@ class DraftKVState:
     def num_kept(self, length: int) -> int:
         """Return the tokens that the cache keeps of a text of `length`."""
         return length - self.start_for(length)
+
+    def knows(self, slot: int, tokens: Sequence[int]) -> bool:
+        """Return whether there is all that it takes to catch up with a text."""
+        return True
+
+    def first_needed(self, slot: int, tokens: Sequence[int]) -> int:
+        """Return the first token of a prompt that the target has to read, again if need be, for proposals behind it."""
+        return len(tokens)
+
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        """Read a prompt, as far as it can be before anything is asked for."""
+        self.catch_up(slot, tokens)
 
     @torch.inference_mode()
     def catch_up(self, slot: int, tokens: Sequence[int], most: int = REWRITTEN_TOKENS) -> Sequence[int]:
@@ -175,7 +189,7 @@ class DraftKVState:
     def _run(self, slot: int, tokens: Sequence[int], committed: int) -> None:
         """Write the keys of tokens in a row at these positions of the cache."""
         chain = TokenTree(tuple(self._clamped(tokens)))
-        self._runner.run_rows(self._runner.rows([chain], [committed], [slot], rope_shift=self.rope_shifts[slot]))
+        self._runner.write_rows(self._runner.rows([chain], [committed], [slot], rope_shift=self.rope_shifts[slot]))
 
     def _clamped(self, tokens: Sequence[int]) -> list[int]:
         """Return tokens as the draft knows them: the target's padded vocabulary may be the longer one; what is

@@ -351,8 +351,8 @@ def captured_shapes(batch: int, *, width: int, depth: int, capacity_tokens: int)
 def tree_input_sizes(shape: BatchShape) -> list[int]:
     """Return the integers of each part of the inputs of a step over trees: those of a pass; of each sequence its
     start, RoPE shift and last row; cache positions of the greedy paths by step; how many of their steps have been
-    made."""
-    return [*shape.sizes, *[shape.batch] * 3, MOST_GREEDY_STEPS * shape.batch, 1]
+    made; and of each row of a head the hidden states that it reads and writes."""
+    return [*shape.sizes, *[shape.batch] * 3, MOST_GREEDY_STEPS * shape.batch, 1, *[shape.num_rows] * 2]
 
 
 def tree_input_words(batch: int) -> int:

@@ -330,9 +330,9 @@ class ModelRunner:
         return device_rows(shape, upload(pack(parts), self.rope.device), self.rope, frequencies, rope_shift or None)
 
     @torch.inference_mode()
-    def run_rows(self, rows: Rows) -> torch.Tensor:
-        """Run one pass over prepared rows: logits [N, V]. Commits nothing and never waits for the device."""
-        return window_pass(self.decoder, self.streamer.layers(rows.num_rows), self.cache, rows)
+    def write_rows(self, rows: Rows) -> None:
+        """Write the keys and values of prepared rows. Commits nothing and never waits for the device."""
+        _run_layers(self.decoder, self.streamer.layers(rows.num_rows), self.cache, [rows], [])
 
 
 def device_rows(
@@ -360,7 +360,18 @@ def device_rows(
 def window_pass(
     decoder: Decoder, layers: Layers, cache: LayerCache, rows: Rows, hidden: KeptRows | None = None
 ) -> torch.Tensor:
-    """Run one decoding pass over prepared rows. Commits nothing and never waits for the device.
+    """Run one decoding pass over prepared rows; arguments as of `window_residual`.
+
+    Returns:
+        Logits [B * T, V].
+    """
+    return decoder.head(window_residual(decoder, layers, cache, rows, hidden))
+
+
+def window_residual(
+    decoder: Decoder, layers: Layers, cache: LayerCache, rows: Rows, hidden: KeptRows | None = None
+) -> torch.Tensor:
+    """Run the layers of one decoding pass over prepared rows. Commits nothing and never waits for the device.
 
     Args:
         decoder: The maths.
@@ -370,10 +381,10 @@ def window_pass(
         hidden: Where to keep what a head wants to read of them.
 
     Returns:
-        Logits [B * T, V].
+        The residual stream behind the last layer, [B * T, H].
     """
     (residual,) = _run_layers(decoder, layers, cache, [rows], [0], hidden=hidden)
-    return decoder.head(residual)
+    return residual
 
 
 def decide(batch: Batch, sampling: SlotSampling, committed: Sequence[int]) -> None:

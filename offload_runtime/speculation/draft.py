@@ -9,6 +9,10 @@ of the known text, its last token included, lie at their own positions; those of
 others of the cache, for as long as the node lives. So a tree that grows and a text that grows never touch, nodes that
 survive are never written again, and a path that came true is copied to its positions in one launch (`adopt`), or read
 again where layers have states. What is known of a text but has no keys yet rides along in the first step behind it.
+
+A head is a draft whose rows read hidden states, too: those of the target as far as the text is known, and behind it
+what the row before has given, which a store on the device keeps for every node. So a node can only be asked about once
+its parent has been, and a path that came true is read again with what the target made of it.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 import numpy as np
@@ -46,7 +50,9 @@ from offload_runtime.runners.graphs import (
     warm_up_batches,
     warm_up_lengths,
 )
-from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_pass
+from offload_runtime.runners.head_decoder import HeadDecoder
+from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, HeadKVState, HiddenStore, hidden_store_rows
+from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_pass, window_residual
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
 from offload_runtime.speculation.window import MOST_LEVELS, WINDOW_CAPACITY_TOKENS, DeviceWindow, Level, WindowInput
 from offload_runtime.stream import overwrite, packed_words, unpack
@@ -92,7 +98,8 @@ class StepLine:
     `first` on, which may be the text's last.
 
     Positions, `cache_positions`, `paths` behind the `committed` tokens before these rows are the cache's: the text's
-    less what a streaming cache has let go of.
+    less what a streaming cache has let go of. The rows of a head read the hidden states `sources`, and theirs are for
+    the `destinations`, by their numbers in the store.
     """
 
     slot: int
@@ -103,6 +110,8 @@ class StepLine:
     fed: int
     first: int
     committed: int
+    sources: list[int] = field(default_factory=list)
+    destinations: list[int] = field(default_factory=list)
 
 
 class DraftRunner:
@@ -123,7 +132,8 @@ class DraftRunner:
         texts: What the cache holds of every sequence: before steps all of the tokens but those that a first step feeds
             itself, and afterwards also those whose keys the steps have written.
         num_places: Nodes of a sequence's tree that can have keys at a time; 0 where there are only chains.
-        rereads: Whether a path that came true is read again, as layers have states.
+        rereads: Whether a path that came true is read again, as layers have states, or hidden states are the target's.
+        hidden: What a head's rows read; None of other drafts, whose nodes may be asked about with their parents.
         most_depth: Deepest node of a tree.
     """
 
@@ -141,21 +151,30 @@ class DraftRunner:
         self._excluded = torch.tensor(excluded, dtype=torch.int64, device=device) if excluded else None
         self._sampling = SlotSampling(batch, device)
         self.window, self._own_window = window or DeviceWindow(device, batch=batch), window is None
+        self._spare = cache.spare_positions if self._own_window else range(0)
+        self.num_places, self._has_states = len(self._spare), cache.step_tokens is not None
+        self._head, self.hidden = runner.decoder if isinstance(runner.decoder, HeadDecoder) else None, None
         self.texts = DraftKVState(runner, batch=batch)
+        if self._head is not None:
+            size = hidden_store_rows(batch, self.num_places), self._head.head_config.width
+            store = self._head.final_norm.new_empty(size)
+            self.hidden = HiddenStore(store, batch=batch, num_places=self.num_places)
+            self.texts = HeadKVState(runner, batch=batch, hidden=self.hidden)
+        self._roots = [0 if self.hidden is None else self.hidden.of_root(slot) for slot in range(batch)]
         self.recorder: TraceRecorder | None = None  # of a trace, if there is one
         # What steps read besides the window, a row for each sequence; the tensors never move.
         self._cursor = torch.zeros(batch, dtype=torch.int32, device=device)  # the position behind what was named last
         self._slots = torch.arange(batch, dtype=torch.int32, device=device)
         self._frequencies = RowFrequencies(runner.rope, batch)
         self._rotation = StepRotation(self._frequencies.tensor, runner.rope.scaling)
-        self._first = Level(StepLayout.chain(-REWRITTEN_TOKENS, REWRITTEN_TOKENS, device))
+        self._first_rows = REWRITTEN_TOKENS if self._head is None else HEAD_CATCH_UP_TOKENS
+        self._first = Level(StepLayout.chain(-self._first_rows, self._first_rows, device))
         self._next = Level(StepLayout.chain(-1, 1, device), follows=True)
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
         self._place_host = [(0, 0)] * batch
         # What steps over trees write; a draft that only grows what is known in advance has none of it.
-        self._spare = cache.spare_positions if self._own_window else range(0)
-        self.num_places, self.rereads = len(self._spare), cache.step_tokens is not None
-        self._depth = MOST_DELTA_DEPTH if self.rereads else MOST_DEPTH  # of paths in a step
+        self.rereads = self._has_states or self._head is not None
+        self._depth = MOST_DELTA_DEPTH if self._has_states else MOST_DEPTH  # of paths in a step
         self.most_depth = self._depth - self._most_fed(self.width(1))
         rows = max(STEP_ROWS, batch) if self.num_places else 0
         self._children = min(CHILDREN, vocab_size, runner.decoder.config.vocab_size)
@@ -261,7 +280,12 @@ class DraftRunner:
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         """Put a prompt into the cache before anything is asked for; nothing where there is no room to propose."""
         if self.room(len(tokens)) > 0:
-            self.texts.catch_up(slot, tokens)
+            self.texts.prepare(slot, tokens)
+
+    def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        """Take the target's hidden states of committed tokens, as a `Proposer` does."""
+        if isinstance(self.texts, HeadKVState):
+            self.texts.observe(slot, position, tokens, hidden)
 
     def room(self, length: int) -> int:
         """Return the most tokens that can be proposed in a row behind `length` tokens, of which the last needs no keys:
@@ -271,7 +295,7 @@ class DraftRunner:
             return 0
         step_tokens, most = self._runner.cache.step_tokens, WINDOW_CAPACITY_TOKENS
         most = most if step_tokens is None else min(most, step_tokens - MOST_LEVELS)
-        return min(self._max_tokens_with_draft - kept + 1, most - REWRITTEN_TOKENS)
+        return min(self._max_tokens_with_draft - kept + 1, most - self._first_rows)
 
     def width(self, num_sequences: int) -> int:
         """Return the most rows of each sequence in a step over trees that serves so many."""
@@ -280,7 +304,7 @@ class DraftRunner:
     def chains(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Return so many tokens behind each of some texts, at least one of each and no more than there is `room` for;
         they end where logits are NaN. There are as many steps as the longest has tokens, and one wait for all."""
-        known = {slot: self.texts.catch_up(slot, texts[slot]) for slot in counts}
+        known = {slot: self.texts.catch_up(slot, texts[slot], self._first_rows) for slot in counts}
         lengths = {slot: len(texts[slot]) for slot in counts}
         inputs = {
             slot: WindowInput(known[slot], lengths[slot], lengths[slot] + count, lengths[slot] + count)
@@ -292,7 +316,7 @@ class DraftRunner:
         outputs, found = self.window.read(), dict[int, list[int]]()
         for slot, one in inputs.items():
             guesses = outputs[slot].between(one.end, one.stop)
-            self.texts.learned(slot, [*known[slot], *guesses[:-1]])
+            self.texts.learned(slot, known[slot] if self._head is not None else [*known[slot], *guesses[:-1]])
             found[slot] = guesses[: guesses.index(-1)] if -1 in guesses else guesses
         return found
 
@@ -342,9 +366,15 @@ class DraftRunner:
         start = cursor if level.follows else window.end
         step = step_rows(
             window.rows, start, level.layout, self._rotation, last_token=self.texts.last_token,
-            place=None if self.texts.streaming is None else self._place,
+            place=self._place if self.texts.is_shifted else None,
         )  # fmt: skip
-        logits, following, owners = self._pass(Rows.of_step(step, slots, max_length=reach)), step.following, step.slots
+        rows, following, owners = Rows.of_step(step, slots, max_length=reach), step.following, step.slots
+        if self.hidden is None:
+            logits = self._pass(rows)
+        else:
+            newest, known = self.hidden.chains[:num_rows], self.hidden.of_texts(owners, following - 2)
+            logits, given = self._pass_of_head(rows, newest if level.follows else known)
+            self.hidden.rows.index_copy_(0, newest, given.unflatten(0, (num_rows, -1))[:, -1])
         if level.layout.ancestors is None:
             logits, following, owners = logits.unflatten(0, (num_rows, -1))[:, -1], step.ahead, slots
         if level.most == 1:
@@ -358,19 +388,32 @@ class DraftRunner:
     def _pass(self, rows: Rows) -> torch.Tensor:
         """Feed rows: logits [N, V] of what may be proposed behind each."""
         runner = self._runner
-        logits = window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows)
+        return self._proposable(window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows))
+
+    def _pass_of_head(self, rows: Rows, sources: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Feed rows that read the hidden states of these numbers: logits as of `_pass`, and what they give in turn."""
+        runner, head, hidden = self._runner, self._head, self.hidden
+        assert head is not None and hidden is not None
+        rows = replace(rows, hidden=hidden.rows.index_select(0, sources))
+        logits, given = head.outputs(window_residual(head, runner.streamer.layers(), runner.cache, rows))
+        return self._proposable(logits), given
+
+    def _proposable(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits of what may be proposed."""
         if self._excluded is not None:
             logits.index_fill_(1, self._excluded, -torch.inf)
         return logits[:, : self._vocab_size]
 
     def adopt(self, slot: int, tokens: Sequence[int], places: Sequence[int]) -> None:
-        """Let the text whose keys the cache holds go on with nodes of the tree: move their keys to their places, unless
-        the next step feeds them again."""
+        """Let the text whose keys the cache holds go on with `tokens`, the first of which are nodes of the tree with
+        keys: move these to their places, unless the next step feeds them again."""
         cache = self._runner.cache
+        if self.hidden is not None and len(places) == len(tokens):
+            self._roots[slot] = self.hidden.of_place(slot, places[-1])  # until then
         if self.rereads:
             return
         cache.adopt(slot, [self._spare[place] for place in places], cache.length(slot))
-        self.texts.learned(slot, tokens)
+        self.texts.learned(slot, tokens[: len(places)])
         self.texts.move_on(slot)
 
     @torch.inference_mode()
@@ -389,8 +432,10 @@ class DraftRunner:
         width = self.width(len(asked))
         lines = [self._line(slot, one, width) for slot, one in asked.items()]
         # States stand where rows begin, whatever these are, so that there is one graph of each shape.
-        self._runner.cache.begin_window(list(asked), [0 if self.rereads else line.fed for line in lines])
+        self._runner.cache.begin_window(list(asked), [0 if self._has_states else line.fed for line in lines])
         further = min(len(one.greedy_places) for one in asked.values())
+        if any(line.first == len(line.tokens) for line in lines):
+            further = 0  # what was to be fed has left no room for a node
         ends = [line.positions[-1] + 1 for line in lines]
         frequency_set = self._runner.rope.frequency_set
         if any(frequency_set(end) != frequency_set(end + further) for end in ends):
@@ -411,6 +456,7 @@ class DraftRunner:
         for number, line in enumerate(lines):
             if line.fed:
                 self.texts.learned(line.slot, asked[line.slot].text[-line.fed :])
+                self._roots[line.slot] = 0 if self.hidden is None else self.hidden.of_root(line.slot)
             first = number * shape.width + line.first
             last = number * shape.width + len(line.tokens)
             rows = [*range(first, last), *range(shape.num_rows + number, len(tokens), shape.batch)]
@@ -431,6 +477,7 @@ class DraftRunner:
         is_narrow = asked.greedy_places and len(fed) <= 1 + _MOST_FED
         nodes = nodes[asks_root:][: (min(width, NARROW_ROWS) if is_narrow else width) - len(fed)]
         paths = [[self._spare[place] for place in places] for _, places in nodes]
+        sources, destinations = self._hidden_of(slot, len(text) - len(fed), len(fed), [places for _, places in nodes])
         assert all(path and len(path) <= self.most_depth for path in paths)
         end = len(text) - self.texts.starts[slot]
         indices = list(range(end - len(fed), end))
@@ -439,8 +486,22 @@ class DraftRunner:
             positions=[*indices, *(end - 1 + len(path) for path in paths)],
             cache_positions=[*indices, *(path[-1] for path in paths)],
             paths=[*(indices[: row + 1] for row in range(len(fed))), *([*indices, *path] for path in paths)],
-            fed=len(fed), first=len(fed) - asks_root, committed=end - len(fed),
+            fed=len(fed), first=len(fed) - asks_root, committed=end - len(fed), sources=sources,
+            destinations=destinations,
         )  # fmt: skip
+
+    def _hidden_of(
+        self, slot: int, position: int, fed: int, nodes: Sequence[tuple[int, ...]]
+    ) -> tuple[list[int], list[int]]:
+        """Return which hidden states the rows of so many tokens from `position` on, and of nodes with these places,
+        read and give; none but a head's do."""
+        hidden = self.hidden
+        if hidden is None:
+            return [], []
+        above = [hidden.of_place(slot, places[-2]) if len(places) > 1 else self._roots[slot] for places in nodes]
+        sources = [*(hidden.of_text(slot, at - 1) for at in range(position, position + fed)), *above]
+        given = [hidden.unused] * (fed - 1) + [hidden.of_root(slot)] * min(fed, 1)
+        return sources, [*given, *(hidden.of_place(slot, places[-1]) for places in nodes)]
 
     def _shape(self, lines: Sequence[StepLine], width: int, further: int) -> BatchShape:
         depth = max(1, *(len(path) for line in lines for path in line.paths)) + further
@@ -455,17 +516,21 @@ class DraftRunner:
         self._graphs.begin()
         sizes = tree_input_sizes(shape)
         parts = unpack(self._graphs.inputs_host, sizes)
-        tokens, positions, cache_positions, owners, slots, committed, ancestors, *of_lines, greedy_positions, _ = parts
+        tokens, positions, cache_positions, owners, slots, committed, ancestors, *parts = parts
+        *of_lines, greedy_positions, _, sources, destinations = parts
         paths = ancestors.reshape(-1, shape.depth)
         greedy_positions = greedy_positions.reshape(MOST_GREEDY_STEPS, shape.batch)
         self._graphs.inputs_host[: packed_words(sizes)] = 0
         positions.fill(-1)
+        destinations.fill(0 if self.hidden is None else self.hidden.unused)
         for number, (line, following) in enumerate(zip(lines, greedy, strict=True)):
             first = number * shape.width
             last = first + len(line.tokens)
             tokens[first:last], positions[first:last] = line.tokens, line.positions
             cache_positions[first:last] = line.cache_positions
             owners[first : first + shape.width] = line.slot
+            if line.sources:
+                sources[first:last], destinations[first:last] = line.sources, line.destinations
             for row, path in enumerate(line.paths, first):
                 paths[row, : len(path)] = path
             start, rope_shift = self.texts.starts[line.slot], self.texts.rope_shifts[line.slot]
@@ -497,14 +562,18 @@ class DraftRunner:
         """Go on from each sequence's last row with its best child, whose keys go to the next of its greedy positions;
         its own children are written into `_outputs`, behind those of the rows and of earlier such steps. Captured."""
         batch, num_rows, answer = shape.batch, shape.num_rows, self._last_outputs[: shape.batch]
-        tokens, positions, cache_positions, _, _, committed, ancestors, *rest = self._parts(shape)
-        _, _, last, greedy_positions, steps_done = rest
+        tokens, positions, cache_positions, _, slots, committed, ancestors, *rest = self._parts(shape)
+        _, _, last, greedy_positions, steps_done, sources, destinations = rest
         live, step = last.long(), steps_done.long()  # [B], [1]
         position, (cache_position,) = positions[live] + 1, greedy_positions.view(MOST_GREEDY_STEPS, batch)[step]
         positions.fill_(-1)  # all other rows only fill up
         positions[live], cache_positions[live] = position, cache_position
         tokens[live] = answer[:, 0].clamp(0, self.texts.last_token)
         ancestors.view(num_rows, shape.depth)[live, (position - committed).long()] = cache_position
+        if self.hidden is not None:
+            sources[live] = destinations[live]
+            destinations.fill_(self.hidden.unused)
+            destinations[live] = self.hidden.of_places(slots, cache_position - self._spare.start)
         self._choose(self._pass_over(shape), shape, live, answer)
         found = self._outputs[num_rows : num_rows + MOST_GREEDY_STEPS * batch].view(MOST_GREEDY_STEPS, batch, -1)
         found.index_copy_(0, step, answer[None])
@@ -515,13 +584,19 @@ class DraftRunner:
         """Feed the rows of a step over trees: logits as of `_pass`."""
         shifts = self._parts(shape)[8].repeat_interleave(shape.width) if self.texts.streaming else None
         frequencies = self._row_frequencies.tensor[: shape.num_rows]
-        return self._pass(device_rows(shape, self._graphs.inputs, self._runner.rope, frequencies, shifts))
+        rows = device_rows(shape, self._graphs.inputs, self._runner.rope, frequencies, shifts)
+        if self.hidden is None:
+            return self._pass(rows)
+        *_, sources, destinations = self._parts(shape)
+        logits, given = self._pass_of_head(rows, sources)
+        self.hidden.rows.index_copy_(0, destinations.long(), given)
+        return logits
 
     def _choose(self, logits: torch.Tensor, shape: BatchShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:
         """Write the best children of some of the rows of a step over trees."""
         parts = self._parts(shape)
         ahead, owners = parts[1] + 1, parts[3]
-        if self.texts.streaming:
+        if self.texts.is_shifted:
             ahead = ahead + parts[7].repeat_interleave(shape.width)
         ahead, owners = ahead[rows], owners[rows]
         scores = perturbed_logits(logits[rows], self._sampling, ahead, owners)  # [R, V]

@@ -181,9 +181,9 @@ class CandidateTree:
                 heappush(self._frontier, (-raised, key))
             below.extend(node.children.values())
 
-    def next_to_expand(self, count: int, depth: int) -> list[int]:
+    def next_to_expand(self, count: int, depth: int, *, behind_parents: bool = False) -> list[int]:
         """Return the most probable nodes that have not been expanded, at most `count` and none deeper than `depth`,
-        parents before their children."""
+        parents before their children; or only those `behind_parents` that have been."""
         limit, picked = self.nodes[self.root].depth + depth, list[tuple[float, int]]()
         deeper = list[tuple[float, int]]()
         while self._frontier and len(picked) < count:
@@ -191,7 +191,8 @@ class CandidateTree:
             node = self.nodes.get(entry[1])
             if node is None or node.expanded or node.log_probability != -entry[0]:
                 continue
-            if node.depth > limit:
+            above = self.nodes.get(node.parent)
+            if node.depth > limit or (behind_parents and above is not None and not above.expanded):
                 deeper.append(entry)
             else:
                 picked.append(entry)
@@ -372,8 +373,17 @@ class DraftProposer(Proposer):
         with self._at_work():
             self.runner.prepare(slot, tokens)
 
+    def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        if slot in self._joined and self.runner.hidden is not None:
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream(self.runner.device))
+                hidden.record_stream(self._stream)
+            with self._at_work():
+                self.runner.observe(slot, position, tokens, hidden)
+
     def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
-        grows = self.runner.num_places > 0
+        grows, empty = self.runner.num_places > 0, dict.fromkeys(budgets, TokenTree())
+        budgets = {slot: budget for slot, budget in budgets.items() if self.runner.texts.knows(slot, texts[slot])}
         chains = {slot: budget for slot, budget in budgets.items() if budget.tree_nodes is None or not grows}
         self._verified, proposals = [], dict[int, TokenTree]()
         with self._at_work():
@@ -389,7 +399,7 @@ class DraftProposer(Proposer):
                 self._fill_windows(branching)
                 proposals |= {slot: self.trees[slot].window()[0] for slot in branching}
                 self._verified = branching
-        return proposals
+        return empty | proposals
 
     def _chains(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
         """Return chains; they end with the context, and where logits are NaN."""
@@ -459,7 +469,7 @@ class DraftProposer(Proposer):
         # Nodes that were not expanded have none.
         places = max((tree.nodes[node].places for node in path), key=len, default=())
         if places:
-            self.runner.adopt(slot, new[: len(places)], places)
+            self.runner.adopt(slot, new, places)
         return True
 
     def _fill_windows(self, slots: Sequence[int]) -> None:
@@ -521,7 +531,8 @@ class DraftProposer(Proposer):
             depth = depths[slot] = min(deepest(one.budget.gamma), most_depth)
             # The root needs no place, but is expanded alone or first.
             count = min(width, self.runner.num_places - len(one.tree.places))
-            nodes = one.tree.next_to_expand(count, depth) if depth >= 0 else []
+            level = self.runner.hidden is not None
+            nodes = one.tree.next_to_expand(count, depth, behind_parents=level) if depth >= 0 else []
             if promising := [node for node in nodes if one.tree.log_probability(node) > threshold]:
                 asked[slot] = promising
         greedy_steps = self._greedy_steps(asked, thresholds, depths)

@@ -1,0 +1,188 @@
+"""Heads as drafts: the target's tokens, whatever they propose, and proposals that are what the head says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from offload_runtime import Runtime
+from offload_runtime.core import Batch, DraftBudget
+from offload_runtime.params import SamplingParams
+from offload_runtime.runners import ModelRunner
+from offload_runtime.speculation import DraftProposer
+from offload_runtime.weights import open_checkpoint
+from tests.helpers.assembly import HostKV, make_runner
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.families import family_model
+from tests.helpers.models import random_model, random_tokens
+from tests.helpers.native_drafts import (
+    PLAIN,
+    Decoding,
+    counting_head,
+    counting_target,
+    eagle_of,
+    logits_behind,
+    make_head,
+    mtp_of,
+    plainly,
+    proposer_of,
+)
+
+PLAINLY, CHAIN, TREE = DraftBudget("plain", 0), DraftBudget("chain", 5), DraftBudget("tree", 8, tree_nodes=12)
+UNAWARE = DraftBudget("tree", 8, tree_nodes=12, cost_aware=True)
+NOISY = SamplingParams(temperature=0.8, seed=7)
+KINDS = {"mtp": mtp_of, "eagle3": eagle_of}
+
+
+def compare(decoding: Decoding, head: ModelRunner, slot: int, text: list[int], *, start: int = 1) -> int:
+    """What the head has said behind nodes of a tree that was begun behind this text, with what it should have said.
+    Returns the depth of the deepest."""
+    assert isinstance(decoding.proposer.draft, DraftProposer)
+    grown, deepest = decoding.proposer.draft.trees[slot], 0
+    for node, children in grown.children.items():
+        path, at = list[int](), node
+        while at != grown.tree.root:
+            path.append(grown.tree.nodes[at].token)
+            at = grown.tree.nodes[at].parent
+        logits = logits_behind(decoding.target, head, text, path[::-1], start=start)
+        best = logits.topk(len(children.tokens))
+        assert children.tokens == best.indices.tolist()
+        torch.testing.assert_close(torch.tensor(children.scores), best.values, rtol=1e-4, atol=1e-4)
+        deepest = max(deepest, len(path))
+    return deepest
+
+
+def step_anew(decoding: Decoding, head: ModelRunner, slot: int, *, start: int = 1) -> int:
+    """A step with a tree that is begun anew, compared as `compare` does."""
+    assert isinstance(decoding.proposer.draft, DraftProposer)
+    decoding.proposer.draft.trees.clear()
+    text = list(decoding.texts[slot])
+    decoding.step({slot: TREE})
+    return compare(decoding, head, slot, text, start=start)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_children_are_what_the_head_says(kind: str) -> None:
+    """Behind a prompt in pieces, and after rounds of trees, chains, plain tokens and what n-grams have said."""
+    target = make_runner(random_model("llama-gqa"), capacity_tokens=400).runner
+    head = make_head(target, KINDS[kind])
+    prompt = random_tokens(40) + random_tokens(30)
+    decoding, deepest = Decoding.of(target, proposer_of(head), {0: prompt}), 0
+    for before in ((), (CHAIN,), (PLAINLY, TREE), (DraftBudget("ngram", 4), CHAIN), (PLAINLY,) * 40):
+        for budget in before:
+            decoding.step({0: budget})
+        deepest = max(deepest, step_anew(decoding, head, 0))
+    assert deepest > 1
+
+
+def test_a_head_begins_at_the_first_token_that_it_knows() -> None:
+    """What another has read it has not, and never guesses; what it has read stays, however a text goes on."""
+    target = make_runner(random_model("llama-gqa"), capacity_tokens=400).runner
+    head = make_head(target)
+    prompt = random_tokens(50)
+    target.forward(Batch(prompts={0: prompt[:30]}))  # as if a cache had brought it back
+    decoding = Decoding.of(target, proposer_of(head), {0: prompt})
+    for _ in range(3):
+        step_anew(decoding, head, 0, start=31)
+    for kept, behind, start in ((45, [5, 6, 7], 31), (20, random_tokens(20, seed=3), 1), (18, [9], 1)):
+        text = decoding.leave(0)[:kept]
+        if kept == 20:
+            target.cache.truncate(0, 0)  # the whole text is read again
+        state = decoding.proposer.draft_state
+        assert state is not None
+        first = state.first_needed(0, text + behind)
+        target.cache.truncate(0, min(kept, target.cache.length(0), first))
+        decoding.join({0: text + behind})
+        for _ in range(2):
+            step_anew(decoding, head, 0, start=start)
+
+
+@pytest.mark.parametrize("by_hidden", [False, True], ids=["by tokens", "by hidden states"])
+@pytest.mark.parametrize("params", [PLAIN, NOISY], ids=["greedy", "noisy"])
+def test_a_head_that_is_right_is_believed(by_hidden: bool, params: SamplingParams) -> None:
+    """Its proposals are all accepted, in chains and trees, behind rejected ones and after a text was read again: it
+    reads the hidden states of the tokens before its own, and draws with the noise of the positions behind them."""
+    target = make_runner(counting_target(), capacity_tokens=400).runner
+    head = make_head(target, change=counting_head(by_hidden=by_hidden))
+    prompt = random_tokens(60)
+    expected = plainly(target, prompt, 120, params)
+    decoding = Decoding.of(target, proposer_of(head), {0: prompt}, params)
+    chain, tree = DraftBudget("chain", 6), DraftBudget("tree", 10, tree_nodes=12)
+    for budget, least in ((chain, 6), (tree, 8), (chain, 6), (PLAINLY, 0), (tree, 8), (tree, 8)):
+        output = decoding.step({0: budget})[0]
+        assert least <= len(output.path) <= 12, budget
+    text = decoding.texts[0]
+    assert text == expected[: len(text)] and len(text) > 100
+
+
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "resident": ("llama-gqa", {}),
+    "streamed": ("llama-gqa", {"buffers": 2}),
+    "host KV": ("llama-gqa", {"host_kv": HostKV()}),
+    "windows": ("mistral-window", {}),
+    "hybrid": ("qwen3_5_text", {}),
+    "streamed mixture": ("qwen3_moe", {"buffers": 2, "pool_buffers": 6}),
+}
+
+
+@pytest.fixture(params=[*TARGETS, "two cards"])
+def target(request: pytest.FixtureRequest, tmp_path: Path, short_target: Path) -> Iterator[ModelRunner]:
+    if request.param == "two cards":
+        with Runtime.load(short_target, draft="none", device="cpu,cpu", resident_layers=2, max_batch=3) as runtime:
+            yield runtime.engine.target.runner
+        return
+    name, options = TARGETS[request.param]
+    model = random_model(name) if "-" in name else family_model(name, 1)
+    if name.endswith("moe"):
+        model.save_pretrained(tmp_path)
+        model = open_checkpoint(tmp_path)
+    made = make_runner(model, capacity_tokens=400, **options)
+    yield made.runner
+    made.close()
+
+
+def random_history(target: ModelRunner, head: ModelRunner, seed: int, *, least: int = 0) -> None:
+    """Texts that begin, grow by all kinds of budgets, end and go on otherwise: their tokens are the target's own, and
+    so many of each window of the head."""
+    random_, budgets = random.Random(seed), [PLAINLY, CHAIN, TREE, TREE, DraftBudget("ngram", 6), UNAWARE]
+    params = [PLAIN, NOISY][seed % 2]
+    prompts = {slot: random_tokens(random_.randint(2, 90), seed=seed + slot) for slot in (0, 1)}
+    expected = {slot: plainly(target, prompt, 60, params) for slot, prompt in prompts.items()}
+    decoding = Decoding.of(target, proposer_of(head), {}, params)
+    for _ in range(14):
+        for slot in {0, 1} - {*decoding.texts}:
+            if random_.random() < 0.7:
+                decoding.join(
+                    {slot: expected[slot][: random_.randint(len(prompts[slot]), len(prompts[slot]) + 20)]}, params
+                )
+        running = {slot for slot in decoding.texts if len(decoding.texts[slot]) < len(expected[slot])}
+        if running:
+            asked = {slot: random_.choice(budgets) for slot in sorted(running)}
+            for slot, output in decoding.step(asked).items():
+                assert len(output.path) >= least or not asked[slot].drafts
+        for slot, text in [*decoding.texts.items()]:
+            most = min(len(text), len(expected[slot]))
+            assert text[:most] == expected[slot][:most]
+            if random_.random() < 0.2 or most == len(expected[slot]):
+                decoding.leave(slot)
+                kept = random_.randint(0, target.cache.length(slot))
+                target.cache.truncate(slot, min(kept, len(prompts[slot]) - 1))
+
+
+def test_whatever_a_head_proposes_the_tokens_are_the_targets(target: ModelRunner) -> None:
+    for seed, kind in enumerate(KINDS.values()):
+        for slot in range(3):
+            target.cache.truncate(slot, 0)
+        random_history(target, make_head(target, kind), seed)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_head_stays_right_whatever_happens(seed: int) -> None:
+    """It reads what belongs before each token, in slots that texts come to and leave."""
+    target = make_runner(counting_target(), capacity_tokens=400).runner
+    random_history(target, make_head(target, change=counting_head(by_hidden=True)), seed, least=4)
