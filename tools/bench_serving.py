@@ -3,14 +3,17 @@
     python tools/bench_serving.py --target wide-13b --draft none --text emma.txt --emulate rtx4090 --out serving.json
     python tools/bench_serving.py --target wide-13b --text emma.txt --emulate rtx4090 --requests 8 --minutes 8
     python tools/bench_serving.py --target wide-7b --draft none --text emma.txt --kv host --second-question 60000
+    python tools/bench_serving.py --shape gpt-oss-120b --stored mxfp4 --weights stored --emulate rtx4090 --requests 8 \\
+        --minutes 8 --prompt-tokens 16,256,2048 --disconnects 0.2 --out serving-experts.json
 
 In process: the scheduler that `offload-runtime serve` serves with, without HTTP. Each number of `--requests` is a
 runtime loaded for so many, and as many clients, which ask, wait for the whole answer and ask again for `--minutes`.
 Where 1 is among them, the others are set beside one at a time. Prompts are pieces of `--text` from anywhere, of
 `--prompt-tokens`, or random tokens without one, and the same in every load. `--disconnects` is the share of requests
-whose client leaves in the middle. Answers that differ from those one at a time are counted. Memory is that of the
-process and of the cards, every second. With `--second-question` a prompt of so many tokens is answered, and then a
-question about it. By itself `--context` is what the longest prompt and its answer take.
+whose client leaves in the middle. Answers that differ from those one at a time are counted, and of some that are drawn
+those that differ from plain decoding, once the load is over. Memory is that of the process and of the cards, and what
+is page-locked as the last answer has it, every second. With `--second-question` a prompt of so many tokens is answered,
+and then a question about it. By itself `--context` is what the longest prompt and its answer take.
 
 Prints a table, each claim with its verdict, then one JSON line; exit code 1 when a claim is missed.
 """
@@ -58,6 +61,7 @@ _LEAST_MINUTES_OF_MEMORY, _MOST_MB_PER_MINUTE = 2.0, 2.0
 _SAMPLE_S = 1.0
 _WARM_UP_TOKENS = 24
 _QUESTION_TOKENS, _SHORT_TOKENS = 32, 512
+_DECODED_PLAINLY = 8  # answers of each load
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ class Answer:
     token_s: array[float] = field(default_factory=lambda: array("d"))  # so small that they are no trend of memory
     tokens: array[int] = field(default_factory=lambda: array("q"))
     ended: str = ""
+    pinned_bytes: int = 0
 
 
 def ask(scheduler: Scheduler, requests: Requests, number: int) -> Answer:
@@ -116,6 +121,8 @@ def ask(scheduler: Scheduler, requests: Requests, number: int) -> Answer:
         answer.tokens.append(event.token)
         if len(answer.tokens) == leaves:
             ticket.cancel()
+    if event.result is not None:
+        answer.pinned_bytes = event.result.stats.pinned_bytes
     if isinstance(event, ErrorEvent):
         answer.ended = f"{type(event.error).__name__}: {event.error}"
     elif event.result.finish_reason != "interrupted":
@@ -135,6 +142,7 @@ class MemoryWatch(AbstractContextManager["MemoryWatch"]):
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._cards = [device for device in devices if device.type == "cuda"]
         self.samples: list[dict[str, float]] = []
+        self.pinned_bytes = 0  # written by those who know
         self._over, self._started_s = threading.Event(), time.perf_counter()
         self._thread = threading.Thread(target=self._look, daemon=True)
         self._thread.start()
@@ -143,6 +151,7 @@ class MemoryWatch(AbstractContextManager["MemoryWatch"]):
         process = psutil.Process()
         while True:
             sample = {"s": time.perf_counter() - self._started_s, "rss_bytes": process.memory_info().rss}
+            sample["pinned_bytes"] = self.pinned_bytes
             if self._cards:
                 pairs = [torch.cuda.mem_get_info(card) for card in self._cards]
                 sample["device_bytes"] = sum(total_bytes - free_bytes for free_bytes, total_bytes in pairs)
@@ -183,6 +192,7 @@ def hold(runtime: Runtime, requests: Requests, width: int, seconds: float) -> di
             while time.perf_counter() < end_s:
                 try:
                     found.append(ask(scheduler, requests, next(numbers)))
+                    memory.pinned_bytes = found[-1].pinned_bytes or memory.pinned_bytes
                 except UnavailableError:  # the load is over, or an answer has the error
                     break
             return found
@@ -193,7 +203,19 @@ def hold(runtime: Runtime, requests: Requests, width: int, seconds: float) -> di
         scheduler.close()
         answers = [answer for found in clients for answer in found.result()]
     return {"at_once": width, **figures(answers, started_s, seconds), "passes": passes, "answers": answers,
+            **unlike_plain(runtime, requests, answers),
             "mb_per_minute": mb_per_minute(memory.samples), "memory": memory.samples}  # fmt: skip
+
+
+def unlike_plain(runtime: Runtime, requests: Requests, answers: Sequence[Answer]) -> dict[str, int]:
+    """How many of some answers are not what plain decoding says to the same requests, alone."""
+    whole = [answer for answer in answers if answer.ended == "finished"]
+    drawn, differing = random.Random(requests.seed).sample(whole, min(len(whole), _DECODED_PLAINLY)), 0
+    for answer in drawn:
+        prompt, _ = requests.request(answer.number)
+        plain, _ = runtime.replay(prompt, requests.params(answer.number), proposer=None)
+        differing += plain.tokens != list(answer.tokens)
+    return {"decoded_plainly": len(drawn), "unlike_plain": differing}
 
 
 def figures(answers: Sequence[Answer], started_s: float, seconds: float) -> dict[str, Any]:
@@ -257,7 +279,8 @@ def load(options: argparse.Namespace, own: OurOptions, source: CheckpointSource,
         source, draft=own.draft, dtype=options.dtype,
         resident_layers="auto" if (layers := resident_layers(options.resident_layers, source)) is None else layers,
         context=options.context, kv=own.kv, weights=own.weights, encode=own.encode, speculation=own.as_speculation(),
-        max_batch=width, gamma=own.gamma, tree_nodes=own.tree_nodes,
+        max_batch=width, gamma=own.gamma, tree_nodes=own.tree_nodes, expert_pool=options.expert_pool,
+        cpu_share=options.cpu_share if options.cpu_share in (None, "auto") else float(options.cpu_share),
         **emulated(
             own.emulate, device=own.devices or options.device, vram=None if options.vram == "all" else options.vram,
             dtype=options.dtype,
@@ -312,6 +335,8 @@ def checks(report: dict[str, Any], *, plain: bool) -> list[Check]:
         if "differing" in row:
             unlike = row["differing"] if row["compared"] else math.inf  # whatever they are, nobody knows
             found.append(Check(f"answers unlike those one at a time, {width} at once", unlike, 0, at_least=False))
+        unlike = row["unlike_plain"] if row["decoded_plainly"] else math.inf
+        found.append(Check(f"answers unlike plain decoding, {width} at once", unlike, 0, at_least=False))
         if row["seconds"] >= 60 * _LEAST_MINUTES_OF_MEMORY:
             for name, slope in row["mb_per_minute"].items():
                 claim = f"MB a minute of {name.removesuffix('_bytes')}, {width} at once"
@@ -358,6 +383,8 @@ def make_parser() -> harness.Parser:
     parser.add_argument("--prompt-tokens", type=harness.integers, default=(64, 128, 256), help="lengths of prompts")
     parser.add_argument("--new-tokens", type=int, default=64, help="of every answer")
     parser.add_argument("--disconnects", type=float, default=0.0, help="share of clients that leave, such as 0.2")
+    parser.add_argument("--expert-pool", help="memory of the card for the experts of a mixture")
+    parser.add_argument("--cpu-share", help="of missing experts, 0 to 1, that the CPU computes, or auto")
     parser.add_argument("--second-question", type=int, help="about a prompt of so many tokens, and no load")
     return parser
 

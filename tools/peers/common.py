@@ -59,6 +59,10 @@ SHAPES = {
     "tiny-hybrid": Shape(shape_named("tiny-hybrid"), 256, 1024),
     "qwen3.5-0.8b": Shape(shape_named("qwen3.5-0.8b"), 248320, 262144),
     "qwen3.6-27b": Shape(shape_named("qwen3.6-27b"), 248320, 262144),
+    "tiny-mixture": Shape(shape_named("tiny-mixture"), 256, 1024),
+    "qwen3-30b-a3b": Shape(shape_named("qwen3-30b-a3b"), 151936, 40960),
+    "gpt-oss-20b": Shape(shape_named("gpt-oss-20b"), 201088, 131072),
+    "gpt-oss-120b": Shape(shape_named("gpt-oss-120b"), 201088, 131072),
 }
 
 
