@@ -72,7 +72,11 @@ def test_children_are_what_the_head_says(kind: str) -> None:
     target = make_runner(random_model("llama-gqa"), capacity_tokens=400).runner
     head = make_head(target, KINDS[kind])
     prompt = random_tokens(40) + random_tokens(30)
-    decoding, deepest = Decoding.of(target, proposer_of(head), {0: prompt}), 0
+    proposer = proposer_of(head)
+    assert isinstance(proposer.draft, DraftProposer)
+    proposer.draft.runner.warm_up()
+    assert not any(head.cache.length(slot) for slot in range(3))
+    decoding, deepest = Decoding.of(target, proposer, {0: prompt}), 0
     for before in ((), (CHAIN,), (PLAINLY, TREE), (DraftBudget("ngram", 4), CHAIN), (PLAINLY,) * 40):
         for budget in before:
             decoding.step({0: budget})
@@ -164,6 +168,7 @@ def random_history(target: ModelRunner, head: ModelRunner, seed: int, *, least: 
         if running:
             asked = {slot: random_.choice(budgets) for slot in sorted(running)}
             for slot, output in decoding.step(asked).items():
+                assert {*output.proposal.sources} <= {head.decoder.config.name, "ngram"}
                 assert len(output.path) >= least or not asked[slot].drafts
         for slot, text in [*decoding.texts.items()]:
             most = min(len(text), len(expected[slot]))

@@ -37,13 +37,14 @@ class HiddenStore:
 
     Attributes:
         rows: As given, zeros at first.
+        width: Of each.
         unused: The number of one that nobody reads.
         chains: [batch] int64: by sequence what a chain's last step gave.
     """
 
     def __init__(self, rows: torch.Tensor, *, batch: int, num_places: int) -> None:
         assert len(rows) == hidden_store_rows(batch, num_places)
-        self.rows, self.unused = rows.zero_(), len(rows) - 1
+        self.rows, self.width, self.unused = rows.zero_(), rows.shape[1], len(rows) - 1
         self._stride, self._first_of_text = (len(rows) - 1) // batch, _OWN_ROWS + num_places
         self.chains = torch.arange(1, len(rows), self._stride, device=rows.device)
 
@@ -101,10 +102,10 @@ class HeadKVState(DraftKVState):
 
     def first_needed(self, slot: int, tokens: Sequence[int]) -> int:
         self._agreed[slot] = 0
-        known = self._num_known(slot, tokens)
+        known = self.num_known(slot, tokens)
         return known - 1 if known > self._starts[slot] else len(tokens)
 
-    def _num_known(self, slot: int, tokens: Sequence[int]) -> int:
+    def num_known(self, slot: int, tokens: Sequence[int]) -> int:
         """Return the leading tokens of a text of which rows are in the cache or wait, or are before the first row."""
         cached, waiting, cache = self._cached[slot], self._waiting[slot], self._runner.cache
         shared = self._num_shared(slot, tokens)
@@ -119,7 +120,7 @@ class HeadKVState(DraftKVState):
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         self._prompts[slot] = tokens
-        known, cached = self._num_known(slot, tokens), self._cached[slot]
+        known, cached = self.num_known(slot, tokens), self._cached[slot]
         if known < self._starts[slot]:
             self._restart(slot, 1)
             return

@@ -133,6 +133,7 @@ class DraftRunner:
             itself, and afterwards also those whose keys the steps have written.
         num_places: Nodes of a sequence's tree that can have keys at a time; 0 where there are only chains.
         rereads: Whether a path that came true is read again, as layers have states, or hidden states are the target's.
+        head: Which head it is; None of other drafts.
         hidden: What a head's rows read; None of other drafts, whose nodes may be asked about with their parents.
         most_depth: Deepest node of a tree.
     """
@@ -153,11 +154,12 @@ class DraftRunner:
         self.window, self._own_window = window or DeviceWindow(device, batch=batch), window is None
         self._spare = cache.spare_positions if self._own_window else range(0)
         self.num_places, self._has_states = len(self._spare), cache.step_tokens is not None
-        self._head, self.hidden = runner.decoder if isinstance(runner.decoder, HeadDecoder) else None, None
+        self._decoder, self.hidden = runner.decoder if isinstance(runner.decoder, HeadDecoder) else None, None
+        self.head = None if self._decoder is None else self._decoder.head_config
         self.texts = DraftKVState(runner, batch=batch)
-        if self._head is not None:
-            size = hidden_store_rows(batch, self.num_places), self._head.head_config.width
-            store = self._head.final_norm.new_empty(size)
+        if self._decoder is not None:
+            size = hidden_store_rows(batch, self.num_places), self._decoder.head_config.width
+            store = self._decoder.final_norm.new_empty(size)
             self.hidden = HiddenStore(store, batch=batch, num_places=self.num_places)
             self.texts = HeadKVState(runner, batch=batch, hidden=self.hidden)
         self._roots = [0 if self.hidden is None else self.hidden.of_root(slot) for slot in range(batch)]
@@ -167,13 +169,14 @@ class DraftRunner:
         self._slots = torch.arange(batch, dtype=torch.int32, device=device)
         self._frequencies = RowFrequencies(runner.rope, batch)
         self._rotation = StepRotation(self._frequencies.tensor, runner.rope.scaling)
-        self._first_rows = REWRITTEN_TOKENS if self._head is None else HEAD_CATCH_UP_TOKENS
+        self._first_rows = REWRITTEN_TOKENS if self.head is None else HEAD_CATCH_UP_TOKENS
+        self._least = 1 if self.head is None else 2  # tokens of a text that there is a row about
         self._first = Level(StepLayout.chain(-self._first_rows, self._first_rows, device))
         self._next = Level(StepLayout.chain(-1, 1, device), follows=True)
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
         self._place_host = [(0, 0)] * batch
         # What steps over trees write; a draft that only grows what is known in advance has none of it.
-        self.rereads = self._has_states or self._head is not None
+        self.rereads = self._has_states or self.head is not None
         self._depth = MOST_DELTA_DEPTH if self._has_states else MOST_DEPTH  # of paths in a step
         self.most_depth = self._depth - self._most_fed(self.width(1))
         rows = max(STEP_ROWS, batch) if self.num_places else 0
@@ -202,7 +205,7 @@ class DraftRunner:
                     self._take_steps(WARM_UP_SAMPLINGS[:1] * num_sequences, 1)
                 for length in warm_up_lengths(self._capacity_tokens - 1):
                     self._take_steps(WARM_UP_SAMPLINGS[:1], length)
-            for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - 1)):
+            for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - self._first_rows + 1)):
                 self._catch_up_behind(length)
         if self._choosing is not None:
             self._choosing.warm_up()
@@ -214,7 +217,7 @@ class DraftRunner:
         """Make a first step and a later one behind texts of so many tokens."""
         for slot, params in enumerate(slots):
             self.join(slot, params)
-        texts = {slot: [0] * length for slot in range(len(slots))}
+        texts = {slot: self._tell(slot, length + self._least - 1) for slot in range(len(slots))}
         self.chains(texts, {slot: min(2, self.room(length)) for slot in texts})
         for slot in texts:
             self.leave(slot)
@@ -222,11 +225,20 @@ class DraftRunner:
     def _catch_up_behind(self, length: int) -> None:
         """Feed what rounds bring that others have proposed, behind a text of so many tokens."""
         self._forget()
-        inputs = length + REWRITTEN_TOKENS  # which a first step feeds itself
+        inputs = length + self._first_rows  # which a first step feeds itself
         for more in (0, *(1 << power for power in range(CATCH_UP_TOKENS.bit_length()))):
             inputs += more
             if inputs <= self._capacity_tokens:
-                self.texts.catch_up(0, [0] * inputs)
+                self.texts.catch_up(0, self._tell(0, inputs), self._first_rows)
+
+    def _tell(self, slot: int, length: int) -> list[int]:
+        """Return a text of so many tokens, of which a head has been told all that there is to know."""
+        text, state = [0] * length, self.texts
+        if isinstance(state, HeadKVState) and self.hidden is not None:
+            state.prepare(slot, text)
+            known = state.num_known(slot, text)
+            state.observe(slot, known - 1, text[known:], self.hidden.rows.new_zeros(length - known, self.hidden.width))
+        return text
 
     def _forget(self) -> None:
         """Empty the cache."""
@@ -316,7 +328,7 @@ class DraftRunner:
         outputs, found = self.window.read(), dict[int, list[int]]()
         for slot, one in inputs.items():
             guesses = outputs[slot].between(one.end, one.stop)
-            self.texts.learned(slot, known[slot] if self._head is not None else [*known[slot], *guesses[:-1]])
+            self.texts.learned(slot, known[slot] if self.head is not None else [*known[slot], *guesses[:-1]])
             found[slot] = guesses[: guesses.index(-1)] if -1 in guesses else guesses
         return found
 
@@ -372,8 +384,9 @@ class DraftRunner:
         if self.hidden is None:
             logits = self._pass(rows)
         else:
-            newest, known = self.hidden.chains[:num_rows], self.hidden.of_texts(owners, following - 2)
-            logits, given = self._pass_of_head(rows, newest if level.follows else known)
+            newest = self.hidden.chains[:num_rows]
+            sources = newest if level.follows else self.hidden.of_texts(owners, following - 2)
+            logits, given = self._pass_of_head(rows, sources)
             self.hidden.rows.index_copy_(0, newest, given.unflatten(0, (num_rows, -1))[:, -1])
         if level.layout.ancestors is None:
             logits, following, owners = logits.unflatten(0, (num_rows, -1))[:, -1], step.ahead, slots
@@ -392,7 +405,7 @@ class DraftRunner:
 
     def _pass_of_head(self, rows: Rows, sources: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Feed rows that read the hidden states of these numbers: logits as of `_pass`, and what they give in turn."""
-        runner, head, hidden = self._runner, self._head, self.hidden
+        runner, head, hidden = self._runner, self._decoder, self.hidden
         assert head is not None and hidden is not None
         rows = replace(rows, hidden=hidden.rows.index_select(0, sources))
         logits, given = head.outputs(window_residual(head, runner.streamer.layers(), runner.cache, rows))

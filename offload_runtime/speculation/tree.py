@@ -324,10 +324,9 @@ class DraftProposer(Proposer):
         probabilities: What the draft's scores are worth.
     """
 
-    name = DRAFT
-
     def __init__(self, runner: DraftRunner, *, ngrams: NgramProposer, worth: StepWorth) -> None:
         self.runner, self._ngrams, self._worth = runner, ngrams, worth
+        self.name: str = DRAFT if runner.head is None else runner.head.name
         own_stream = runner.device.type == "cuda" and runner.num_places > 0
         self._stream = drafting_stream(runner.device) if own_stream else None
         self._joined: set[int] = set()
@@ -407,7 +406,7 @@ class DraftProposer(Proposer):
         counts = {slot: min(budget.longest_chain, room(len(texts[slot]))) for slot, budget in budgets.items()}
         asked = {slot: count for slot, count in counts.items() if count > 0}
         found = self.runner.chains(texts, asked) if asked else {}
-        return {slot: TokenTree.chain(found.get(slot, ()), DRAFT) for slot in budgets}
+        return {slot: TokenTree.chain(found.get(slot, ()), self.name) for slot in budgets}
 
     def ahead(self, pending: Callable[[], bool]) -> None:
         """Expand the trees past their windows, one step at a time, as far as there are places for what is found."""
@@ -438,7 +437,7 @@ class DraftProposer(Proposer):
     def _follow(self, slot: int, text: Sequence[int], budget: DraftBudget) -> None:
         """Let a tree stand behind a text: what is left of the one before, or a new one, with what n-grams say."""
         before = self.trees.pop(slot, None)
-        one = GrownTree(list(text), budget, CandidateTree(text[-1]))
+        one = GrownTree(list(text), budget, CandidateTree(text[-1], self.name))
         if before is not None and one.text[: len(before.text)] == before.text:
             new, one.expected = one.text[len(before.text) :], before.expected
             path = before.tree.walk(new)
