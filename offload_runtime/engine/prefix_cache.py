@@ -5,7 +5,9 @@ directory, which outlives the process; they give them back to a prompt of which 
 By one arithmetic what is kept has the bits of what would be computed anew. A slot without a running request costs no
 pass anything: passes attend to, and stream, the keys and values of the requests that they are about.
 
-Stores have the target's blocks, and the draft's where its cache holds all of a text. What a retrieval verifier knows of
+Stores have the target's blocks, and the draft's where its cache holds all of a text; of a head, whose rows each read
+the token behind theirs, too, the last row of a block may have read another than the text has, which costs a proposal at
+most. What a retrieval verifier knows of
 chunks is made anew of each block as it comes; a streaming draft reads the few tokens that it holds.
 """
 
@@ -27,6 +29,7 @@ from offload_runtime.cache import ANCHOR_TOKENS, BlockFiles, BlockLayout, BlockS
 from offload_runtime.cache.saved_blocks import first_whole_block
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import BudgetError, SessionError, StorageError
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.options import require
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import DraftKVState
@@ -65,12 +68,14 @@ class SavedCache:
         model: Whose it is.
         source: Its checkpoint.
         draft_state: What it holds, of a draft's; None of the target's.
+        reads: The target's checkpoint, of a head, whose rows are made of what that has made.
         locks: Whether memory may be page-locked for blocks on their way.
     """
 
     model: LoadedModel
     source: CheckpointSource
     draft_state: DraftKVState | None = None
+    reads: CheckpointSource | None = None
     locks: bool = False
 
     @classmethod
@@ -85,7 +90,8 @@ class SavedCache:
             if model is not None and (name == "target" or state is not None):
                 assert isinstance(source, CheckpointSource), "a runtime that is loaded has opened its checkpoints"
                 locks = model.rope.device.type == "cuda" and plan.request.pinned is None
-                caches[name] = cls(model, source, state, locks)
+                reads = plan.request.target if isinstance(model.config, HeadConfig) else None
+                caches[name] = cls(model, source, state, reads, locks)
         return caches
 
     @cached_property
@@ -99,6 +105,8 @@ class SavedCache:
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU with {cpu}",
             "arithmetic": f"{_ARITHMETIC}, torch {torch.__version__}",
         } | ({} if self.draft_state is None else {"cache": self.model.plan.cache})  # fmt: skip
+        if self.reads is not None:
+            made_with["reads"] = self.reads.fingerprint
         recurrence = {"chunk size": f"{CHUNK_TOKENS} tokens", "recurrence": str(_RECURRENCE)}
         return made_with | (recurrence if self.model.config.deltas else {})
 

@@ -187,6 +187,8 @@ class HeadKVState(DraftKVState):
             return 0
         cached, waiting = self._cached[slot], self._waiting[slot]
         if waiting:
+            if self._hidden.rows.is_cuda:  # drafting has a stream of its own
+                torch.cuda.synchronize(self._hidden.rows.device)
             self._read(slot, waiting[:], torch.cat(self._hidden.text(slot, len(cached) - 1, len(waiting))))
         self._agreed[slot] = 0
         return max(0, min(self._num_shared(slot, tokens) - 1, self._runner.cache.length(slot)))
