@@ -136,6 +136,20 @@ def proposer_of(head: ModelRunner, batch: int = _SLOTS) -> WithNgrams:
     return WithNgrams(DraftProposer(drafts, ngrams=ngrams, worth=StepWorth()), ngrams)
 
 
+class SlowRunner(ModelRunner):
+    """A target behind whose passes there is time for so many steps of drafting ahead."""
+
+    def __init__(self, runner: ModelRunner, proposer: WithNgrams, steps: int) -> None:
+        super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.chunk_tokens)
+        self.taps, self._proposer, self._steps = runner.taps, proposer, steps
+
+    def forward(self, batch: Batch, *args: Any, **options: Any) -> Batch:
+        passed, left = super().forward(batch, *args, **options), [True] * self._steps
+        if batch.trees:
+            self._proposer.draft.ahead(lambda: bool(left and left.pop()))
+        return passed
+
+
 @dataclass
 class Decoding:
     """Texts that grow step by step: by slot."""
