@@ -10,14 +10,18 @@ import pytest
 import torch
 import widen_model
 from transformers import AutoModelForCausalLM
+from widening.checkpoint import widened_head
 
 from offload_runtime.weights import open_checkpoint
-from tests.helpers.assembly import in_memory
+from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.engine import byte_level_tokenizer
+from tests.helpers.families import family_model
+from tests.helpers.heads import Eagle3, Mtp, run_head, tapped, write_mtp
 from tests.helpers.models import all_logits, random_tokens
 from tests.helpers.widening import (
     GQA,
     MHA,
+    OF_FAMILY,
     SAME_HEADS,
     WidenedCheckpoint,
     WideShape,
@@ -50,6 +54,40 @@ def test_the_logits_are_the_small_models(shape: WideShape, tied: bool, tmp_path:
     wide = AutoModelForCausalLM.from_pretrained(write(WidenedCheckpoint(in_memory(model), shape), tmp_path / "wide"))
     assert wide.config.hidden_size == shape.hidden_size and wide.config.num_hidden_layers == shape.num_layers
     assert error(all_logits(wide, TOKENS), all_logits(model, TOKENS)) < 1e-5
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether logits are as good as the same, with the same tokens left out."""
+    known = other.isfinite()
+    return torch.equal(one.isfinite(), known) and error(one[known], other[known]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+def test_heads_guess_the_same_beside_the_widened_model(kind: str, tmp_path: Path) -> None:
+    model = family_model("llama", 0)
+    source = open_checkpoint(write_mtp(tmp_path / "small", Mtp.of("llama", model, 0), "qwen", "mtp_num_hidden_layers"))
+    wide = open_checkpoint(write(WidenedCheckpoint(source, OF_FAMILY), tmp_path / "wide"))
+    if kind == "mtp":
+        heads = [source.read_mtp(), wide.read_mtp()]
+    else:
+        eagle = Eagle3.of(model, size=40, taps=(0, 1, 2), draft_vocab=30).write(tmp_path / "eagle")
+        small_head = open_checkpoint(eagle, draft=True)
+        heads = [small_head, widened_head(small_head, OF_FAMILY)]
+    models = [model, AutoModelForCausalLM.from_pretrained(tmp_path / "wide")]
+    said = list[list[torch.Tensor]]()
+    for one, of_target, head_source in zip(models, (source, wide), heads, strict=True):
+        target = make_runner(of_target)
+        head = make_runner(head_source, target=target.runner)
+        with torch.no_grad():
+            states = one(torch.tensor([TOKENS]), output_hidden_states=True, use_cache=False).hidden_states
+        streams = [state[0] for state in states]
+        kept = streams[-1] if kind == "mtp" else tapped(head, streams)
+        logits, given = run_head(head, TOKENS[1:], kept[:-1])
+        said.append([logits, run_head(head, TOKENS[2:], given[:-1])[0]])
+        head.close()
+        target.close()
+    assert len(said[0][0]) == len(TOKENS) - 1
+    assert all(close(ours, theirs) for ours, theirs in zip(*reversed(said), strict=True))
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from tests.helpers.models import VOCAB_SIZE
 MHA = WideShape(96, 160, 4, 12, 12, 32)
 GQA = WideShape(80, 130, 5, 16, 4, 24)
 SAME_HEADS = WideShape(64, 100, 3, 8, 8, 8)
+OF_FAMILY = WideShape(96, 130, 5, 6, 3, 32)  # for the Llama of `family_model`
 
 
 def randomise(model: Any) -> Any:
@@ -49,11 +50,9 @@ class _NothingToSave:
 
 def write(widened: WidenedCheckpoint, directory: Path) -> Path:
     """Write several fp32 shards, without a tokenizer."""
-    source = CheckpointSource(
-        widened.config(), widened.native_dtype, widened.reference, widened.settings, widened.fills, _NothingToSave,
-        widened.generation,
-    )  # fmt: skip
-    return convert_to_safetensors(source, directory, dtype=torch.float32, max_shard_bytes=200_000)
+    return convert_to_safetensors(
+        widened.as_source(tokenizer=_NothingToSave), directory, dtype=torch.float32, max_shard_bytes=200_000
+    )
 
 
 def tensors_of(source: CheckpointSource) -> dict[str, torch.Tensor]:

@@ -8,12 +8,17 @@ is sqrt(h/H) times as large, which eps and the norm's weights make good:
 Attention divides scores by sqrt(D) instead of sqrt(d): the queries are multiplied by sqrt(D/d). All other rows and
 columns hold random numbers, so that they cost what the large model costs, up to where they would reach the residual
 stream: o_proj and down_proj are zero there, and so is all of them in the surplus layers.
+
+An MTP layer that the small model carries is widened with it: fc reads two streams of H channels, which are padded so,
+too. An EAGLE-3 head stays as small as it is, and so fast: of the large stream, which below each of the small model's
+layers is the small one's, its fc reads the first channels.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -22,10 +27,14 @@ from widening.made import MadeCheckpoint, fill_gaussian, named_generator, transf
 from widening.rope import widened_rope
 from widening.shapes import WideShape, check_architecture, check_fits, place_heads, shape_named
 
-from offload_runtime.errors import OptionError
+from offload_runtime.errors import OptionError, UnsupportedArchitectureError
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.eagle3 import Eagle3Config
+from offload_runtime.models.mtp import QWEN_NAMES, MtpConfig
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.stream import Staging
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
+from offload_runtime.weights.encoding import Fill
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -61,7 +70,8 @@ class WidenedCheckpoint(MadeCheckpoint):
 
     Raises:
         OptionError: The source does not fit the shape, or an option makes no sense.
-        UnsupportedArchitectureError: The source is not a plain Llama, or its RoPE scaling cannot be widened.
+        UnsupportedArchitectureError: The source is not a plain Llama, its RoPE scaling cannot be widened, or its MTP
+            layer is not of Qwen's layout.
     """
 
     def __init__(
@@ -76,13 +86,26 @@ class WidenedCheckpoint(MadeCheckpoint):
         self._source, self._small, self._shape = source, small, shape
         self._noise, self._seed = noise, seed
         self._device = device or torch.device("cpu")
-        self._small_shapes = {name: to.shape for name, to in checkpoint_tensors(small).items()}
-        self._small_fills = source.fills
+        mtp, sources, reference = source.read_mtp(), [source], f"{source.reference} (widened)"
         described = self._widened_config()
         config = model_config_from_json(described.to_dict(), "config.json")
-        fills = {name: partial(self._fill, name) for name in checkpoint_tensors(config)}
-        super().__init__(f"{source.reference} (widened)", described, config, source, fills)
+        wide_mtp = None
+        if isinstance(mtp, CheckpointSource):
+            if getattr(mtp.config(), "names", None) != QWEN_NAMES:
+                raise UnsupportedArchitectureError(f"{mtp.reference} is no `mtp.*`, and cannot be widened: take it out")
+            sources.append(mtp)
+            wide_mtp = CheckpointSource(
+                MtpConfig.of(config), source.native_dtype, f"{reference}'s MTP layer", mtp.settings,
+                self._fills_of(MtpConfig.of(config)), lambda: None,
+            )  # fmt: skip
+        self._small_fills = {name: fill for one in sources for name, fill in one.fills.items()}
+        placed = (checkpoint_tensors(one.config()) for one in sources)
+        self._small_shapes = {name: to.shape for one in placed for name, to in one.items()}
+        super().__init__(reference, described, config, source, self._fills_of(config), mtp=wide_mtp)
         self._parts = self._make_parts()
+
+    def _fills_of(self, config: ModelConfig) -> dict[str, Fill]:
+        return {name: partial(self._fill, name) for name in checkpoint_tensors(config)}
 
     def _widened_config(self) -> transformers.LlamaConfig:
         small, shape, described = self._small, self._shape, transformers_config_of(self._source)
@@ -101,8 +124,10 @@ class WidenedCheckpoint(MadeCheckpoint):
         """By the last words of a tensor's name, without `.weight`."""
         small, shape = self._small, self._shape
         places = place_heads(small, shape)
-        norm = _Part(fill=1.0, scale=math.sqrt(small.hidden_size / shape.hidden_size))
-        return {
+        norm, channels = _Part(fill=1.0, scale=math.sqrt(small.hidden_size / shape.hidden_size)), small.hidden_size
+        both = torch.cat([torch.arange(channels), torch.arange(channels) + shape.hidden_size])
+        of_mtp = {QWEN_NAMES.fc: _Part(fill=None, columns=both), **dict.fromkeys(QWEN_NAMES[2:], norm)}
+        return of_mtp | {
             "model.embed_tokens": _Part(fill=None), "lm_head": _Part(), "model.norm": norm, "input_layernorm": norm,
             "post_attention_layernorm": norm,
             "self_attn.q_proj": _Part(
@@ -131,10 +156,7 @@ class WidenedCheckpoint(MadeCheckpoint):
 
     def _fill(self, name: str, out: torch.Tensor, _: Staging | None = None) -> None:
         """Compute one tensor of the large model into `out` (contiguous)."""
-        stem = name.removesuffix(".weight")
-        if stem.startswith("model.layers."):
-            stem = stem.split(".", 3)[3]
-        part = self._parts[stem]
+        part = self._parts[re.sub(r"^(?:model|mtp)\.layers\.\d+\.", "", name.removesuffix(".weight"))]
         if part.fill is None:
             out.zero_()
         else:
@@ -167,6 +189,31 @@ def in_shape(
         OptionError: There is no such shape; errors as of `WidenedCheckpoint`.
     """
     return small if shape == "none" else WidenedCheckpoint(small, shape_named(shape, layers), noise, device=device)
+
+
+def widened_head(head: CheckpointSource, shape: WideShape) -> CheckpointSource:
+    """An EAGLE-3 head of a small model for that model in a large shape.
+
+    Raises:
+        OptionError: It is another head, or does not say which layers it reads the target below: in the large shape
+            there are more of them.
+    """
+    config = head.config()
+    if not isinstance(config, Eagle3Config) or not config.taps or config.target_size > shape.hidden_size:
+        raise OptionError(
+            f"{head.reference} is no EAGLE-3 head for a model of at most {shape.hidden_size} channels that names the "
+            "layers below which it reads it: train one with train_head.py, or take --shape none"
+        )
+
+    def fill(out: torch.Tensor, _: Staging | None = None) -> None:
+        small = torch.empty(config.hidden_size, len(config.taps) * config.target_size)
+        head.fills["fc.weight"](small)
+        out.zero_().unflatten(1, (len(config.taps), -1))[..., : config.target_size] = small.unflatten(
+            1, (len(config.taps), -1)
+        ).to(out)
+
+    wide = replace(config, target_size=shape.hidden_size)
+    return replace(head, model_config=wide, fills={**head.fills, "fc.weight": fill})
 
 
 def noisy_copy(small: CheckpointSource, noise: float, *, device: torch.device | None = None) -> CheckpointSource:

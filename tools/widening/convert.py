@@ -88,6 +88,8 @@ def _write_descriptions(source: CheckpointSource, directory: Path, dtype: torch.
     hf_config = transformers_config_of(source)
     hf_config.dtype = dtype
     hf_config.architectures = [source.config().architecture]
+    if source.read_mtp() is not None:
+        hf_config.mtp_num_hidden_layers = 1
     hf_config.save_pretrained(directory)
     settings = source.generation
     if settings is None:
@@ -105,7 +107,8 @@ def convert_to_safetensors(
     max_shard_bytes: float = 7e8,
     on_progress: Progress | None = None,
 ) -> Path:
-    """Write a checkpoint directory: configuration, tokenizer with chat template, generation settings and weights.
+    """Write a checkpoint directory: configuration, tokenizer with chat template, generation settings and weights, with
+    those of an MTP layer that the source carries.
 
     Args:
         source: What to convert.
@@ -126,8 +129,12 @@ def convert_to_safetensors(
         target = Path(out_dir).expanduser().absolute()
     except (RuntimeError, OSError) as error:  # no such user, or the current directory is gone
         raise OptionError(f"{out_dir} is no usable path ({error}): write it in full, without ~") from error
+    fills, mtp = dict(source.fills), source.read_mtp()
     needed = checkpoint_tensors(source.config())
-    shapes = {name: torch.empty(needed[name].shape, dtype=dtype, device="meta") for name in source.fills}
+    if isinstance(mtp, CheckpointSource):
+        fills |= mtp.fills
+        needed |= checkpoint_tensors(mtp.config())
+    shapes = {name: torch.empty(needed[name].shape, dtype=dtype, device="meta") for name in fills}
     split = split_torch_state_dict_into_shards(shapes, max_shard_size=int(max_shard_bytes))
     total_bytes, done_bytes = sum(shape.nbytes for shape in shapes.values()), 0
     counting, stopped = threading.Lock(), threading.Event()
@@ -140,7 +147,7 @@ def convert_to_safetensors(
             for name, tensor in tensors.items():
                 if stopped.is_set():
                     return
-                source.fills[name](tensor)
+                fills[name](tensor)
                 with counting:
                     done_bytes += tensor.nbytes
                     if on_progress is not None:

@@ -72,16 +72,18 @@ class MadeCheckpoint(CheckpointSource):
         words: Gives the tokenizer, the dtype and the tokens that end an answer; without it there is no text and no end.
         fills: As of `CheckpointSource`.
         tokenizer: Where it is not that of `words`.
+        mtp: The MTP layer that it carries.
     """
 
     def __init__(
         self, reference: str, hf_config: Any, config: ModelConfig, words: CheckpointSource | None,
-        fills: Mapping[str, Fill], *, tokenizer: Callable[[], Any] | None = None,
+        fills: Mapping[str, Fill], *, tokenizer: Callable[[], Any] | None = None, mtp: CheckpointSource | None = None,
     ) -> None:  # fmt: skip
         dtype = torch.bfloat16 if words is None else words.native_dtype
         generation = {} if words is None else words.generation
         tokenizer = tokenizer or (words.tokenizer if words else Wordless)
-        super().__init__(config, dtype, reference, hf_config.to_dict(), fills, tokenizer, generation)
+        settings = hf_config.to_dict()
+        super().__init__(config, dtype, reference, settings, fills, tokenizer, generation, read_mtp=lambda: mtp)
 
     def as_source(self, **changes: Any) -> CheckpointSource:
         """The same as a source like any other, of which a changed copy can be made; what is named is otherwise."""
