@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -64,6 +65,13 @@ def write_noisy_copy(source: Path, directory: Path, *, noise: float) -> Path:
             noisy[name] = (weight.float() * factor).to(weight.dtype)
         save_file(noisy, path, metadata={"format": "pt"})
     return directory
+
+
+def write_book(path: Path, num_words: int = 30_000) -> Path:
+    """Write words of `SENTENCES` in some order, as many as have places that are held out; returns `path`."""
+    draw, words = random.Random(0), " ".join(SENTENCES).split()
+    path.write_text(" ".join(draw.choice(words) for _ in range(num_words)), encoding="utf-8")
+    return path
 
 
 def write_checkpoint(
