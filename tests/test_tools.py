@@ -14,14 +14,15 @@ import bench_streaming
 import compare
 import pytest
 
-from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, load, one_thread, write_book  # noqa: F401 (an autouse fixture)
 
 pytestmark = pytest.mark.no_cover  # of the runtime it runs what others run
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = "long_target"
 TOOLS = (
-    "bench_experts", "bench_hybrids", "bench_kernels", "bench_long_context", "bench_serving", "bench_streaming",
-    "bench_trees", "check_exactness", "check_identity", "compare", "sweep", "timeline", "widen_model",
+    "bench_drafters", "bench_experts", "bench_hybrids", "bench_kernels", "bench_long_context", "bench_serving",
+    "bench_streaming", "check_exactness", "check_identity", "compare", "sweep", "timeline", "train_head",
+    "widen_model",
 )  # fmt: skip
 ON_CPU = ("--device", "cpu", "--dtype", "fp32")
 TINY = ("--shape", "tiny", *ON_CPU, "--repeats", "1", "--prompt-tokens", "12", "--new-tokens", "6")
@@ -77,6 +78,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [
+        ("bench_drafters", ["--source", "a", "--text", "no-text", "--device", "cpu"], "no-text cannot be read"),
         ("bench_kernels", ["softmax"], "invalid choice: 'softmax'"),
         ("bench_long_context", ["--source", "no-model", "--text", "no-text", "--device", "cpu"], "no-model"),
         ("bench_serving", ["--shape", "tiny", "--device", "cpu", "--disconnects", "2"], "a share from 0 to 1"),
@@ -85,6 +87,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("compare", ["--synthetic", "tiny", "--device", "cpu", "--timeout", "0"], "--timeout must be at least 1"),
         ("sweep", ["colour", "--source", "a", "--text", "b"], "invalid choice: 'colour'"),
         ("timeline", ["no-trace.json"], "no-trace.json cannot be read"),
+        ("train_head", ["mtp", "--source", "no-model", "--text", "a", "--checkpoint", "x", "--taps", "1"], "of eagle3"),
         ("widen_model", ["--source", "no-model", "--shape", "tiny", "--out", "x"], "no-model"),
     ],
 )  # fmt: skip
@@ -202,6 +205,21 @@ def test_a_load_is_held(target: Path, text: Path, capsys: pytest.CaptureFixture[
     assert row["unlike_plain"] == 0 < row["decoded_plainly"] and "experts on the device" in row["placement"]
     assert call("bench_serving", *given, "--second-question", 100, "--new-tokens", 4) in (0, 1)
     assert 0 < printed(capsys)["second_question"]["question_tokens"] < 50
+
+
+def test_drafters_are_compared(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    book = write_book(tmp_path / "book.txt")
+    given = ["--source", target, "--shape", "none", "--text", book, "--code", book, "--context", 400, *ON_CPU]
+    given += ["--drafters", "none", "ngram", "noise=0.01", "--gammas", 3, "--nodes", 8, "--places", 1, "--tokens", 12]
+    given += ["--prompt-tokens", 20, "--plain-tokens", 8, "--temperatures", 0.6, "--trace", tmp_path / "trace.json"]
+    assert call("bench_drafters", *given) == 0
+    found = printed(capsys)
+    assert len(found["rows"]) == len(found["summary"]) == 5 * 7
+    assert all(row["identical"] and row["identical_tokens"] in (0, 8, 12) for row in found["rows"])
+    fixed = [row for row in found["summary"] if row["drafter"] == "noise=0.01" and row["window"] == "chain 3"]
+    assert len(fixed) == 5 and all(row["tokens_per_pass"] > 1 and row["times_plain"] > 0 for row in fixed)
+    assert max(row["acceptance_by_depth"][0] for row in fixed) > 0.5
+    assert found["loads"][2]["drafting_s_per_pass"] > 0 == found["loads"][0]["drafting_s_per_pass"]
 
 
 def test_a_long_context(models: list[object], capsys: pytest.CaptureFixture[str]) -> None:

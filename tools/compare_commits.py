@@ -33,9 +33,9 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "resident-7b": (f"{_RESIDENT} --shape llama2-7b", (_PASS, _SPEED)),
     "resident-8b-q4": (f"{_RESIDENT} --shape llama3-8b --stored q4_k_m", (_PASS, _SPEED)),
     "trees-13b": (
-        f"bench_trees.py {_WIDENED} --code {{code}} --shape llama2-13b --emulate rtx4090 --noises 0.05 --gammas 16 "
-        "--nodes 256 --temperatures 0.6 --tokens 128 --plain-tokens 4",
-        ("streamed.0.tok_per_s", "streamed.1.tok_per_s", "streamed.3.tok_per_s"),
+        f"bench_drafters.py {_WIDENED} --code {{code}} --shape llama2-13b --emulate rtx4090 --kinds prose --places 1 "
+        "--drafters none noise=0.05 --gammas 16 --nodes 256 --temperatures 0.6 --plain-tokens 4",
+        ("rows.0.tok_per_s", "rows.1.tok_per_s", "rows.3.tok_per_s"),
     ),
     "long-7b": (
         f"bench_long_context.py {_WIDENED} --delta {{delta}} --shape llama2-7b --context 120000 --kv host --vram 24GB "
