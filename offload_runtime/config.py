@@ -135,9 +135,10 @@ class RuntimeConfig:
 
     target: Any = option(MISSING, "Directory, GGUF file or id on the hub.", MODEL, metavar="MODEL")
     draft: Any = option(
-        "auto", "What proposes tokens: a small model, the text's own n-grams, or nothing. Never changes the output. "
-        "auto: a small model of the same vocabulary beside the target or in the hub's cache, where that is predicted "
-        "to be faster, else n-grams.", MODEL, metavar="MODEL|auto|ngram|none",
+        "auto", "What proposes tokens: a small model, a head that was made for the target (EAGLE-3, DFlash), the MTP "
+        "layers that it carries (mtp), the text's own n-grams, or nothing. Never changes the output. auto: its MTP "
+        "layers, or a small model of the same vocabulary beside the target or in the hub's cache, where that is "
+        "predicted to be faster, else n-grams.", MODEL, metavar="MODEL|auto|mtp|ngram|none",
     )  # fmt: skip
     _: KW_ONLY
     context: int | None = option(
@@ -214,7 +215,7 @@ class RuntimeConfig:
     def __post_init__(self) -> None:
         wanted = {
             "target": "a directory, a GGUF file or a hub id such as org/name",
-            "draft": "a model, ngram or none",
+            "draft": "a model, mtp, ngram or none",
         }
         for name, what in wanted.items():
             value = getattr(self, name)
@@ -274,7 +275,7 @@ class RuntimeConfig:
 
     @property
     def proposed_by(self) -> str:
-        """Say who proposes: `ngram`, `none`, or `the draft` for a model that is named."""
+        """Say who proposes: `ngram`, `none`, or `the draft` for a model that is named, and for `mtp`."""
         own = {"auto": "ngram", "ngram": "ngram", "none": "none"}  # of auto as long as no model was found
         return own.get(self.draft, "the draft") if isinstance(self.draft, str) else "the draft"
 

@@ -93,7 +93,7 @@ def test_a_context_may_be_typed() -> None:
      (RuntimeConfig, {"allow_special_tokens": 1}, "allow_special_tokens must be of type bool"),
      (RuntimeConfig, {"speculation": "chain"}, "speculation must be of type SpeculationOptions, not 'chain'"),
      (RuntimeConfig, {"trace": 5}, r"trace must be of type pathlib\S*Path \| None, not 5"),
-     (RuntimeConfig, {"draft": None}, "draft must be a model, ngram or none, not None"),
+     (RuntimeConfig, {"draft": None}, "draft must be a model, mtp, ngram or none, not None"),
      (RuntimeConfig, {"pace": 25.0}, r"pace must be a function of a device, not 25\.0"),
      (RuntimeConfig, {"target": 5}, "target must be a directory, .* not 5"),
      (SpeculationOptions, {"budget_tokens": None}, "budget_tokens must be auto or a count of at least 1, not None"),

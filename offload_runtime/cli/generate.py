@@ -39,7 +39,10 @@ if TYPE_CHECKING:
     OnPrefill = Callable[[int, int], None]
 
 # Names of those who propose, and of windows, where users call them otherwise.
-_PROPOSERS = {"ngram": "n-grams", "unigram": "n-grams", "copy": "copied", "retrieval": "TriForce"}
+_PROPOSERS = {
+    "ngram": "n-grams", "unigram": "n-grams", "copy": "copied", "retrieval": "TriForce", "mtp": "MTP",
+    "eagle3": "EAGLE-3", "dflash": "DFlash",
+}  # fmt: skip
 
 
 def generate(options: GenerateOptions) -> None:

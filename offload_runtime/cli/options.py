@@ -272,7 +272,7 @@ def refuse_early(config: RuntimeConfig) -> None:
     if config.profile is not None:
         load_profile(config.profile)
     for model in (config.target, config.draft):
-        if model not in ("ngram", "none", "auto"):
+        if model not in ("mtp", "ngram", "none", "auto"):
             refuse_model(model)
 
 

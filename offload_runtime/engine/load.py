@@ -30,6 +30,7 @@ from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.bench import read_host_info
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.options import require
 from offload_runtime.plan import CardLimit, MemoryLimits, Placement, RunPlan
 from offload_runtime.plan.sizes import DTYPE_NAMES, PROCESS_BYTES
@@ -54,6 +55,7 @@ from offload_runtime.weights import (
     CheckpointSource,
     FoundDraft,
     MatricesNotCodable,
+    draft_beside,
     find_drafts,
     open_checkpoint,
     share_vocabulary,
@@ -133,7 +135,7 @@ def _limits_here(config: RuntimeConfig, *, page_locks: bool) -> MemoryLimits:
 
 def describe_speculation(plan: RunPlan) -> str:
     """One phrase: who proposes, and why."""
-    proposer = {"ngram": "n-grams", "none": "nobody"}.get(plan.proposer, plan.proposer)
+    proposer = {"ngram": "n-grams", "none": "nobody"}.get(plan.proposer, plan.drafter)
     phrase, why = f"proposals from {proposer}", f" (not TriForce: {plan.reason})" if plan.reason else ""
     if plan.has_verifier:
         budget, why = plan.request.speculation.budget_tokens, f" ({plan.reason})" if plan.reason else ""
@@ -217,6 +219,15 @@ def _opened(model: str | Path | CheckpointSource) -> CheckpointSource:
     return open_checkpoint(model) if isinstance(model, str | Path) else model
 
 
+def _opened_draft(config: RuntimeConfig, target: CheckpointSource, name: object) -> CheckpointSource | None:
+    """Open the draft that a user has named beside a target of this name; None where that is none."""
+    if config.proposed_by != "the draft":
+        return None
+    found = draft_beside(config.draft, target, open_checkpoint, name)
+    assert isinstance(found, CheckpointSource), "what a checkpoint carries is read as it is"
+    return found
+
+
 def _load(
     config: RuntimeConfig, *, on_progress: LoadProgress | None, on_plan: Callable[[RunPlan], None] | None,
     check: Callable[[PromptRoom], object] | None,
@@ -238,12 +249,15 @@ def _load(
     require(not twice, f"device {config.device!r} names a GPU twice: say with --vram what each of the two may take")
     with device_errors(device), ExitStack() as undo:
         name, target_source = getattr(config.target, "reference", config.target), _opened(config.target)
-        draft_source = _opened(config.draft) if config.proposed_by == "the draft" else None
+        draft_source = _opened_draft(config, target_source, name)
+        is_model = draft_source is not None and not isinstance(draft_source.config(), HeadConfig)
         drafts = find_drafts(name, target_source, open_checkpoint) if config.finds_draft else None
         with ThreadPoolExecutor(1, "tokenizer") as pool, _PLANNING:
             # While a CUDA context is made: 128,000 tokens take 0.3 s, and what is imported for them another 0.5.
             reading = pool.submit(target_source.tokenizer)
-            comparing = None if draft_source is None else pool.submit(share_vocabulary, target_source, draft_source)
+            comparing = (
+                pool.submit(share_vocabulary, target_source, draft_source) if draft_source and is_model else None
+            )
             dtype = planning.resolve_dtype(config.dtype, target_source, device.type)
             for one in devices:
                 too_old = one.type == "cuda" and torch.cuda.get_device_capability(one) < (8, 0)
@@ -287,6 +301,8 @@ def _load(
             budget.reserve("workspace", own.workspace_bytes)
             if graph_bytes := own.graph_bytes + own.captured_bytes:
                 budget.reserve("CUDA graphs", graph_bytes)
+            if own.hidden_bytes:
+                budget.reserve("hidden states for the draft", own.hidden_bytes)
             with current_device(budget.device):  # what paces a copy is launched once
                 d2h, demand = plan.target.on_host, bool(own.target.host_experts)
                 queues = _make_queues(budget.device, config.pace, log, undo, d2h=d2h, demand=demand)

@@ -26,11 +26,12 @@ from offload_runtime.files import user_directory
 from offload_runtime.hardware.bench import usable_cores
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.experts import Experts
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import ExpertStore, LayerWeights, Weight
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.options import require
 from offload_runtime.plan import ModelPlan, Placement, RunPlan, place_staged, with_staging_rings
-from offload_runtime.runners import CapturedPasses, Decoder, ModelRunner
+from offload_runtime.runners import CapturedPasses, Decoder, HeadDecoder, HiddenTaps, ModelRunner
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
 from offload_runtime.sizes import format_bytes
 from offload_runtime.stream import (
@@ -316,7 +317,8 @@ def load_models(
     target_source: CheckpointSource, draft_source: CheckpointSource | None, plan: RunPlan, cards: Sequence[OpenCard],
     *, shared: SharedVocabulary | None, registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack,
 ) -> tuple[LoadedModel, LoadedModel | None]:  # fmt: skip
-    """Load the target and its draft: the draft first, onto the first card; it proposes what is `shared`.
+    """Load the target and its draft, which is on the first card: before it, or a head behind it, of which it shares
+    what lies around the layers. A draft proposes what is `shared`.
 
     `undo` ends the copies of both and gives their memory back, when loading fails or the runtime is closed.
     """
@@ -327,11 +329,20 @@ def load_models(
     load = partial(
         load_model, registrar=registrar, pinned_bytes=plan.limits.pinned_bytes, on_progress=on_progress, undo=undo
     )
-    draft = load(draft_source, plan.draft, cards[:1], name="draft") if draft_source and plan.draft else None
+    draft, head = (
+        None,
+        None if plan.draft is None or not isinstance(plan.draft.config, HeadConfig) else plan.draft.config,
+    )
+    if draft_source and plan.draft and head is None:
+        draft = load(draft_source, plan.draft, cards[:1], name="draft")
     share = plan.request.cpu_share
     share = 0.0 if share is None and not on_gpu else share
     target = load(target_source, plan.target, cards, name="target", cpu_share=share)
     runner = target.runner
+    if draft_source and plan.draft and head is not None:
+        draft = load(draft_source, plan.draft, cards[:1], name="draft", lender=runner.decoder)
+        assert isinstance(draft.runner.decoder, HeadDecoder)
+        runner.taps = HiddenTaps(head.taps, head.width, draft.runner.decoder.tap)
     if on_gpu and plan.captured_bytes and not runner.streamer.num_streamed:
         runner.captured = CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.taps)
     return target, draft and replace(draft, shared=shared)
@@ -340,9 +351,10 @@ def load_models(
 def load_model(
     source: CheckpointSource, plan: ModelPlan, cards: Sequence[OpenCard], *, name: str, registrar: Registrar | None,
     on_progress: LoadProgress | None, undo: ExitStack, pinned_bytes: int | None = None, cpu_share: float | None = 0,
+    lender: Decoder | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Read the weights and connect the parts of one model, which `undo` gives back again. `cpu_share` is that of the
-    missing experts which the CPU computes; None: by measured rates."""
+    missing experts which the CPU computes; None: by measured rates. A head has what it has not of the `lender`."""
     report = None if on_progress is None else partial(on_progress, f"{name} weights")
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
@@ -375,7 +387,8 @@ def load_model(
         torch.cuda.empty_cache()  # of what passed through
     limited, cpu = pinned_bytes is not None, _start_cpu(plan, cpu_share, undo)
     return connect_model(
-        weights, held, pools, plan, cards, name=name, registrar=registrar, undo=undo, limited=limited, cpu=cpu
+        weights, held, pools, plan, cards, name=name, registrar=registrar, undo=undo, limited=limited, cpu=cpu,
+        lender=lender,
     )  # fmt: skip
 
 
@@ -465,7 +478,7 @@ def make_pool(
 def connect_model(
     weights: HostWeights, held: Mapping[int | None, torch.Tensor], experts: Sequence[torch.Tensor], plan: ModelPlan,
     cards: Sequence[OpenCard], *, name: str, registrar: Registrar | None, undo: ExitStack, limited: bool,
-    cpu: CpuThreads = NO_CPU,
+    cpu: CpuThreads = NO_CPU, lender: Decoder | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Connect loaded weights, those on the host and those `held` on devices, with buffers of `experts` on each card,
     and build the runner. Where page-locked memory is `limited` all of it is for what passes stream.
@@ -522,7 +535,12 @@ def connect_model(
     )  # fmt: skip
     embedding = held[EMBEDDING] if EMBEDDING in held else weights.block(EMBEDDING)
     shared = layout.shared.views(held[None], scratches[0]) | layout.embedding.views(embedding)
-    decoder = Decoder(plan.config, shared, partition)
+    if isinstance(plan.config, HeadConfig):
+        assert lender is not None, "a head is loaded behind its target"
+        around = {**lent_to_head(lender, scratches[0]), **shared}
+        decoder: Decoder = HeadDecoder(plan.config, around, partition)
+    else:
+        decoder = Decoder(plan.config, shared, partition)
     plan = replace(plan, placements=tuple(memory.placement for memory in memories))
     # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
     fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None

@@ -318,7 +318,7 @@ def make_proposer(
     retrieved = _make_retrieval_cache(plan, target, budgets) if plan.has_verifier else None
     if budget.device.type == "cuda":
         warm_up(target, trees=trees)
-        if draft is not None:
+        if draft is not None and not draft.plan.is_head:  # which only its own steps can feed
             warm_up(draft)
     if retrieved is not None:
         hierarchy = _make_triforce(plan, target, draft, retrieved, budget, recorder)

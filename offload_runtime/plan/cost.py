@@ -25,6 +25,7 @@ from offload_runtime_kernels.linear import LIBRARY_ROWS
 
 from offload_runtime.core import DraftBudget, depths_of
 from offload_runtime.hardware import MachineProfile
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import Attention, DecoderLayer, Work
 from offload_runtime.plan.model import ModelPlan, unmatched_kv_bytes
 from offload_runtime.plan.sizes import DTYPE_NAMES, RunPlan
@@ -79,9 +80,10 @@ _BOTH_SHARE = 0.8
 # to 0.97 (4096 of 120,000 tokens of a novel, T = 0.6). A draft of the target's family: 0.83 on code, less on prose;
 # where it keeps the first and newest tokens only a tenth less, and behind long texts another tenth (0.65 on that novel;
 # a model agrees with itself 0.81 of the time at 8K, 0.69 at 32K, 0.77 at 120K). N-grams: 1.2 tokens a pass (prose and
-# code, T = 0 to 1.2).
+# code, T = 0 to 1.2). Those of heads, by what their proposals are counted as, are assumptions: none was measured yet.
 USUAL_ACCEPTANCE: Mapping[str, float] = {
     "verifier": 0.95, "full": 0.8, "retrieval": 0.8, "streaming": 0.72, "streaming, far": 0.65, "n-grams": 0.15,
+    "mtp": 0.75, "eagle3": 0.7, "dflash": 0.75,
 }  # fmt: skip
 _FAR_TOKENS = 8192
 # Of what a draft's first child misses, the shares that its next ones hit: 0.11 to 0.12, 0.01 to 0.03 and 0.00 to 0.02
@@ -386,6 +388,8 @@ def _step_s(
 
 def drafting_s(plan: RunPlan, machine: MachineProfile, *, gamma: int, tree_nodes: int = 0) -> float:
     """Seconds of proposing for one pass `gamma` tokens in a row, or a tree of `tree_nodes`; n-grams take none."""
+    if (in_a_row := _step_tokens(plan)) > 1:
+        return draft_step_s(plan, machine, rows=in_a_row + 1)
     draft_s = draft_step_s(plan, machine)
     if tree_nodes:
         # One for every level of the most probable path that is not there yet, and one for every so many nodes.
@@ -398,6 +402,12 @@ def drafting_s(plan: RunPlan, machine: MachineProfile, *, gamma: int, tree_nodes
     return verifier_steps * (verifier_step_s(plan, machine) + num_levels * draft_s)
 
 
+def _step_tokens(plan: RunPlan) -> int:
+    """How many tokens in a row a step of the draft proposes; 0 without one."""
+    config = None if plan.draft is None else plan.draft.config
+    return config.step_tokens if isinstance(config, HeadConfig) else int(config is not None)
+
+
 # --- how much is proposed, and accepted
 
 
@@ -405,6 +415,8 @@ def usual_acceptance(draft: ModelPlan | None) -> float:
     """The share of a draft's proposals that is accepted at its full context; None stands for n-grams."""
     if draft is None:
         return USUAL_ACCEPTANCE["n-grams"]
+    if isinstance(draft.config, HeadConfig):
+        return USUAL_ACCEPTANCE[draft.config.name]
     far = draft.cache == "streaming" and draft.context_tokens > _FAR_TOKENS
     return USUAL_ACCEPTANCE["streaming, far" if far else draft.cache]
 
@@ -435,6 +447,8 @@ def gamma(plan: RunPlan) -> int:
     if plan.target.pool_share < 1:
         usual = min(usual, _GAMMA_WITH_EXPERTS)
     chosen = request.gamma or (request.max_gamma if tree_nodes(plan) else usual)
+    if (in_a_row := _step_tokens(plan)) > 1:
+        chosen = min(chosen, in_a_row)
     return max(0, min(chosen, request.max_gamma, plan.target.context_tokens - 2))
 
 

@@ -20,6 +20,7 @@ from offload_runtime.cache.device import streaming_capacity_tokens
 from offload_runtime.cache.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.runners import tree_positions
 from offload_runtime.runners.graphs import MOST_DELTA_DEPTH, MOST_DEPTH
 from offload_runtime.runners.model_runner import workspace_bytes
@@ -160,6 +161,11 @@ class ModelPlan:
     def is_draft(self) -> bool:
         """Whether it proposes step by step."""
         return self.step_rows is not None
+
+    @property
+    def is_head(self) -> bool:
+        """Whether it drafts from what its target's passes keep."""
+        return isinstance(self.config, HeadConfig)
 
     @property
     def on_host(self) -> bool:

@@ -13,6 +13,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError, OffloadError
 from offload_runtime.hardware import MachineProfile
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.registry import has_gguf
 from offload_runtime.plan import cost
 from offload_runtime.plan.search import LEAST_CONTEXT_TOKENS, plan_run
@@ -325,9 +326,12 @@ def plan_fastest_draft(
             plan = planned(replace(request, draft=draft.model))
             fits = plan.target.context_tokens >= room[0] and plan.target.batch >= room[1]
             gain = best_tok_per_s(plan, machine) / before
-            if fits and gain >= least and (known or draft.share <= _SURE_SHARE):
+            sure = known or draft.share <= _SURE_SHARE or isinstance(draft.model.config(), HeadConfig)
+            if fits and gain >= least and sure:
                 taken = f"drafting with {draft.name}" + (f", predicted to be {gain:.1f} times as fast" if known else "")
                 best, least = replace(plan, draft_note=f"{taken} (--draft ngram goes without)"), gain
+                if isinstance(draft.model.config(), HeadConfig):
+                    break  # what the model carries was trained for it
     return best
 
 
@@ -346,7 +350,7 @@ def with_found_draft(
 
 def note_on_draft(request: RuntimeConfig) -> str:
     """What has to be said of a draft model that the user named: that nothing tells its tokens; else empty."""
-    named = request.proposed_by == "the draft"
+    named = request.proposed_by == "the draft" and not isinstance(request.draft.config(), HeadConfig)
     if not named or all(model.vocabulary() is not None for model in (request.target, request.draft)):
         return ""
     return "that the draft's tokens are the target's is taken for granted: one of the two has no tokenizer.json here"

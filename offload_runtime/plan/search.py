@@ -204,10 +204,11 @@ def _candidates(plan: RunPlan) -> Iterator[RunPlan]:
         most = max(TREE_ROOMS[0], plan.target.context_tokens // 2) if plan.request.tree_nodes is None else nodes
         if nodes > most:
             return  # a tree has to fit behind the text: room for more than half of the context is hardly ever used
-        is_open = draft.options.draft_cache == "auto" and not nodes and draft.cache != "streaming"
+        is_open = draft.options.draft_cache == "auto" and not nodes and draft.cache != "streaming" and not draft.is_head
         if is_open and draft.streaming_tokens < draft.context_tokens:  # all of it takes memory from the target
             drafts.append(replace(draft, cache="streaming"))
-    verified = (mode == "triforce",) if mode != "auto" or draft is None or nodes else (False, True)
+    decided = mode != "auto" or draft is None or draft.is_head or nodes
+    verified = (mode == "triforce",) if decided else (False, True)
     places, untied = ("gpu", "host") if kv == "auto" else (kv,), bool(plan.target.layout.embedding.tensors)
     for one, verifies, place, on_host in product(drafts, verified, places, (False, True) if untied else (False,)):
         borrows = verifies and plan.target.batch == 1  # else another sequence may be decoding

@@ -11,20 +11,22 @@ from functools import cached_property
 
 import torch
 
-from offload_runtime.config import RuntimeConfig
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile, shipped_directory
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.options import require
 from offload_runtime.plan.model import ModelPlan, Parts, Placement, all_resident
 from offload_runtime.runners import captured_pass_bytes, draft_graph_bytes, step_graph_bytes
 from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
-from offload_runtime.runners.graphs import STEP_ROWS
-from offload_runtime.runners.model_runner import PREFILL_CHUNK_TOKENS
+from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS
+from offload_runtime.runners.head_kv import hidden_store_rows
+from offload_runtime.runners.model_runner import PREFILL_CHUNK_TOKENS, most_prompt_tokens
 from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.speculation import MOST_LEVELS, most_guess_rows, verifier_step_bytes
 from offload_runtime.stream import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
-from offload_runtime.weights import DescribedModel, ModelLayout, describe_model, share_vocabulary
+from offload_runtime.weights import DescribedModel, ModelLayout, describe_model, draft_beside, share_vocabulary
 from offload_runtime.weights.loader import passing_bytes
 
 # Sizes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the
@@ -51,8 +53,9 @@ def describe_models(config: RuntimeConfig) -> RuntimeConfig:
     request = replace(config, target=describe_model(config.target), draft=config.proposed_by)
     if request.draft != "the draft":
         return request
-    draft = describe_model(config.draft)
-    share_vocabulary(request.target, draft)
+    draft = draft_beside(config.draft, request.target, describe_model, config.target)
+    if not isinstance(draft.config(), HeadConfig):
+        share_vocabulary(request.target, draft)
     return replace(request, draft=draft)
 
 
@@ -226,6 +229,12 @@ class RunPlan:
         return self.target.placement
 
     @property
+    def drafter(self) -> str:
+        """Who drafts, for people."""
+        head = None if self.draft is None else self.draft.config
+        return f"the {head.title} head" if isinstance(head, HeadConfig) else "the draft"
+
+    @property
     def proposer(self) -> str:
         """Who proposes, if it is not the retrieval verifier: `none`, `ngram` or `the draft`."""
         return "none" if self.request.speculation.mode == "none" else self.request.proposed_by
@@ -272,6 +281,7 @@ class RunPlan:
                 "retrieval cache": self.verifier_bytes if self.has_verifier else 0,
                 "draft weights": 0 if draft is None else draft.held_bytes(draft.placement) + draft.head_parts.total(),
                 "draft KV cache": 0 if draft is None else draft.kv_parts.total(),
+                "hidden states for the draft": self.hidden_bytes,
                 "CUDA graphs": self.graph_bytes,
                 "decoded matrices": sum(one.scratch_bytes(self.request.device_type) for one in self.models),
                 "workspace": self.workspace_bytes,
@@ -294,6 +304,17 @@ class RunPlan:
         the draft runs beside a pass."""
         each = [model.workspace_bytes for model in self.models]
         return sum(each) if self.draft is not None and self.draft.tree_positions else max(each)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """What the target's passes keep for a head, of all rows of prompts and windows, of those of graphs, and what of
+        it steps read, with what was accepted lately."""
+        draft, target = self.draft, self.target
+        if draft is None or not isinstance(draft.config, HeadConfig):
+            return 0
+        rows = most_prompt_tokens(target.chunk_tokens, target.context_tokens) + 2 * target.batch * target.window_tokens
+        rows += CAPTURED_ROWS + hidden_store_rows(target.batch, draft.tree_positions)
+        return rows * draft.config.width * target.dtype.itemsize
 
     @property
     def graph_bytes(self) -> int:
@@ -494,13 +515,18 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
             than there can be; or trees were asked for and the cache is one of retrieved chunks.
     """
     config, options, context = request.draft.config(), request.speculation, target.context_tokens
-    longest, cache = longest_context(config), options.draft_cache
-    if cache == "auto":
+    longest, cache, layout = longest_context(config), options.draft_cache, _layout(request, request.draft, target.dtype)
+    if isinstance(config, HeadConfig):
+        _check_head_options(config, options)
+        cache = "full"
+        if "lm_head" not in config.owned:
+            layout = replace(layout, lent=target.layout.head.tensors[0])
+    elif cache == "auto":
         fits = context <= longest and options.budget_tokens <= context and not tree_nodes
         fits_all = config.deltas or context <= min(longest, AUTO_CONTEXT_TOKENS)  # most layers keep nothing of a token
         cache = "full" if fits_all else "retrieval" if fits else "streaming"
     plan = replace(
-        target, config=config, layout=_layout(request, request.draft, target.dtype), cache=cache,
+        target, config=config, layout=layout, cache=cache,
         placements=(all_resident(range(config.num_layers)),), tree_nodes=tree_nodes,
         step_rows=max(STEP_ROWS, target.batch), context_tokens=min(context, longest) if cache == "full" else context,
     )  # fmt: skip
@@ -524,3 +550,16 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
     ):  # fmt: skip
         require(fine, f"{why}: {remedies}")
     return plan
+
+
+def _check_head_options(head: HeadConfig, options: SpeculationOptions) -> None:
+    """Refuse what a head cannot do, and what nothing would look at beside one. Raises `OptionError`."""
+    usual, name = SpeculationOptions(), f"the {head.title} head"
+    why = "drafts from what passes of the target keep, and those of a retrieval verifier keep nothing"
+    require(options.mode != "triforce", f"--speculation triforce: {name} {why}: take --speculation chain")
+    why = "has few layers, whose keys and values all have room"
+    fine = options.draft_cache in ("auto", "full")
+    require(fine, f"--draft-cache {options.draft_cache}: {name} {why}: drop it")
+    for one in ("sink_tokens", "recent_tokens", "chunk_size", "budget_tokens", "gamma_draft", "refresh_steps"):
+        fine = getattr(options, one) == getattr(usual, one)
+        require(fine, f"--{one.replace('_', '-')} does nothing with {name}: drop it")

@@ -2,7 +2,8 @@
 
 // A chat with the model that this server has: the answer as it streams, coloured by who proposed each token.
 
-const SOURCES = { ngram: "n-grams", draft: "draft", retrieval: "retrieval verifier", target: "target" };
+const SOURCES = { ngram: "n-grams", draft: "draft", mtp: "MTP", eagle3: "EAGLE-3", dflash: "DFlash",
+                  retrieval: "retrieval verifier", target: "target" };
 const CUT = { length: "token limit reached", interrupted: "ended by the server, which stops or had no more time" };
 const element = (id) => document.getElementById(id);
 let messages = []; // those of the conversation that have an answer, and the one that gets it now

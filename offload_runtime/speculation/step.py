@@ -51,7 +51,7 @@ class Acceptance:
     """Counts what one level decided about the proposals of another.
 
     Attributes:
-        proposed_by: `ngram`, `draft` or `retrieval` (the target over retrieved chunks).
+        proposed_by: `ngram`, `draft`, `retrieval` (the target over retrieved chunks) or the name of a head (`mtp`).
         verified_by: `retrieval` or `target`.
         verifications: Windows of at least one proposal that were verified.
         proposed: Proposals in them, all branches of trees included.

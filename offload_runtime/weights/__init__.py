@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from offload_runtime.weights.layout import EMBEDDING, ModelLayout, checkpoint_tensors
     from offload_runtime.weights.loader import HostWeights, MatricesNotCodable, load_weights
     from offload_runtime.weights.neighbours import FoundDraft, UsualDraft, find_drafts, usual_draft
-    from offload_runtime.weights.sources import describe_model, fetch_demo_model, open_checkpoint
+    from offload_runtime.weights.sources import describe_model, draft_beside, fetch_demo_model, open_checkpoint
 
 # Whose module has each name. Nothing is imported before it is asked for: what a path or a configuration is refused for
 # needs no torch, whose import takes seconds.
@@ -31,7 +31,7 @@ _HOMES = {
     "layout": "EMBEDDING ModelLayout checkpoint_tensors",
     "loader": "HostWeights MatricesNotCodable load_weights",
     "neighbours": "FoundDraft UsualDraft find_drafts usual_draft",
-    "sources": "describe_model fetch_demo_model open_checkpoint",
+    "sources": "describe_model draft_beside fetch_demo_model open_checkpoint",
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names.split()}
 

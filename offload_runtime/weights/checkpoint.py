@@ -244,12 +244,6 @@ def _difference(target: Vocabulary, draft: Vocabulary) -> str:
 # --- what the readers of both formats share
 
 
-def target_head_kind(target: DescribedModel) -> dict[str, str | ScaledFormat]:
-    """Return how the `lm_head` is stored that a head has of its target, by the name that it has in all of them."""
-    name = "model.embed_tokens.weight" if target.model_config.tie_word_embeddings else "lm_head.weight"
-    return {"lm_head.weight": target.kinds[name]} if name in target.kinds else {}
-
-
 def match_tensors(
     where: object, stored: Mapping[str, StoredTensor], config: ModelConfig,
     check_dtype: Callable[[StoredTensor], None], stored_name: Callable[[str], str] = str, *, whole: bool,

@@ -22,7 +22,7 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.mtp import MtpConfig, MtpNames
 from offload_runtime.models.registry import FAMILIES, family_named, model_config_from_json
 from offload_runtime.stream import PIECE_BYTES, Staging, own_or
-from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors, target_head_kind
+from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
 from offload_runtime.weights.encoding import FORMATS, KINDS, Fill, format_of
 from offload_runtime.weights.gguf_header import (
     ROPE_TENSORS,
@@ -300,8 +300,7 @@ def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSo
         tensors = header.tensors.items()
         of_head = {name: one for name, one in tensors if name not in own and not name.startswith(shared)}
         made = _source(header, settings, head, of_head, num_layers + 1, whole=whole)
-        kinds = {**made.kinds, **target_head_kind(found)}
-        return replace(made, reference=f"{reference}'s MTP layer", kinds=kinds)
+        return replace(made, reference=f"{reference}'s MTP layer")
 
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     return replace(

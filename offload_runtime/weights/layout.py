@@ -25,7 +25,6 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.experts import Experts
-from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import DecoderLayer, Tensor
 from offload_runtime.sizes import format_bytes
 from offload_runtime.weights.encoding import DTYPE_KINDS, CodedBf16, Encoding, Format, Weight, aligned, format_of
@@ -193,14 +192,14 @@ class ExpertBlocks:
 @dataclass(frozen=True)
 class ModelLayout:
     """The blocks of a model: one for each layer, with its experts, one of what all layers share, and that of an
-    `embedding` which is not the head, else empty. `dtype` is what it computes in; `of_target` the `lm_head` of a head
-    that has none."""
+    `embedding` which is not the head, else empty. `dtype` is what it computes in; `lent` the target's `lm_head`, where
+    that is a drafting head's, too."""
 
     dtype: torch.dtype
     layers: tuple[PackedLayout, ...]
     shared: PackedLayout
     embedding: PackedLayout
-    of_target: TensorSpec | None = None
+    lent: TensorSpec | None = None
 
     @classmethod
     def of(
@@ -259,12 +258,7 @@ class ModelLayout:
             PackedLayout.of({name: to for name, to in placed.items() if to.layer == number}, encode)
             for number in (None, EMBEDDING)
         )
-        of_target = None
-        if isinstance(config, HeadConfig) and "lm_head" not in config.owned:
-            shape = (config.vocab_size, config.hidden_size)
-            lm_head = {"lm_head.weight": Destination(None, "lm_head", 0, shape[0], shape, None, None)}
-            of_target = TensorSpec("lm_head", shape, 0, encode(lm_head))
-        return cls(dtype, tuple(blocks), shared, embedding, of_target)
+        return cls(dtype, tuple(blocks), shared, embedding)
 
     @cached_property
     def layer_kinds(self) -> tuple[int, ...]:
@@ -323,17 +317,24 @@ class ModelLayout:
         return tuple(max(spec.decoded_bytes for spec in layer.tensors) for layer in self.layers)
 
     def multiplied(self, layers: Iterable[int], *, head: bool) -> list[tuple[PackedLayout, int]]:
-        """Return the blocks that a pass over some layers multiplies with, and how many are alike; the head by
-        itself."""
+        """Return the blocks that a pass over some layers multiplies with, and how many are alike; what lies around
+        them by itself."""
         counts = Counter(map(self.layer_kinds.__getitem__, layers))
         found = [(self.layers[first], count) for first, count in counts.items()]
-        return [*found, (self.head, 1)] if head else found
+        return [*found, *((block, 1) for block in (self.around, self.head) if block.tensors and head)]
+
+    @cached_property
+    def around(self) -> PackedLayout:
+        """Return the other matrices that lie around the layers, which drafting heads have."""
+        heads = ("lm_head", "embedding", "d2t")
+        specs = tuple(spec for spec in self.shared.tensors if len(spec.shape) == 2 and spec.name not in heads)
+        return PackedLayout(specs, sum(spec.nbytes for spec in specs))
 
     @cached_property
     def head(self) -> PackedLayout:
-        """Return the `lm_head`, or the embedding where it is tied, or the target's."""
+        """Return the `lm_head`, or the embedding where it is tied, or what is lent."""
         specs = {spec.name: spec for spec in self.shared.tensors}
-        spec = self.of_target or specs.get("lm_head") or specs["embedding"]
+        spec = self.lent or specs.get("lm_head") or specs["embedding"]
         return PackedLayout((spec,), spec.nbytes)
 
     def block(self, layer: int | None) -> PackedLayout:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offload_runtime.errors import CheckpointError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import FAMILIES, model_config_from_json
 from offload_runtime.weights.checkpoint import MOST_PADDING, DescribedModel, SharedVocabulary, share_vocabulary
@@ -108,7 +109,8 @@ class FoundDraft:
 def find_drafts(
     reference: object, target: DescribedModel, read: Callable[[str], DescribedModel] | None = None
 ) -> list[FoundDraft]:  # fmt: skip
-    """Return a few models of the target's vocabulary with at most a third of its parameters, the smallest files first.
+    """Return the head that a target carries, and a few models of its vocabulary with at most a third of its parameters,
+    the smallest files first.
 
     Args:
         reference: What the user named; of a model that has no path only the hub's cache is looked through.
@@ -118,9 +120,15 @@ def find_drafts(
     own, found, described = _path_of(reference), list[FoundDraft](), 0
     sized = sorted((_weight_bytes(path), path) for path in dict.fromkeys(_neighbours(own)) if _may_be_model(path))
     own_bytes, parameters = math.inf if own is None else _weight_bytes(own), num_parameters(target)
+    try:
+        if (mtp := target.read_mtp()) is not None:
+            everything = SharedVocabulary(mtp.config().vocab_size)
+            found.append(FoundDraft("the MTP layer that it carries", mtp, everything, num_parameters(mtp) / parameters))
+    except CheckpointError as error:
+        logging.getLogger(__name__).warning("%s; it drafts with something else", error)
     # Beside a target that is a configuration alone drafts may be that, too.
     for path in (path for nbytes, path in sized if own_bytes == 0 or 0 < nbytes < own_bytes):
-        if described == _MOST_HEADERS or len(found) == _MOST_DRAFTS:
+        if described == _MOST_HEADERS or len(found) >= _MOST_DRAFTS:
             break
         try:
             model = describe_model(path)

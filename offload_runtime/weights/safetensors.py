@@ -33,7 +33,7 @@ from offload_runtime.models.registry import (
     model_config_from_json,
 )
 from offload_runtime.stream import PIECE_BYTES, Staging, own_or
-from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors, target_head_kind
+from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.header import (
     StoredTensor,
@@ -381,8 +381,7 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
         of_head = {name: tensor for name, tensor in of_mtp.items() if not name.startswith(shared)}
         if quantisation is not None:
             of_head = gather(of_head, head, quantisation)
-        made = _source(f"{where}'s MTP layer", settings, head, of_head, quantisation, whole=whole)
-        return replace(made, kinds={**made.kinds, **target_head_kind(found)})
+        return _source(f"{where}'s MTP layer", settings, head, of_head, quantisation, whole=whole)
 
     return replace(
         found, reference=reference, tokenizer=tokenizer, generation=generation, stored=(*in_files.values(),),

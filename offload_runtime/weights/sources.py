@@ -15,9 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from offload_runtime.errors import CheckpointError, HubError, StorageError, UnsupportedArchitectureError
+from offload_runtime.errors import (
+    CheckpointError,
+    HubError,
+    OptionError,
+    StorageError,
+    UnsupportedArchitectureError,
+)
 from offload_runtime.fields import Fields, shortened, shown
 from offload_runtime.files import user_directory
 from offload_runtime.models.registry import head_kind, language_settings, require_family
@@ -225,6 +231,34 @@ def describe_model(reference: str | Path, *, draft: bool = False) -> DescribedMo
     return DescribedModel(
         found.config(), found.native_dtype, kinds=found.kinds, read_vocabulary=vocabulary, read_mtp=found.read_mtp
     )
+
+
+def draft_beside(
+    draft: Any, target: DescribedModel, read: Callable[..., DescribedModel], reference: object
+) -> DescribedModel:
+    """Return a draft as it is beside its target.
+
+    Args:
+        draft: What the user named: `mtp` for what the target carries, or as of `open_checkpoint`.
+        target: Opened or described.
+        read: `open_checkpoint` or `describe_model`.
+        reference: What the user named the target, for messages.
+
+    Raises:
+        OptionError: The target carries no MTP layers.
+        CheckpointError, HubError, VocabularyMismatchError: As `read`, or a head was made for another model.
+    """
+    if not isinstance(draft, str | Path):
+        found = draft
+    elif draft != "mtp":
+        found = read(draft, draft=True)
+    elif (found := target.read_mtp()) is None:
+        raise OptionError(
+            f"--draft mtp: {reference} carries no MTP layers, which copies of models often leave out: take one that "
+            "has them, or --draft auto"
+        )
+    beside: DescribedModel = found.beside(target)
+    return beside
 
 
 def refuse_early(reference: str | Path) -> None:

@@ -172,7 +172,7 @@ def make_runner(
             resident_layers=host_kv.resident_layers,
         )  # fmt: skip
         kv_buffers = [torch.full((piece_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(host_kv.buffers)]
-    scratch_bytes = layout.scratch_bytes(device.type, range(config.num_layers), head=True)
+    scratch_bytes = layout.scratch_bytes(device.type, range(config.num_layers), head=target is None)
     scratch = torch.full((scratch_bytes,), 255, dtype=torch.uint8, device=device) if scratch_bytes else None
     # NaN in any dtype
     ring = [torch.full((buffer_bytes,), 255, dtype=torch.uint8, device=device) for _ in range(buffers)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from offload_runtime.core import TokenTree
+from offload_runtime.models.mtp import MtpConfig
 from offload_runtime.runners import HeadDecoder
+from offload_runtime.weights import checkpoint_tensors, describe_model
 from tests.helpers.assembly import Assembled
 from tests.helpers.families import family_model
 
@@ -224,4 +227,20 @@ def tapped(head: Assembled, streams: Sequence[torch.Tensor]) -> torch.Tensor:
     with torch.inference_mode():
         for number, tap in enumerate(decoder.head_config.taps):
             decoder.tap(number, streams[tap], out)
+    return out
+
+
+def add_random_mtp(directory: Path, out: Path, *, seed: int = 0) -> Path:
+    """A copy of a checkpoint with an MTP layer, which is random."""
+    shutil.copytree(directory, out)
+    generator, file = torch.Generator().manual_seed(seed), out / "model.safetensors"
+    tensors = {
+        name: 1 + 0.2 * torch.randn(to.shape, generator=generator)
+        if len(to.shape) == 1
+        else torch.randn(to.shape, generator=generator) * to.shape[-1] ** -0.5
+        for name, to in checkpoint_tensors(MtpConfig.of(describe_model(directory).config())).items()
+    }
+    save_file({**load_file(file), **tensors}, file, metadata={"format": "pt"})
+    settings = json.loads((out / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps({**settings, "mtp_num_hidden_layers": 1}))
     return out

@@ -1,0 +1,93 @@
+"""Plans with heads that draft: what they take and bring, what `--draft auto` takes first, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from offload_runtime.cli.app import app
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.errors import CheckpointError, OptionError
+from offload_runtime.hardware import load_profile
+from offload_runtime.plan import describe_models, forecast, plan_run
+from offload_runtime.sizes import GB
+
+CONFIGS = Path(__file__).parent / "data" / "configs"
+CARD = load_profile("rtx4090")
+EAGLE3 = {
+    "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": 5120, "intermediate_size": 27648,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "num_hidden_layers": 1, "rms_norm_eps": 1e-5,
+    "vocab_size": 152064, "draft_vocab_size": 32000, "max_position_embeddings": 4096, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def described(directory: Path, **settings: Any) -> str:
+    """A directory with a configuration alone, by default Qwen2.5-32B's with an MTP layer."""
+    usual = json.loads((CONFIGS / "qwen2.5-32b" / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(settings if "architectures" in settings else usual | settings))
+    return str(directory)
+
+
+def test_an_mtp_layer_takes_what_it_does_not_share(tmp_path: Path) -> None:
+    target = described(tmp_path / "target")
+    plan = plan_run(describe_models(RuntimeConfig(target, "mtp", context=8192, tree_nodes=0)), CARD)
+    draft, size, layer_bytes = plan.draft, plan.target.config.hidden_size, plan.target.layout.layer_bytes[0]
+    assert draft is not None
+    fc_bytes, lm_head_bytes = 2 * size * size * 2, plan.target.layout.head.total_bytes
+    assert 0 <= plan.device["draft weights"] - layer_bytes - fc_bytes < 1 << 20
+    assert plan.device["draft KV cache"] == draft.kv_bytes_of((0,), 8192)
+    assert plan.device["hidden states for the draft"] >= 8192 * size * 2
+    read_s = (layer_bytes + fc_bytes + lm_head_bytes) / (CARD.require_gpu().hbm_gbps or 0) / GB
+    assert 1 < forecast(plan, CARD).draft_step_s / read_s < 1.4
+    assert "the MTP head" in CliRunner().invoke(app, _plan(target, "mtp")).stdout
+
+
+def _plan(target: str, *draft: str) -> list[str]:
+    return ["plan", "--target", target, "--profile", "rtx4090", *(["--draft", *draft] if draft else [])]
+
+
+def test_an_eagle3_head_has_an_embedding_and_fewer_logits(tmp_path: Path) -> None:
+    target, head = described(tmp_path / "target"), described(tmp_path / "head", **EAGLE3)
+    plan = plan_run(describe_models(RuntimeConfig(target, head, context=8192)), CARD)
+    assert plan.draft is not None and plan.draft.context_tokens == 4096
+    assert plan.draft.layout.head.total_bytes == 32000 * 5120 * 2
+    assert plan.draft.layout.embedding.total_bytes == 152064 * 5120 * 2
+
+
+def test_what_a_model_carries_drafts_by_itself(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, _plan(described(tmp_path / "target"), "auto"))
+    assert "Drafting with the MTP layer that it carries, predicted to be" in result.stdout
+    without = CliRunner().invoke(app, _plan(described(tmp_path / "without", mtp_num_hidden_layers=0), "auto"))
+    assert without.exit_code == 0 and "MTP" not in without.stdout
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "error", "message"),
+    [
+        (
+            {"mtp_num_hidden_layers": 0},
+            {},
+            OptionError,
+            "carries no MTP layers, which copies",
+        ),
+        ({}, {"mode": "triforce"}, OptionError, "triforce: the MTP head drafts from what passes of the target keep"),
+        ({}, {"draft_cache": "retrieval"}, OptionError, "--draft-cache retrieval: the MTP head has few layers"),
+        ({}, {"draft_cache": "streaming"}, OptionError, "--draft-cache streaming: the MTP head has few layers"),
+        ({}, {"recent_tokens": 64}, OptionError, "--recent-tokens does nothing with the MTP head"),
+        ({"draft": {"vocab_size": 151936}}, {}, Exception, "head is about 151936 tokens and the target has 152064"),
+        ({"draft": {"hidden_size": 4096}}, {}, CheckpointError, "reads rows of 4096 channels, and the target's have"),
+    ],
+)
+def test_what_a_head_cannot_do_is_refused(
+    settings: dict[str, Any], options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    draft = settings.pop("draft", None)
+    named = "mtp" if draft is None else described(tmp_path / "head", **EAGLE3 | draft)
+    asked = RuntimeConfig(described(tmp_path / "target", **settings), named, speculation=SpeculationOptions(**options))
+    with pytest.raises(error, match=message):
+        plan_run(describe_models(asked), CARD)
