@@ -24,7 +24,7 @@ from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.plan import forecast, plan_run, prefill_time
 from offload_runtime.sizes import parse_bytes
-from offload_runtime.weights import DescribedModel, ModelLayout, open_checkpoint
+from offload_runtime.weights import DescribedModel, ModelLayout, checkpoint_tensors, open_checkpoint
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_config, family_model, write_family
@@ -258,6 +258,11 @@ def test_plans_tell_what_the_pool_leaves_to_bring() -> None:
     assert speeds == sorted(speeds) and speeds[0] < speeds[-1] / 2
     both = plan_run(replace(request, expert_pool=10**9, cpu_share=None), machine)
     assert 1 / forecast(both, machine).plain.seconds > speeds[0]
+    kinds = {name: "Q8_0" for name in checkpoint_tensors(config) if ".experts." in name}
+    kinds |= {name: "Q4_0" for name in kinds if ".layers.3." in name and ".up_proj" in name}
+    for mixed, words in (({}, ""), (kinds, ", those of 1 layer in bf16 and not as they are stored")):
+        plan = plan_run(replace(request, target=DescribedModel(config, torch.bfloat16, kinds=mixed)), machine)
+        assert plan.target.experts_in_words == f"all 768 experts on the device{words}"
 
 
 def test_a_pool_finds_about_what_its_plan_expects(mixture: Path) -> None:

@@ -112,6 +112,10 @@ BROKEN: dict[str, tuple[str, bytes, bytes, str]] = {
         "gpt_oss", b"gpt-oss.expert_count\x04\0\0\0", b"gpt-oss.expert_count\x04\0\0\0\0\0\0\x40",
         r"has gpt-oss\.expert_count 1073741824, where an integer from 1 to 4096 is needed",
     ),
+    "too many layers": (
+        "mixtral", b"llama.block_count\x04\0\0\0", b"llama.block_count\x04\0\0\0\xff\xff",
+        r"has llama\.block_count 65535, where an integer from 1 to 256 is needed",
+    ),
     "no biases of ups": ("gpt_oss", b"blk.1.ffn_up_exps.bias", b"blk.1.ffn_uq_exps.bias", "no such biases of ups"),
     "no biases of downs": (
         "gpt_oss", b"blk.1.ffn_down_exps.bias", b"blk.1.ffn_dowm_exps.bias", r"lacks 1 of .*blk\.1\.ffn_down_exps\.bias"

@@ -306,7 +306,7 @@ def model_of(options: argparse.Namespace) -> CheckpointSource:
 def pool_bytes(model: CheckpointSource, dtype: torch.dtype, share: float) -> int:
     """Of a pool with room for a share of the experts, and for what a row chooses at least."""
     experts = model.layout(dtype).experts.values()
-    count, chosen = sum(one.count for one in experts), max(one.chosen for one in experts)
+    count, chosen = sum(one.num_experts for one in experts), max(one.chosen for one in experts)
     return max(round(share * count), chosen) * max(one.block.total_bytes for one in experts)
 
 

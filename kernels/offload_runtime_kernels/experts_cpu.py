@@ -184,18 +184,21 @@ class ExpertsLibrary:
 
 
 def random_rows(encoding: str, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
-    """Weights about as large as those of models, uint8 [rows, row_bytes], as `StoredMatrices` has them."""
+    """Weights about as large as those of models, uint8 [rows, row_bytes] on the generator's device, as
+    `StoredMatrices` has them."""
+    device = generator.device
     if encoding not in FORMATS:
-        weights = torch.randn(rows, columns, generator=generator) / columns**0.5
+        weights = torch.randn(rows, columns, generator=generator, device=device) / columns**0.5
         return weights.to(KIND_DTYPES[encoding]).view(torch.uint8)
     form = FORMATS[encoding]
-    blocks = torch.randint(256, (rows, columns // form.weights, form.nbytes), generator=generator, dtype=torch.uint8)
+    sizes = rows, columns // form.weights, form.nbytes
+    blocks = torch.randint(256, sizes, generator=generator, dtype=torch.uint8, device=device)
     if form.e2m1:
         blocks[..., 0] = blocks[..., 0] % 8 + 114
     for at in form.file_halves:
-        scales = torch.randn(blocks.shape[:2], generator=generator) / (columns**0.5 * 64)
+        scales = torch.randn(sizes[:2], generator=generator, device=device) / (columns**0.5 * 64)
         blocks[..., at : at + 2] = scales.half()[..., None].view(torch.uint8)
-    out = torch.empty(rows, form.row_bytes(columns), dtype=torch.uint8)
+    out = torch.empty(rows, form.row_bytes(columns), dtype=torch.uint8, device=device)
     pack_rows(blocks.flatten(1), form, columns, out)
     return out
 

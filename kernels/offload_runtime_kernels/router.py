@@ -61,15 +61,15 @@ def choose_experts_reference(
         found = 1 / (1 + exp_reference(-logits))
     ranked = found if correction is None else found + correction
     best = ranked.sort(dim=-1, descending=True, stable=True).indices[:, :chosen]
-    numbers = best.sort(dim=-1).values
-    weights = found.gather(1, numbers)
+    choices = best.sort(dim=-1).values
+    weights = found.gather(1, choices)
     if scores == "softmax of the chosen":
         weights = exp_reference(weights - weights.amax(dim=-1, keepdim=True))
         weights = weights / _sum_in_order(weights)
     if normed:
         weights = weights / _sum_in_order(weights)
     weights = weights * scale
-    return numbers, weights if dtype is None else weights.to(dtype).float()
+    return choices, weights if dtype is None else weights.to(dtype).float()
 
 
 @jit
@@ -91,7 +91,7 @@ def _over_sum(values, place, CHOSEN: tl.constexpr):
 
 @jit
 def _choose_kernel(
-    logits_ptr, correction_ptr, numbers_ptr, weights_ptr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
+    logits_ptr, correction_ptr, choices_ptr, weights_ptr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr, SCORES: tl.constexpr, HAS_CORRECTION: tl.constexpr, NORMED: tl.constexpr,
     SCALE: tl.constexpr, DTYPE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +128,7 @@ def _choose_kernel(
     scores *= SCALE
     if DTYPE is not None:
         scores = scores.to(DTYPE).to(tl.float32)
-    tl.store(numbers_ptr + row * CHOSEN + place, expert.to(tl.int64), mask=place < CHOSEN)
+    tl.store(choices_ptr + row * CHOSEN + place, expert.to(tl.int64), mask=place < CHOSEN)
     tl.store(weights_ptr + row * CHOSEN + place, scores, mask=place < CHOSEN)
     if OVERLAP:
         gdc_launch_dependents()
@@ -142,16 +142,16 @@ def choose_experts_triton(
     require_triton("a router")
     rows, experts = logits.shape
     block = triton.next_power_of_2(experts)
-    numbers = logits.new_empty(rows, chosen, dtype=torch.int64)
+    choices = logits.new_empty(rows, chosen, dtype=torch.int64)
     weights = logits.new_empty(rows, chosen, dtype=torch.float32)
     with torch.cuda.device_of(logits):
         _choose_kernel[(rows,)](
-            logits, logits if correction is None else correction, numbers, weights, EXPERTS=experts, CHOSEN=chosen,
+            logits, logits if correction is None else correction, choices, weights, EXPERTS=experts, CHOSEN=chosen,
             BLOCK=block, SCORES=scores, HAS_CORRECTION=correction is not None,
             NORMED=normed, SCALE=scale, DTYPE=None if dtype is None else getattr(tl, str(dtype).split(".")[1]),
             num_warps=max(1, block // 128), **overlap_options(logits.device),
         )  # fmt: skip
-    return numbers, weights
+    return choices, weights
 
 
 def choose_experts(

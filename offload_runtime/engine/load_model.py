@@ -366,7 +366,7 @@ def load_model(
     experts = dict[int, torch.Tensor]()
     for buffers, own in zip(pools, plan.cards, strict=True):
         if own.placement.pool_buffers is None:
-            counts = [one.count for one in own.experts.values()]
+            counts = [one.num_experts for one in own.experts.values()]
             experts |= zip(own.experts, buffers.split(counts), strict=True)
     # What stays on a device, by layer, that of None for the head: uint8 each.
     held: dict[int | None, torch.Tensor] = {}
@@ -460,7 +460,7 @@ def make_pool(
     if not experts:
         return None
     host = {layer: None if engine is None else weights.experts_of(layer) for layer in experts}
-    layers = {layer: ExpertUnits(one.count, one.chosen, host[layer]) for layer, one in experts.items()}
+    layers = {layer: ExpertUnits(one.num_experts, one.chosen, host[layer]) for layer, one in experts.items()}
     config, layout, share = weights.config, weights.layout, None
     chosen = max(one.chosen for one in experts.values())
     if engine is not None and cpu.threads is not None:

@@ -80,10 +80,11 @@ class Experts:
 
     @property
     def row_elements(self) -> int:
-        """Elements that a row takes on its way: scores and their order, what it is in each of its experts, and what
-        they and the shared one give."""
-        of_experts = 8 * self.num_experts + self.chosen * (self.expert.row_elements + 2 * self.expert.hidden_size)
-        return of_experts + 3 * self.expert.hidden_size + (self.shared.mlp.row_elements if self.shared else 0)
+        """Elements that a row takes on its way: logits, which may be in fp32, numbers of 64 bits and weights of those
+        that are chosen, what it is in each of them, and what they and the shared one give."""
+        hidden, of_shared = self.expert.hidden_size, self.shared.mlp.row_elements if self.shared else 0
+        of_each = 10 + self.expert.row_elements + 2 * hidden
+        return 2 * self.num_experts + self.chosen * of_each + 3 * hidden + of_shared
 
     def tensors(self) -> Iterator[Tensor]:
         """`router` [E, H] and its `correction` [E]; of each expert `gate_up` [2I, H], the gate first, and `down`

@@ -18,7 +18,7 @@ from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP, Row
 
 _GELU = "gelu_pytorch_tanh"
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-_MOST_LAYERS, _MOST_HEAD_DIM, _MOST_EXPERTS = 1 << 8, 1 << 12, 1 << 12  # the deepest models have 130 layers
+MOST_LAYERS, _MOST_HEAD_DIM, _MOST_EXPERTS = 1 << 8, 1 << 12, 1 << 12  # the deepest models have 130 layers
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _SMALLEST, _LARGEST = 1e-6, 1e6  # of what scales rotations: beyond is a slip, and its inverse or its product overflows
 # What each type of RoPE scaling must have, and what it may have, from which number on.
@@ -32,7 +32,7 @@ _ROPE_FACTORS = {"factor": 1.0} | dict.fromkeys(
 
 def num_layers(fields: Fields) -> int:
     """How many layers there are."""
-    return fields.integer("num_hidden_layers", at_most=_MOST_LAYERS)
+    return fields.integer("num_hidden_layers", at_most=MOST_LAYERS)
 
 
 def attention_of(fields: Fields, *, norm_offset: float | None = None) -> Attention:

@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime import cache
@@ -25,7 +26,7 @@ from offload_runtime.runners import tree_positions
 from offload_runtime.runners.graphs import MOST_DELTA_DEPTH, MOST_DEPTH
 from offload_runtime.runners.model_runner import workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
-from offload_runtime.sizes import format_bytes
+from offload_runtime.sizes import counted, format_bytes
 from offload_runtime.speculation import MOST_LEVELS
 from offload_runtime.stream import PAGE_BYTES, HostArena, RingShape
 from offload_runtime.weights import ModelLayout
@@ -224,7 +225,7 @@ class ModelPlan:
     @cached_property
     def num_experts(self) -> int:
         """Of all its layers."""
-        return sum(one.count for one in self.experts.values())
+        return sum(one.num_experts for one in self.experts.values())
 
     @cached_property
     def expert_bytes(self) -> int:
@@ -263,7 +264,7 @@ class ModelPlan:
         """What so many pieces of a prompt bring to one card of experts: of each layer once what is missing, for which
         others go that two layers at most have; or, where there is no room for a layer, all of it, and in every further
         piece what there is no room for."""
-        buffers, counts = self.placement.pool_buffers, [one.count for one in self.experts.values()]
+        buffers, counts = self.placement.pool_buffers, [one.num_experts for one in self.experts.values()]
         if buffers is None:
             return 0
         missing = self.num_experts - buffers
@@ -293,10 +294,14 @@ class ModelPlan:
         """One phrase: how many experts are on the device, and what is expected of that; nothing without any."""
         if not self.experts:
             return ""
+        widened = sum(not one.as_stored for one in self.experts.values())
+        dtype = DTYPE_KINDS[self.dtype].lower()
+        kept = f", those of {counted(widened, 'layer')} in {dtype} and not as they are stored" if widened else ""
         if self.placement.pool_buffers is None:
-            return f"all {self.num_experts} experts on the device"
+            return f"all {self.num_experts} experts on the device{kept}"
         room = f"room for {self.placement.pool_buffers} of {self.num_experts} experts on the device"
-        return f"{room} ({self.pool_share:.0%}), among which {self.expected_hits:.0%} of what a token needs is expected"
+        expected = f"among which {self.expected_hits:.0%} of what a token needs is expected"
+        return f"{room} ({self.pool_share:.0%}), {expected}{kept}"
 
     # --- keys and values
 

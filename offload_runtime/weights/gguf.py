@@ -20,6 +20,7 @@ from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.mtp import MtpConfig, MtpNames
+from offload_runtime.models.reading import MOST_LAYERS
 from offload_runtime.models.registry import FAMILIES, family_named, model_config_from_json
 from offload_runtime.stream import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
@@ -60,7 +61,11 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
         found = fields.values.get(f"{header.arch}.{name}")
         return found if isinstance(found, list) else size(name, default)
 
-    heads, hidden, num_layers = size("attention.head_count"), size("embedding_length"), size("block_count")
+    heads, hidden, num_layers = (
+        size("attention.head_count"),
+        size("embedding_length"),
+        size("block_count", at_most=MOST_LAYERS),
+    )
     head_dim = size("attention.key_length", hidden // heads)
     if (of_values := size("attention.value_length", head_dim)) != head_dim:
         raise UnsupportedArchitectureError(

@@ -156,20 +156,23 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class ExpertBlocks:
-    """The experts of a layer: `count` of one layout, of which a row has `chosen`."""
+    """The experts of a layer: `num_experts` of one layout, of which a row has `chosen`. They are `as_stored`, or take
+    the model's dtype, as matrices that are one in memory are stored in several formats, or in one that experts are not
+    multiplied in."""
 
     block: PackedLayout
-    count: int
+    num_experts: int
     chosen: int
+    as_stored: bool
 
     @property
     def total_bytes(self) -> int:
         """Return bytes of all of them."""
-        return self.count * self.block.total_bytes
+        return self.num_experts * self.block.total_bytes
 
     def used(self, rows: int) -> float:
         """Return how many of them so many rows have, if each has any."""
-        return self.count * (1 - (1 - self.chosen / self.count) ** rows)
+        return self.num_experts * (1 - (1 - self.chosen / self.num_experts) ** rows)
 
     @property
     def places(self) -> dict[str, HostMatrix]:
@@ -241,16 +244,22 @@ class ModelLayout:
                 return found
             of_experts = {name: to for name, to in placed.items() if to.expert is not None}
 
+            stored = defaultdict[str, set[Format]](set)  # by packed name, how those of all of them are
+            for name, to in of_experts.items():
+                stored[to.packed].add(smallest(name, to.shape[1]))
+            kept = {
+                packed: how if how.kind in FORMATS and not others else plain
+                for packed, (how, *others) in stored.items()
+            }
+
             def encode_experts(parts: dict[str, Destination]) -> Encoding:
                 """Of one, by how all of them are stored: in one format of blocks, or else in `dtype`."""
                 packed, *_ = (to.packed for to in parts.values())
-                alike = {name: to.shape[1] for name, to in of_experts.items() if to.packed == packed}
-                (how, *others) = {*map(smallest, alike.keys(), alike.values())}
-                rows = sum(to.shape[0] for to in parts.values())
-                return Encoding.of(dtype, [(rows, how if how.kind in FORMATS and not others else plain)])
+                return Encoding.of(dtype, [(sum(to.shape[0] for to in parts.values()), kept[packed])])
 
             one = PackedLayout.of({name: to for name, to in of_experts.items() if to.expert == 0}, encode_experts)
-            return replace(found, experts=ExpertBlocks(one, layer.mlp.num_experts, layer.mlp.chosen))
+            as_stored = all(hows == {kept[packed]} for packed, hows in stored.items())
+            return replace(found, experts=ExpertBlocks(one, layer.mlp.num_experts, layer.mlp.chosen, as_stored))
 
         blocks = (block(layer, number if kinds or coded else None) for number, layer in enumerate(config.layers))
         placed = _shared(config)
@@ -287,7 +296,7 @@ class ModelLayout:
         """Return bytes by the names of how they are stored, the most first."""
         found = Counter[str]()
         blocks = [(block, 1) for block in (*self.layers, self.shared, self.embedding)]
-        for block, count in blocks + [(one.block, one.count) for one in self.experts.values()]:
+        for block, count in blocks + [(one.block, one.num_experts) for one in self.experts.values()]:
             for spec in block.tensors:
                 of_one = spec.encoding.bytes_by_kind(spec.shape)
                 found.update({kind: count * nbytes for kind, nbytes in of_one.items()})

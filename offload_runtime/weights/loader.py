@@ -104,7 +104,7 @@ class HostWeights:
     def experts_of(self, layer: int) -> torch.Tensor:
         """Return the packed bytes of a layer's experts: uint8 [E, bytes of one], host."""
         of_layer = self.layout.experts[layer]
-        return self.experts[layer].buffer[: of_layer.total_bytes].view(of_layer.count, -1)
+        return self.experts[layer].buffer[: of_layer.total_bytes].view(of_layer.num_experts, -1)
 
     def views(self, layer: int | None, expert: int | None = None) -> dict[str, Weight]:
         """Return the packed name to weight in host memory for a layer or one of its experts, or with None for the

@@ -160,8 +160,8 @@ def quantisation_of(settings: Mapping[str, Any], where: str) -> Quantisation | N
     elif method == "mxfp4":
         found = Quantisation(mxfp4=True)
     else:
-        scheme = {"fp8": _fp8, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}[method](fields)
         inside = Fields(fields.where, fields.mapping("quantization") or fields.values)  # of a file of its own
+        scheme = {"fp8": _fp8, "gptq": _gptq, "awq": _awq, "modelopt": _modelopt}[method](inside)
         names = [name for key in _IGNORED for name in inside.items(key, str)]
         parts = tuple(f"re:.*{re.escape(name)}".replace("\\*", ".*") for name in names)
         activations = method in ("fp8", "modelopt")
@@ -207,9 +207,8 @@ _NVFP4 = Scheme("nvfp4", "E2M1", (1, 16), scale=torch.float32)
 
 
 def _modelopt(fields: Fields) -> Scheme:
-    stated = Fields(fields.where, fields.mapping("quantization") or fields.values)
-    _one_of(stated, "quant_algo", ("NVFP4",))
-    _one_of(stated, "group_size", (16,), 16)
+    _one_of(fields, "quant_algo", ("NVFP4",))
+    _one_of(fields, "group_size", (16,), 16)
     return replace(_NVFP4, layout="modelopt")
 
 

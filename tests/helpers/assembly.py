@@ -98,10 +98,10 @@ def pool_of(
     """The experts of a model: all of them, or as many as have room in so many buffers beside what the CPU computes."""
     experts, dtype, cpu = weights.layout.experts, weights.layout.dtype, NO_CPU
     buffer_bytes = max(one.block.total_bytes for one in experts.values())
-    total = sum(one.count for one in experts.values()) if count is None else count
+    total = sum(one.num_experts for one in experts.values()) if count is None else count
     buffers = torch.full((total, buffer_bytes), 255, dtype=torch.uint8, device=device)
     if count is None:
-        of_layers = buffers.split([one.count for one in experts.values()])
+        of_layers = buffers.split([one.num_experts for one in experts.values()])
         for layer, part in zip(experts, of_layers, strict=True):
             part[:, : experts[layer].block.total_bytes] = weights.experts_of(layer).to(device)
     elif cpu_share != 0:

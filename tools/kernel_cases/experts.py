@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from kernel_cases.case import DEVICE, Case, Cases, random_bf16
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, experts
-from offload_runtime_kernels.gguf_blocks import FORMATS, pack_rows
+from offload_runtime_kernels.experts_cpu import random_rows
 from offload_runtime_kernels.router import choose_experts
 
 # By model: the shape, the experts of a token, and how both matrices are stored.
@@ -30,17 +30,8 @@ _INPUTS = 8  # choices of their own, of experts that caches do not hold
 
 def make_matrices(kind: str, experts: int, rows: int, columns: int) -> StoredMatrices:
     """Random ones, whose products are about as large as what they multiply."""
-    if kind not in FORMATS:
-        return StoredMatrices.of(random_bf16(experts, rows, columns).mul_(columns**-0.5))
-    form = FORMATS[kind]
-    blocks = torch.randint(0, 256, (experts * rows, columns // form.weights, form.nbytes), device=DEVICE).byte()
-    for at in form.file_halves:
-        blocks[..., at : at + 2] = torch.tensor([2.0**-12], dtype=torch.float16, device=DEVICE).view(torch.uint8)
-    if form.e2m1:
-        blocks[..., 0] = 119
-    data = torch.empty(experts * rows, form.row_bytes(columns), dtype=torch.uint8, device=DEVICE)
-    pack_rows(blocks.flatten(1), form, columns, data)
-    return StoredMatrices(data.view(experts, -1), kind, rows, columns)
+    stored = random_rows(kind, experts * rows, columns, torch.Generator(DEVICE).manual_seed(0))
+    return StoredMatrices(stored.view(experts, -1), kind, rows, columns)
 
 
 def make_experts(model: str, rows: int) -> Case:
