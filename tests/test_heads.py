@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError, VocabularyMismatchError
+from offload_runtime.models.eagle3 import Eagle3Config
 from offload_runtime.models.mtp import MtpConfig
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
 from tests.helpers.assembly import in_memory, make_runner
@@ -132,9 +134,13 @@ def _without(directory: Path, *names: str, **settings: Any) -> Path:
     return directory
 
 
-def test_a_model_without_some_of_its_mtp_layer_runs_and_says_what_is_missing(tmp_path: Path) -> None:
+def test_a_model_without_some_of_its_mtp_layer_opens_and_says_what_is_missing(tmp_path: Path) -> None:
     mtp = Mtp.of("llama", family_model("llama", 0), 0)
     directory = write_mtp(tmp_path / "m", mtp, "qwen", "mtp_num_hidden_layers")
+    copy = shutil.copytree(directory, tmp_path / "elsewhere")
+    one, other = (open_checkpoint(path).read_mtp() for path in (directory, copy))
+    assert isinstance(one, CheckpointSource) and isinstance(other, CheckpointSource)
+    assert one.fingerprint == other.fingerprint != open_checkpoint(directory).fingerprint
     source = open_checkpoint(_without(directory, "mtp.norm.weight"))
     with pytest.raises(CheckpointError, match=r"MTP layer lacks 1 of \d+ tensors \(mtp.norm.weight\)"):
         source.read_mtp()
@@ -171,3 +177,16 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
     eagle.tensors["d2t"][-1] = 400
     with pytest.raises(CheckpointError, match="d2t does not name tokens below 320"):
         open_checkpoint(eagle.write(tmp_path), draft=True)
+    other = Eagle3.of(model, eagle_config={"use_last_layernorm": False})
+    with pytest.raises(CheckpointError, match="use_last_layernorm False, where true is needed"):
+        open_checkpoint(other.write(tmp_path), draft=True)
+
+
+def test_layer_ids_of_either_convention_are_the_same(tmp_path: Path) -> None:
+    """One names layers below which the target is read, the other those whose output is."""
+    model = family_model("llama", 0)
+    eagle = Eagle3.of(model, taps=(1, 2, 3))
+    del eagle.settings["eagle_aux_hidden_state_layer_ids"]
+    eagle.settings["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    head = open_checkpoint(eagle.write(tmp_path / "e"), draft=True).beside(in_memory(model)).config()
+    assert isinstance(head, Eagle3Config) and head.taps == (1, 2, 3)

@@ -15,6 +15,8 @@ from offload_runtime.models.layers import DecoderLayer, LayerWeights, Rows, Tens
 from offload_runtime.models.reading import attention_of, mlp_of, num_layers, rope
 from offload_runtime.models.registry import Head
 
+# What some tools write of norms, where no other value is known to have been published.
+_USUAL_FLAGS = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
 _LAYER_IDS, _USUAL_TAPS = "eagle_aux_hidden_state_layer_ids", 3
 _DEFAULTS = {"num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
              "max_position_embeddings": 2048}  # fmt: skip
@@ -105,6 +107,9 @@ def _config(fields: Fields, names: Collection[str]) -> Eagle3Config:
     stated = {name: value for name, value in fields.values.items() if value is not None}
     fields = Fields(fields.where, {**_DEFAULTS, **fields.mapping("transformer_layer_config"), **stated})
     own = Fields(f"{fields.where}'s eagle_config", fields.mapping("eagle_config"))
+    for name, usual in _USUAL_FLAGS.items():
+        if own.flag(name, usual) is not usual:
+            own.refuse(name, not usual, str(usual).lower())
     bias, count = fields.flag("attention_bias"), num_layers(fields)
     attention = replace(attention_of(fields), qkv_bias=bias, o_bias=bias)
     later = DecoderLayer(attention, replace(mlp_of(fields), bias=fields.flag("mlp_bias")))

@@ -305,7 +305,7 @@ def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSo
         tensors = header.tensors.items()
         of_head = {name: one for name, one in tensors if name not in own and not name.startswith(shared)}
         made = _source(header, settings, head, of_head, num_layers + 1, whole=whole)
-        return replace(made, reference=f"{reference}'s MTP layer")
+        return replace(made, reference=f"{reference}'s MTP layer", stored=(*of_head.values(),))
 
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     return replace(

@@ -326,7 +326,7 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _check_dtype(tensor: StoredTensor) -> None:
-    offsets = tensor.name == D2T and tensor.dtype == "I64"
+    offsets = tensor.name == D2T and tensor.dtype in ("I32", "I64")
     if tensor.dtype not in FLOATS and not offsets and not isinstance(tensor, QuantisedTensor | ExpertTensor):
         raise CheckpointError(
             f"{tensor.path}: {tensor.name} is stored as {tensor.dtype}, and only {', '.join(FLOATS)} are read: "
@@ -381,7 +381,8 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
         of_head = {name: tensor for name, tensor in of_mtp.items() if not name.startswith(shared)}
         if quantisation is not None:
             of_head = gather(of_head, head, quantisation)
-        return _source(f"{where}'s MTP layer", settings, head, of_head, quantisation, whole=whole)
+        made = _source(f"{where}'s MTP layer", settings, head, of_head, quantisation, whole=whole)
+        return replace(made, stored=(*of_mtp.values(),))
 
     return replace(
         found, reference=reference, tokenizer=tokenizer, generation=generation, stored=(*in_files.values(),),
