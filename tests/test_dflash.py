@@ -14,7 +14,7 @@ import torch
 from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.errors import CheckpointError, VocabularyMismatchError
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners.head_decoder import HeadDecoder
+from offload_runtime.runners import HeadDecoder, HiddenTaps
 from offload_runtime.sampling import SlotSampling, perturbed_logits
 from offload_runtime.speculation.dflash import DFlashProposer, DFlashRunner
 from offload_runtime.speculation.ngram import NgramProposer
@@ -31,7 +31,8 @@ from tests.helpers.dflash import (
     write_dflash,
 )
 from tests.helpers.families import family_model
-from tests.helpers.models import model_config_from_transformers
+from tests.helpers.models import VOCAB_SIZE, model_config_from_transformers
+from tests.helpers.native_drafts import Decoding, counting_target, proposer_of
 
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 _ALL_SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "is_causal": False}
@@ -116,6 +117,31 @@ def test_says_what_its_definition_says(kind: str, tmp_path: Path) -> None:
     compare({1: 22})
     made.keep(1, 50, 57)  # a beginning that was restored: it is not known
     compare({1: 57}, first=50)
+
+
+def test_its_context_is_the_text_however_that_has_grown(tmp_path: Path) -> None:
+    """By a prompt in pieces, by chains and plain steps, and by paths of n-grams through trees, which are right here."""
+    model = counting_target()  # whose layers add nothing to embeddings
+    stated = settings(model_config_from_transformers(model.config), **KINDS["causal windows"])
+    tensors = random_tensors(config_of(stated))
+    target = make_runner(model, capacity_tokens=400).runner
+    source = open_checkpoint(write_dflash(tmp_path, stated, tensors), draft=True).beside(in_memory(model))
+    head = make_runner(source, target=target, capacity_tokens=400).runner
+    assert isinstance(head.decoder, HeadDecoder)
+    target.taps = HiddenTaps(head.decoder.head_config.taps, stated["hidden_size"], head.decoder.tap)
+    decoding = Decoding.of(target, proposer_of(head), {0: [(37 * at) % VOCAB_SIZE for at in range(130)]})
+    chain, tree = DraftBudget("chain", 5), DraftBudget("tree", 9, 20)
+    for budget in (chain, tree, tree, chain, DraftBudget("ngram", 4), chain, DraftBudget("plain", 0), tree, chain):
+        text = list(decoding.texts[0])
+        output = decoding.step({0: budget})[0]
+        if budget is tree:
+            assert len(output.path) == 9
+        elif budget is chain:
+            with torch.no_grad():
+                taps = model.model.embed_tokens(torch.tensor(text[:-1]))[:, None].expand(-1, 2, -1)
+                of_target = model.model.embed_tokens.weight, model.lm_head.weight
+                logits, normed = block_logits(stated, tensors, *of_target, taps, text[-1])
+            assert list(output.proposal.tokens) == list(best_chain(stated, tensors, logits, normed, text[-1]))
 
 
 @pytest.mark.parametrize("kind", ["first", "second"])

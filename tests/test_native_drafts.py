@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import DraftProposer
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.assembly import HostKV, make_runner
+from tests.helpers.dflash import counting_dflash2, dflash2_of
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_model
-from tests.helpers.models import random_model, random_tokens
+from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.native_drafts import (
     PLAIN,
     Decoding,
@@ -189,7 +191,7 @@ def random_history(target: ModelRunner, head: ModelRunner, seed: int, *, least: 
 
 
 def test_whatever_a_head_proposes_the_tokens_are_the_targets(target: ModelRunner) -> None:
-    for seed, kind in enumerate(KINDS.values()):
+    for seed, kind in enumerate((*KINDS.values(), dflash2_of)):
         for slot in range(3):
             target.cache.truncate(slot, 0)
         random_history(target, make_head(target, kind), seed)
@@ -200,3 +202,12 @@ def test_a_head_stays_right_whatever_happens(seed: int) -> None:
     """It reads what belongs before each token, in slots that texts come to and leave."""
     target = make_runner(counting_target(), capacity_tokens=400).runner
     random_history(target, make_head(target, change=counting_head(by_hidden=True)), seed, least=4)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_drafter_of_blocks_is_believed_where_it_is_right(seed: int) -> None:
+    target = make_runner(counting_target(), capacity_tokens=400).runner
+    head = make_head(
+        target, partial(dflash2_of, selector_top_k=VOCAB_SIZE, selector_rank=VOCAB_SIZE), change=counting_dflash2
+    )
+    random_history(target, head, seed, least=4)

@@ -31,7 +31,7 @@ from offload_runtime.models.reading import mlp_of, num_layers, rope, windows_by_
 from offload_runtime.models.registry import Head
 
 ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
-_MOST_BLOCK, _MOST_CANDIDATES, _MOST_LAYERS = 64, 64, 1 << 8
+_MOST_BLOCK, _MOST_CANDIDATES, _MOST_LAYERS = 64, 128, 1 << 8
 # What transformers and vLLM take of a Qwen 3 that leaves it out.
 _DEFAULTS = {
     "hidden_act": "silu", "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6,

@@ -18,15 +18,19 @@ from offload_runtime.models.dflash import HEAD, DFlashConfig
 from offload_runtime.weights import checkpoint_tensors
 
 Tensors = dict[str, torch.Tensor]
-BLOCK_SIZE, TAPS = 6, (1, 2, 3)
+BLOCK_SIZE, MASK, TAPS = 6, 7, (1, 2, 3)
 
 
 def settings(target: ModelConfig, *, second: bool = False, **stated: Any) -> dict[str, Any]:
     """The content of a `config.json` of a small drafter, of either version, for a target of three layers or more."""
-    own = {"block_size": BLOCK_SIZE, "mask_token_id": 7, "target_layer_ids": [tap - 1 for tap in TAPS]}
+    own = {
+        "block_size": BLOCK_SIZE,
+        "mask_token_id": MASK,
+        "target_layer_ids": [tap - 1 for tap in TAPS if tap <= target.num_layers],
+    }
     if second:
         own |= {
-            "conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 12, "selector_top_k": 5,
+            "conv_kernel_size": 3, "conv_group_size": 4, "selector_rank": 12, "selector_top_k": 5,
             "output_multiplier": 0.4, "final_logit_softcapping": 3.0,
         }  # fmt: skip
     return {
@@ -43,6 +47,27 @@ def config_of(stated: Mapping[str, Any]) -> DFlashConfig:
     config = HEAD.config(Fields("config.json", stated), ())
     assert isinstance(config, DFlashConfig)
     return config
+
+
+def dflash2_of(target: ModelConfig, **changes: Any) -> DFlashConfig:
+    """A drafter of the second version, all of whose layers slide; with changes of what is its own."""
+    stated = settings(target, second=True, layer_types=["sliding_attention"] * 2, sliding_window=9, is_causal=False)
+    stated["dflash_config"] |= {"final_logit_softcapping": None, **changes}
+    return config_of(stated)
+
+
+def counting_dflash2(tensors: Tensors) -> None:
+    """Makes a drafter of the second version right about a target that counts: by pairs alone."""
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1)
+        elif "o_proj" in name or "down_proj" in name:
+            tensor.zero_()
+    name = "candidate_selector."
+    tensors[f"{name}hidden_projection.weight"].zero_()[:, MASK] = 1  # where all rows are but a block's first
+    for codebook, by in (("predecessor", 0), ("successor", 37)):
+        codes = tensors[f"{name}{codebook}_codebook"]
+        codes.copy_(torch.eye(len(codes)).roll(by, dims=0))
 
 
 def random_tensors(config: DFlashConfig, seed: int = 0) -> Tensors:
