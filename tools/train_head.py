@@ -109,8 +109,7 @@ class Target:
     @torch.no_grad()
     def continued(self, tokens: Tensor, count: int, keys: Tensor) -> Tensor:
         """Return [B, P + count]: prompts [B, P] and what it writes behind them, row by row with a key of noise."""
-        cache = transformers.StaticCache(self.model.config, max_cache_len=tokens.shape[1] + count)
-        slots, last = torch.arange(len(tokens), device=self.device), tokens
+        cache, slots, last = transformers.DynamicCache(), torch.arange(len(tokens), device=self.device), tokens
         for _ in range(count):
             out = self.model(last, None, None, cache, use_cache=True, logits_to_keep=1)  # versions name it differently
             rows = torch.full_like(slots, tokens.shape[1] - 1)
