@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import bench_drafters
 import pytest
 import texts
 import torch
@@ -19,7 +20,7 @@ from tests.helpers.engine import one_thread, write_book, write_checkpoint  # noq
 from tests.helpers.heads import run_head, tapped
 
 pytestmark = pytest.mark.no_cover  # of the runtime it runs what others run
-DEPTHS, PROMPT, ANSWER = 3, 24, 40
+DEPTHS, PROMPT, ANSWER = 3, 24, 24
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +88,14 @@ def test_a_head_learns_to_guess(kind: str, small: Path, book: Path, tmp_path: Pa
     greedy = next(row for row in report["trained"] if row["text"] == "prose" and row["temperature"] == 0)
     assert greedy["places"] == len(counts)
     assert greedy["tokens_per_pass"] == pytest.approx(1 + sum(counts) / len(counts))
+
+    drafter, own = ("mtp", tmp_path / "head") if kind == "mtp" else (tmp_path / "head", small)
+    given = f"--source {own} --shape tiny --text {book} --code {book} --drafters none {drafter} --device cpu"
+    given += f" --dtype fp32 --kinds prose --places 2 --tokens {ANSWER} --prompt-tokens {PROMPT} --context 256"
+    assert bench_drafters.main([*given.split(), "--temperatures", "0", "--gammas", "3", "--out", str(out)]) == 0
+    compared = json.loads(out.read_text())
+    chain = next(one for one in compared["summary"] if one["window"] == "chain 3")
+    assert chain["accepted_by_source"].keys() >= {kind} and chain["tokens_per_pass"] > 1.2
     if kind == "eagle3":
         written = load_file(tmp_path / "head" / "model.safetensors")
         assert written["t2d"].nonzero()[:, 0].tolist() == (written["d2t"] + torch.arange(200)).tolist()
