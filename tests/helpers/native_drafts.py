@@ -14,7 +14,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload_runtime.cache import KVCache
 from offload_runtime.core import Batch, DraftBudget, TokenTree
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.dflash import DFlashConfig
 from offload_runtime.models.eagle3 import Eagle3Config, FirstLayer
 from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import Attention, Norms
@@ -25,7 +24,6 @@ from offload_runtime.runners import HeadDecoder, HiddenTaps, ModelRunner
 from offload_runtime.runners.model_runner import window_residual
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import DraftProposer, DraftRunner, NgramProposer, StepOutput, StepWorth, WithNgrams
-from offload_runtime.speculation.dflash import DFlashProposer, DFlashRunner
 from offload_runtime.speculation.step import run_step
 from offload_runtime.stream import DeviceBudget, make_copy_engine
 from offload_runtime.stream.queue import CardRing, LayerStreamer
@@ -111,17 +109,19 @@ def counting_target(*, size: int = 128, vocabulary: int = VOCAB_SIZE) -> LlamaFo
     return model
 
 
-def counting_head(*, by_hidden: bool) -> Change:
+def counting_head(*, by_hidden: bool, vocabulary: int = VOCAB_SIZE) -> Change:
     """Makes an MTP layer of such a model right everywhere: by the tokens, or by the hidden states alone."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
+            if not name.startswith("mtp."):
+                continue
             if name.endswith("norm.weight") or "norm_" in name:
                 tensor.fill_(1)
             elif "o_proj" in name or "down_proj" in name:
                 tensor.zero_()
         fc = tensors["mtp.fc.weight"].zero_()
-        size, vocabulary = len(fc), VOCAB_SIZE
+        size = len(fc)
         if by_hidden:
             for token in range(vocabulary):
                 fc[(token + 37) % vocabulary, size + token] = 1
@@ -133,10 +133,8 @@ def counting_head(*, by_hidden: bool) -> Change:
 
 def proposer_of(head: ModelRunner, batch: int = _SLOTS) -> WithNgrams:
     """Drafts with a head, and n-grams beside it."""
-    config, ngrams = head.decoder.config, NgramProposer()
-    if isinstance(config, DFlashConfig):
-        return WithNgrams(DFlashProposer(DFlashRunner(head, batch=batch), ngrams=ngrams), ngrams)
-    drafts = DraftRunner(head, vocab_size=config.vocab_size, batch=batch)
+    vocabulary, ngrams = head.decoder.config.vocab_size, NgramProposer()
+    drafts = DraftRunner(head, vocab_size=vocabulary, batch=batch)
     return WithNgrams(DraftProposer(drafts, ngrams=ngrams, worth=StepWorth()), ngrams)
 
 
