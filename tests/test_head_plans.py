@@ -15,6 +15,7 @@ from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.hardware import load_profile
 from offload_runtime.plan import describe_models, forecast, plan_run
 from offload_runtime.sizes import GB
+from tests.helpers.families import family_config
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 CARD = load_profile("rtx4090")
@@ -64,6 +65,12 @@ def test_what_a_model_carries_drafts_by_itself(tmp_path: Path) -> None:
     assert "Drafting with the MTP layer that it carries, predicted to be" in result.stdout
     without = CliRunner().invoke(app, _plan(described(tmp_path / "without", mtp_num_hidden_layers=0), "auto"))
     assert without.exit_code == 0 and "MTP" not in without.stdout
+
+
+def test_a_copy_without_what_its_model_has_says_what_would_be_better(tmp_path: Path) -> None:
+    settings = family_config("qwen3_5_text", 0).to_dict() | {"architectures": ["Qwen3_5ForCausalLM"]}
+    result = CliRunner().invoke(app, _plan(described(tmp_path / "target", **settings), "auto"))
+    assert "a copy of the model that has its MTP layers would draft better" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ _SMALLER = 0.9
 _MOST_REMEDIES, _SHORTENINGS = 4, 3
 # No machine has as much.
 _MOST_BYTES = 1 << 43
+# Models of these classes are published with MTP layers, which many copies leave out.
+_WITH_MTP = ("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen3NextForCausalLM", "Glm4MoeForCausalLM")
 # Of a machine of which nothing is known nothing is predicted: there a draft has to be so much smaller.
 _SURE_SHARE = 1 / 10
 
@@ -361,6 +363,8 @@ def _how_to_gain(target: DescribedModel, drafts: Sequence[FoundDraft]) -> str:
     if drafts:
         names = " and ".join(draft.name for draft in drafts)
         return f"drafting from the text itself: a gain by {names} is not predicted (--draft takes one all the same)"
+    if target.config().architecture in _WITH_MTP:
+        return "drafting from the text itself; a copy of the model that has its MTP layers would draft better"
     draft = usual_draft(target)
     if draft is None or draft.name is None:
         return ""
