@@ -203,6 +203,10 @@ class RuntimeConfig:
         "auto: so much that it ends with the link, by rates measured meanwhile; none with --device cpu.", MACHINE,
         least=0, most=1, auto=True, metavar="SHARE|auto",
     )  # fmt: skip
+    forget_hits: bool = option(
+        False, "Keep nothing of how often experts were on the card, which later plans of the model expect again.",
+        MACHINE,
+    )  # fmt: skip
     profile: Any = option(
         None, "Choose and predict by these figures; left out, by a profile of this GPU, your own or a shipped one.",
         MACHINE, metavar="NAME|FILE",

@@ -25,6 +25,7 @@ from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.plan import forecast, plan_run, prefill_time
 from offload_runtime.sizes import parse_bytes
 from offload_runtime.weights import DescribedModel, ModelLayout, checkpoint_tensors, open_checkpoint
+from offload_runtime.weights.expert_hits import note_hits
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_config, family_model, write_family
@@ -271,6 +272,40 @@ def test_a_pool_finds_about_what_its_plan_expects(mixture: Path) -> None:
             result = runtime.generate(PROMPTS[2], max_new_tokens=60, ignore_eos=True)
             missed = runtime.plan.streamed_bytes / (LAYERS * CHOSEN * EXPERT_BYTES)
         assert result.stats.expert_hit_rate == pytest.approx(1 - missed, abs=0.1)
+
+
+def test_measured_hits_count_by_how_many_they_are(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "own"))
+    config = open_checkpoint(mixture).config()
+    for wanted, share, expected in ((100, 0.9, 0.5), (30_000, 0.5, 1.0), (10_000, 0.5**3, 1.5)):
+        note_hits(config, room=0.5, wanted=wanted, found=round(wanted * share))
+        assert open_checkpoint(mixture).hit_exponent == pytest.approx(expected, abs=0.01)
+    (tmp_path / "own" / "expert-hits.json").write_text('{"a": [')
+    assert open_checkpoint(mixture).hit_exponent == 0.5
+
+
+@pytest.mark.slow
+def test_plans_expect_what_runs_have_measured(
+    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "own"))
+    kept, size = tmp_path / "own" / "expert-hits.json", (LAYERS * COUNT - 6) * EXPERT_BYTES
+
+    def run(**options: Any) -> tuple[float, float]:
+        """What was expected, and what was measured."""
+        with load(mixture, context=300, draft="none", expert_pool=size, **options) as runtime:
+            result = runtime.generate(PROMPTS[0], max_new_tokens=240, ignore_eos=True, temperature=0.0)
+            return runtime.plan.target.expected_hits, result.stats.expert_hit_rate or 0.0
+
+    expected, measured = run(forget_hits=True)
+    assert not kept.exists() and abs(measured - expected) > 0.03
+    assert run() == (expected, measured)
+    assert run()[0] == pytest.approx(measured, abs=0.01)
+    kept.unlink()
+    kept.mkdir()
+    assert run() == (expected, measured) and "how often experts were on the card is not kept" in caplog.text
 
 
 @pytest.mark.parametrize("buffers", [CHOSEN, COUNT - 1, COUNT, 2 * COUNT + 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from offload_runtime.engine.sessions import (
     session_files,
     text_without_blocks,
 )
-from offload_runtime.errors import BudgetError
+from offload_runtime.errors import BudgetError, StorageError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import documented, require, require_type
 from offload_runtime.params import GenerationParams, SamplingParams, params_of_each, params_once
@@ -41,6 +42,7 @@ from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import PLAIN, Proposer
 from offload_runtime.trace import write_trace
 from offload_runtime.weights import CheckpointSource
+from offload_runtime.weights.expert_hits import note_hits
 
 if TYPE_CHECKING:
     from offload_runtime.engine.chat_template import ChatTemplate
@@ -465,6 +467,7 @@ class Runtime(AbstractContextManager["Runtime"]):
                 return
             self.engine.cancel_all()
             recorder, path = self.engine.recorder, self.plan.request.trace
+            self._note_hits()
             try:
                 self.engine.target.end_copies()  # before anything that it copies is let go of
                 del self.engine
@@ -474,6 +477,20 @@ class Runtime(AbstractContextManager["Runtime"]):
                     about = {**device_facts(self.devices), "dtype": str(self.dtype),
                              "placement": self.placement, "layers": self.config.num_layers}  # fmt: skip
                     write_trace(path, recorder.finish(), about)
+
+    def _note_hits(self) -> None:
+        """Keep how often experts were on the cards, for later plans."""
+        request, model = self.plan.request, self.engine.target
+        if request.forget_hits or request.target.hit_exponent is None:  # of random weights nobody wants to know
+            return
+        for plan, card in zip(model.plan.cards, model.cards, strict=True):
+            if card.pool is None or card.pool.is_whole:
+                continue
+            wanted, found = card.pool.counts.wanted, card.pool.counts.found
+            try:
+                note_hits(self.config, room=plan.pool_room, wanted=wanted, found=found)
+            except StorageError as error:
+                logging.getLogger(__name__).warning("how often experts were on the card is not kept: %s", error)
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -30,6 +30,7 @@ from offload_runtime.sizes import counted, format_bytes
 from offload_runtime.speculation import MOST_LEVELS
 from offload_runtime.stream import PAGE_BYTES, HostArena, RingShape
 from offload_runtime.weights import ModelLayout
+from offload_runtime.weights.expert_hits import PUBLISHED_EXPONENT
 from offload_runtime.weights.layout import ExpertBlocks
 
 # Where nothing is staged.
@@ -92,7 +93,7 @@ class ModelPlan:
     `cache` is `full` (on the device), `host` (in host memory, but for the layers that the placement keeps) or, of a
     draft, `retrieval` or `streaming`, whose sizes are those of `options`, as are those of what a retrieval verifier
     reads of a target's. A prefill that `borrows` may take the memory of retrieved chunks. An `embedding_on_host`, which
-    is not the head too, is page-locked, and passes read its rows there.
+    is not the head too, is page-locked, and passes read its rows there. `hit_exponent` is of `expected_hits`.
     """
 
     config: ModelConfig
@@ -110,6 +111,7 @@ class ModelPlan:
     step_rows: int | None = None  # of a draft, which proposes step by step; None: windows are verified
     card: int = 0
     embedding_on_host: bool = False
+    hit_exponent: float = PUBLISHED_EXPONENT
 
     @property
     def dtype(self) -> torch.dtype:
@@ -274,20 +276,26 @@ class ModelPlan:
         return brought * self.expert_bytes
 
     @property
-    def expected_hits(self) -> float:
-        """The share of a token's experts that are expected in the pools; 1 where there are none.
-
-        They keep what was used last, so that experts of a layer are still there behind all other layers only where
-        there is more room than a token's experts of those take: of the rest, the root. Measured with random routers:
-        0, 0.32 and 0.77 with room for 4, 8 and 18 of 24 (8 in each of 3 layers, of which a token has 3), where it says
-        0, 0.33 and 0.82. Published: 0.44, 0.62 and 0.79 of 0.18, 0.36 and 0.73 (512 in a layer), 0.9 and more of 0.4
-        (Qwen3-30B-A3B), where it says 0.4, 0.6, 0.85 and 0.6.
-        """
+    def pool_room(self) -> float:
+        """The share of the experts, beyond what a token takes of all layers but one, that there is room for."""
         buffers, chosen = self.placement.pool_buffers, [one.chosen for one in self.experts.values()]
         if buffers is None:
             return 1.0
         others = sum(chosen) - max(chosen)
-        return float(max(0.0, (buffers - others) / (self.num_experts - others)) ** 0.5)
+        return max(0.0, (buffers - others) / (self.num_experts - others))
+
+    @property
+    def expected_hits(self) -> float:
+        """The share of a token's experts that are expected in the pools; 1 where there are none.
+
+        They keep what was used last, so that experts of a layer are still there behind all other layers only where
+        there is more room than a token's experts of those take: of the rest, the root, or as runs of the model have
+        measured. Measured with random routers:
+        0, 0.32 and 0.77 with room for 4, 8 and 18 of 24 (8 in each of 3 layers, of which a token has 3), where it says
+        0, 0.33 and 0.82. Published: 0.44, 0.62 and 0.79 of 0.18, 0.36 and 0.73 (512 in a layer), 0.9 and more of 0.4
+        (Qwen3-30B-A3B), where it says 0.4, 0.6, 0.85 and 0.6.
+        """
+        return float(self.pool_room**self.hit_exponent)
 
     @property
     def experts_in_words(self) -> str:

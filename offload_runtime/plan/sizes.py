@@ -27,6 +27,7 @@ from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.speculation import MOST_LEVELS, most_guess_rows, verifier_step_bytes
 from offload_runtime.stream import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
 from offload_runtime.weights import DescribedModel, ModelLayout, describe_model, draft_beside, share_vocabulary
+from offload_runtime.weights.expert_hits import PUBLISHED_EXPONENT
 from offload_runtime.weights.loader import passing_bytes
 
 # Sizes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the
@@ -469,8 +470,9 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     chunk_tokens = PREFILL_CHUNK_TOKENS[request.device_type]
     assert request.max_batch is not None, "it is chosen by then"
     target = ModelPlan(
-        config, layout, chunk_tokens, tokens, proposed + 1, request.max_batch, placements, request.speculation
-    )
+        config, layout, chunk_tokens, tokens, proposed + 1, request.max_batch, placements, request.speculation,
+        hit_exponent=request.target.hit_exponent or PUBLISHED_EXPONENT,
+    )  # fmt: skip
     draft = _plan_draft(request, target, tree_nodes) if request.proposed_by == "the draft" else None
     plans = [(request.target, target), *([] if draft is None else [(request.draft, draft)])]
     passing = max(passing_bytes(source, plan.layout) for source, plan in plans)

@@ -46,7 +46,8 @@ class DescribedModel:
     that can be kept as they are, in the words of `weights.encoding` or as a format of it, and
     `decoded` that they are not; `uncoded` are matrices that are known not to fit the 12-bit code of bf16.
     `read_vocabulary` reads what files say of its tokens, which may be nothing, and `read_mtp` the head that its files
-    carry, if any."""
+    carry, if any. `hit_exponent` is of what is expected in a pool of experts (`weights.expert_hits`), None of a model
+    that no files are of."""
 
     model_config: ModelConfig
     native_dtype: torch.dtype
@@ -55,6 +56,7 @@ class DescribedModel:
     uncoded: frozenset[str] = field(default=frozenset(), kw_only=True)
     read_vocabulary: Callable[[], Vocabulary | None] = field(default=lambda: None, kw_only=True)
     read_mtp: Callable[[], DescribedModel | None] = field(default=lambda: None, kw_only=True)
+    hit_exponent: float | None = field(default=None, kw_only=True)
 
     def config(self) -> ModelConfig:
         """Return the shape and flags of the model."""

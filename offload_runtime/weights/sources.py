@@ -13,6 +13,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,13 +199,18 @@ def open_checkpoint(reference: str | Path, *, draft: bool = False) -> Checkpoint
 
 def _opened(path: Path, reference: str, *, whole: bool, draft: bool) -> CheckpointSource:
     from offload_runtime.models.heads import HeadConfig
+    from offload_runtime.weights.expert_hits import hit_exponent
     from offload_runtime.weights.gguf import open_gguf
     from offload_runtime.weights.safetensors import open_safetensors
 
     found = (open_safetensors if path.is_dir() else open_gguf)(path, reference=reference, whole=whole)
-    if isinstance(head := found.config(), HeadConfig) and not draft:
+    config = found.config()
+    if not isinstance(config, HeadConfig):
+        return replace(found, hit_exponent=hit_exponent(config))
+    if not draft:
         raise UnsupportedArchitectureError(
-            f"{reference} is a draft head ({head.title}) and no model by itself: name it with --draft beside its target"
+            f"{reference} is a draft head ({config.title}) and no model by itself: name it with --draft beside its "
+            "target"
         )
     return found
 
@@ -229,7 +235,12 @@ def describe_model(reference: str | Path, *, draft: bool = False) -> DescribedMo
         repo_id = _HUB_PREFIX.sub("", str(reference)).removesuffix("/").removesuffix("/tree/main")
         vocabulary = cache(lambda: directory_vocabulary(download_model(repo_id, ("tokenizer.json",))))
     return DescribedModel(
-        found.config(), found.native_dtype, kinds=found.kinds, read_vocabulary=vocabulary, read_mtp=found.read_mtp
+        found.config(),
+        found.native_dtype,
+        kinds=found.kinds,
+        read_vocabulary=vocabulary,
+        read_mtp=found.read_mtp,
+        hit_exponent=found.hit_exponent,
     )
 
 
