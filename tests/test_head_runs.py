@@ -23,6 +23,12 @@ from tests.test_sessions import check_goes_on
 TARGET = "two_layer_target"
 CONTEXT = 900
 WAYS: dict[str, dict[str, Any]] = {"chain": {"gamma": 5, "tree_nodes": 0}, "tree": {"gamma": 12, "tree_nodes": 24}}
+GPU = {"device": "cuda", "dtype": "bf16"}
+DEVICES = [
+    {"device": "cpu", "resident_layers": 1},
+    pytest.param({**GPU, "resident_layers": "auto"}, marks=pytest.mark.gpu),
+    pytest.param({**GPU, "resident_layers": 1}, marks=pytest.mark.gpu),
+]
 ASKED: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
 PROMPTS = [[3 + token * 37 % 290 for token in range(length)] for length in (150, 7, 60)]
 
@@ -48,10 +54,11 @@ def carrying(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_right_head_is_believed(counting: Path, way: str) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_right_head_is_believed(counting: Path, device: dict[str, Any], way: str) -> None:
     """In batches, and in slots that other texts have left."""
-    options = {"draft": "mtp", "context": CONTEXT, "max_batch": 3, "resident_layers": 1, **WAYS[way]}
-    with load(counting, **options) as runtime:
+    options = {"draft": "mtp", "context": CONTEXT, "max_batch": 3, **device, **WAYS[way]}
+    with Runtime.load(counting, **options) as runtime:
         for prompts in (PROMPTS, PROMPTS[::-1], [[*prompt[:-5], 9, 9] for prompt in PROMPTS]):
             for result in runtime.generate_batch(prompts, **ASKED):
                 passes = result.stats.passes
@@ -95,6 +102,15 @@ def test_hybrids_and_mixtures_draft_with_what_they_carry(family: str, way: str, 
 def test_an_eagle3_head_of_some_tokens_drafts(target: Path, tmp_path: Path, options: dict[str, Any], way: str) -> None:
     head = Eagle3.of(AutoModelForCausalLM.from_pretrained(target), draft_vocab=70).write(tmp_path / "head")
     assert _answers(target, draft=head, **options, **WAYS[way]) == _answers(target, draft="none")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("resident", ["auto", 1])
+def test_answers_with_a_head_on_a_gpu_are_those_without(carrying: Path, resident: int | str, way: str) -> None:
+    """Where all is captured, and where the head drafts while the target's layers cross the link."""
+    expected = _answers(carrying, draft="none", **GPU)
+    assert _answers(carrying, draft="mtp", resident_layers=resident, **GPU, **WAYS[way]) == expected
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -17,6 +17,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.load_model import warm_up
 from offload_runtime.speculation import DraftProposer, drafting
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.heads import add_random_mtp
 from tests.helpers.planning import load_streaming_kv
 
 LEVELS: dict[str, Any] = {"recent_tokens": 256, "budget_tokens": 512, "chunk_size": 8, "gamma_draft": 3}
@@ -59,6 +60,12 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             "speculation": SpeculationOptions("triforce", "retrieval", **{**LEVELS, "budget_tokens": 520}),
         }, [{"gamma": 12}],
     ),
+    "a head": (
+        {"draft": "mtp", "tree_nodes": 96}, [{"tree_nodes": 96}, {"tree_nodes": 7}, {"gamma": 6, "tree_nodes": 0}, {}],
+    ),
+    "a head for three": (
+        {"draft": "mtp", "tree_nodes": 96, "max_batch": 3}, [{"tree_nodes": 96}, {"gamma": 6, "tree_nodes": 0}],
+    ),
     "TriForce for three": (
         {"kv": "gpu", "max_batch": 3, "speculation": SpeculationOptions("triforce", "full", **LEVELS)}, [{"gamma": 12}],
     ),
@@ -66,15 +73,21 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 LENGTHS = (1, 9, 20, 34, 300, 505, 1100, 2000, 9000)
 
 
-@pytest.mark.parametrize("cache", ["streaming", "retrieval"])
-def test_warming_up_leaves_nothing(two_layer_target: Path, noisy_copy_of: Callable[[Path], Path], cache: str) -> None:
+@pytest.mark.parametrize("cache", ["streaming", "retrieval", "of a head"])
+def test_warming_up_leaves_nothing(
+    two_layer_target: Path, noisy_copy_of: Callable[[Path], Path], tmp_path: Path, cache: str
+) -> None:
     """On a CPU, where loading has nothing to warm up."""
     small: dict[str, Any] = {"recent_tokens": 64, "budget_tokens": 64, "chunk_size": 8}
-    options: dict[str, Any] = {"draft": noisy_copy_of(two_layer_target), "resident_layers": 1, "context": 1500}
-    options |= {"tree_nodes": 0, "speculation": SpeculationOptions("chain", cache, **small)}
+    target, options = two_layer_target, {"resident_layers": 1, "context": 1500, "tree_nodes": 0}
+    if cache == "of a head":
+        target = add_random_mtp(target, tmp_path / "carrying")
+        options |= {"draft": "mtp"}
+    else:
+        options |= {"draft": noisy_copy_of(target), "speculation": SpeculationOptions("chain", cache, **small)}
     answers = []
     for warm in (False, True):
-        with load(two_layer_target, **options) as runtime:
+        with load(target, **options) as runtime:
             if warm:
                 warm_up(runtime.engine.target, trees=True)
                 proposer = drafting(runtime.engine.proposer)
@@ -122,8 +135,12 @@ def test_no_other_number_of_chunks_compiles_a_kernel(compiled: list[str]) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(RUNS))
-def test_no_answer_compiles_a_kernel(target: Path, draft: Path, compiled: list[str], name: str) -> None:
+def test_no_answer_compiles_a_kernel(
+    target: Path, draft: Path, tmp_path: Path, compiled: list[str], name: str
+) -> None:  # fmt: skip
     options, windows = RUNS[name]
+    if options.get("draft") == "mtp":
+        target = add_random_mtp(target, tmp_path / "carrying")
     options = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": 2400, **options}
     lengths = [length for length in LENGTHS if length <= options["context"] - 30]
     prompts = [[3 + (7 * i * i + i // 5) % 290 for i in range(length)] for length in lengths]

@@ -21,7 +21,7 @@ from offload_runtime.plan.model import ModelPlan, Parts, Placement, all_resident
 from offload_runtime.runners import captured_pass_bytes, draft_graph_bytes, step_graph_bytes
 from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS
-from offload_runtime.runners.head_kv import hidden_store_rows
+from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, hidden_store_rows
 from offload_runtime.runners.model_runner import PREFILL_CHUNK_TOKENS, most_prompt_tokens
 from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.speculation import MOST_LEVELS, most_guess_rows, verifier_step_bytes
@@ -322,7 +322,7 @@ class RunPlan:
         """CUDA graphs of the draft's and the verifier's steps on a card."""
         draft, nbytes = self.draft, step_graph_bytes(len(self.target.layers)) if self.has_verifier else 0
         if draft is not None:
-            rows, batch = draft.batch * REWRITTEN_TOKENS, draft.batch
+            rows, batch = draft.batch * (HEAD_CATCH_UP_TOKENS if draft.is_head else REWRITTEN_TOKENS), draft.batch
             if self.has_verifier:
                 rows = most_guess_rows(draft.options.gamma_draft, batch, others=REWRITTEN_TOKENS)
             trees, element_bytes = draft.tree_positions > 0, draft.dtype.itemsize
