@@ -10,7 +10,8 @@
     python tools/widen_model.py --source demo --shape qwen3.6-27b --random --vocab-size 248320 --stored q8_0 \\
         --out random-27b.gguf
 
-The result is a safetensors directory that transformers loads too. `--delta` applies a sparse fine-tune: files of new
+The result is a safetensors directory that transformers loads too, with the MTP layer of a source that carries one
+(`train_head.py`), widened with it. `--delta` applies a sparse fine-tune: files of new
 values, not differences, under transformers' names, which take the place of the source's; `--rope` is another rotary
 embedding. In a `--shape` the model costs what a large one does and has the small one's vocabulary, tokenizer and
 language, so the small model drafts for it; `--noise` sets how often the draft is right. With `--random` it has the
@@ -160,6 +161,8 @@ def write(arguments: argparse.Namespace) -> Path:
     if arguments.stored is None:
         dtype = DTYPES[arguments.dtype or "bf16"]
         return convert_to_safetensors(made, arguments.out, dtype=dtype, on_progress=on_progress)
+    if made.read_mtp() is not None:
+        raise OptionError(f"{arguments.source} carries an MTP layer, which --stored does not write: leave it out")
     mix, config = mix_named(arguments.stored), made.config()
     assert mix is not None
     kinds = stored_kinds(config, mix) if arguments.random else packed_kinds(config, mix)
