@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from offload_runtime import Runtime
 from offload_runtime.errors import CheckpointError
+from tests.helpers.dflash import config_of, random_tensors, settings, write_dflash
 from tests.helpers.engine import (
     PROMPT,
     byte_level_tokenizer,
@@ -36,7 +37,10 @@ def targets(tmp_path_factory: pytest.TempPathFactory, short_target: Path) -> dic
     carrying = add_random_mtp(short_target, directory / "carrying")
     model = family_model("llama", 0, **_sizes(short_target))
     head = Eagle3.of(model, draft_vocab=200, taps=(1, 2, 5)).write(directory / "eagle3")
-    return {"target": carrying, "eagle3": head}
+    with load(short_target, draft="none") as runtime:
+        of_blocks = settings(runtime.engine.target.config, second=True)
+    dflash = write_dflash(directory / "dflash", of_blocks, random_tensors(config_of(of_blocks)))
+    return {"target": carrying, "eagle3": head, "dflash": dflash}
 
 
 def _sizes(target: Path) -> dict[str, int]:
@@ -61,12 +65,16 @@ def plain(targets: dict[str, Path]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "way"), [*(("mtp", way) for way in WAYS), *(("eagle3", way) for way in ("streamed", "two cards", "trees"))]
-)
+    ("kind", "way"),
+    [
+        *(("mtp", way) for way in WAYS), *(("eagle3", way) for way in ("streamed", "two cards", "trees")),
+        *(("dflash", way) for way in ("streamed", "host KV", "trees", "together")),
+    ],
+)  # fmt: skip
 def test_answers_are_those_of_plain_decoding(
     kind: str, way: str, targets: dict[str, Path], plain: list[list[int]]
 ) -> None:
-    draft = "mtp" if kind == "mtp" else targets["eagle3"]
+    draft = targets.get(kind, kind)
     with Runtime.load(targets["target"], draft=draft, **{"device": "cpu", **WAYS[way]}) as runtime:
         assert answers(runtime) == plain
         stats = runtime.generate(PROMPT, max_new_tokens=24, gamma=4).stats

@@ -26,6 +26,8 @@ from offload_runtime.speculation import (
     PLAIN,
     Controller,
     DeviceWindow,
+    DFlashProposer,
+    DFlashRunner,
     DraftProposer,
     DraftRunner,
     GuessTree,
@@ -326,6 +328,12 @@ def make_proposer(
     if draft is None:
         return Proposer() if plan.proposer == "none" else NgramProposer()
     runner, ngrams, shared = draft.runner, NgramProposer(), draft.shared or SharedVocabulary(target.config.vocab_size)
+    if draft.plan.block_rows:
+        blocks = DFlashRunner(runner, batch=batch)
+        if budget.device.type == "cuda":
+            blocks.warm_up()
+        blocks.recorder = recorder
+        return WithNgrams(DFlashProposer(blocks, ngrams=ngrams), ngrams)
     drafts = DraftRunner(runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
     if budget.device.type == "cuda":
         drafts.warm_up()

@@ -187,11 +187,6 @@ class DFlashConfig(HeadConfig):
     selector: Selector | None = None
     target_layers: int | None = None
 
-    @property
-    def step_tokens(self) -> int:
-        """Those that masks stand for."""
-        return self.block_size - 1
-
     def fitted(self, target: ModelConfig) -> Self:
         """As of all heads."""
         found = super().fitted(target)

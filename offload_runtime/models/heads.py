@@ -68,11 +68,6 @@ class HeadConfig(ModelConfig):
         H], and what stands for the target's in rows about the tokens that follow, [N, W]."""
 
     @property
-    def step_tokens(self) -> int:
-        """Return how many tokens in a row a step proposes."""
-        return 1
-
-    @property
     def logit_size(self) -> int:
         """Return how many tokens the head has logits of; it proposes no others."""
         return self.vocab_size

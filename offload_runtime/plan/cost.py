@@ -388,8 +388,8 @@ def _step_s(
 
 def drafting_s(plan: RunPlan, machine: MachineProfile, *, gamma: int, tree_nodes: int = 0) -> float:
     """Seconds of proposing for one pass `gamma` tokens in a row, or a tree of `tree_nodes`; n-grams take none."""
-    if (in_a_row := _step_tokens(plan)) > 1:
-        return draft_step_s(plan, machine, rows=in_a_row + 1)
+    if plan.draft is not None and plan.draft.block_rows:
+        return draft_step_s(plan, machine, rows=plan.draft.batch * plan.draft.block_rows)
     draft_s = draft_step_s(plan, machine)
     if tree_nodes:
         # One for every level of the most probable path that is not there yet, and one for every so many nodes.
@@ -400,12 +400,6 @@ def drafting_s(plan: RunPlan, machine: MachineProfile, *, gamma: int, tree_nodes
     verifier_steps = gamma / (1 + expected_accepted(parents, usual_acceptance(plan.draft)))
     num_levels = max(depths_of(parents), default=-1) + 1
     return verifier_steps * (verifier_step_s(plan, machine) + num_levels * draft_s)
-
-
-def _step_tokens(plan: RunPlan) -> int:
-    """How many tokens in a row a step of the draft proposes; 0 without one."""
-    config = None if plan.draft is None else plan.draft.config
-    return config.step_tokens if isinstance(config, HeadConfig) else int(config is not None)
 
 
 # --- how much is proposed, and accepted
@@ -447,8 +441,8 @@ def gamma(plan: RunPlan) -> int:
     if plan.target.pool_share < 1:
         usual = min(usual, _GAMMA_WITH_EXPERTS)
     chosen = request.gamma or (request.max_gamma if tree_nodes(plan) else usual)
-    if (in_a_row := _step_tokens(plan)) > 1:
-        chosen = min(chosen, in_a_row)
+    if plan.draft is not None and plan.draft.block_rows:
+        chosen = min(chosen, plan.draft.block_rows - 1)
     return max(0, min(chosen, request.max_gamma, plan.target.context_tokens - 2))
 
 

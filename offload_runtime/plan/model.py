@@ -21,6 +21,7 @@ from offload_runtime.cache.device import streaming_capacity_tokens
 from offload_runtime.cache.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.dflash import DFlashConfig
 from offload_runtime.models.heads import HeadConfig
 from offload_runtime.runners import tree_positions
 from offload_runtime.runners.graphs import MOST_DELTA_DEPTH, MOST_DEPTH
@@ -178,8 +179,13 @@ class ModelPlan:
     @property
     def tree_positions(self) -> int:
         """Places in the cache of a draft that grows trees for what may become part of a sequence."""
-        with_states = bool(self.config.deltas)
-        return tree_positions(self.tree_nodes, with_states=with_states) if self.tree_nodes else 0
+        with_states, grows = bool(self.config.deltas), self.tree_nodes and not self.block_rows
+        return tree_positions(self.tree_nodes, with_states=with_states) if grows else 0
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of each sequence in a step of a drafter that proposes whole blocks at once; 0 of others."""
+        return self.config.block_size if isinstance(self.config, DFlashConfig) else 0
 
     # --- weights
 

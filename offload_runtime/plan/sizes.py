@@ -322,7 +322,8 @@ class RunPlan:
         """CUDA graphs of the draft's and the verifier's steps on a card."""
         draft, nbytes = self.draft, step_graph_bytes(len(self.target.layers)) if self.has_verifier else 0
         if draft is not None:
-            rows, batch = draft.batch * (HEAD_CATCH_UP_TOKENS if draft.is_head else REWRITTEN_TOKENS), draft.batch
+            first_rows = HEAD_CATCH_UP_TOKENS if draft.is_head else REWRITTEN_TOKENS
+            rows, batch = draft.batch * max(first_rows, draft.block_rows), draft.batch
             if self.has_verifier:
                 rows = most_guess_rows(draft.options.gamma_draft, batch, others=REWRITTEN_TOKENS)
             trees, element_bytes = draft.tree_positions > 0, draft.dtype.itemsize
@@ -532,6 +533,7 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
         placements=(all_resident(range(config.num_layers)),), tree_nodes=tree_nodes,
         step_rows=max(STEP_ROWS, target.batch), context_tokens=min(context, longest) if cache == "full" else context,
     )  # fmt: skip
+    plan = replace(plan, step_rows=max(STEP_ROWS, target.batch * max(1, plan.block_rows)))
     kept, retrieves = plan.streaming_tokens, cache == "retrieval"
     for fine, why, remedies in (
         (cache != "streaming" or not config.deltas,

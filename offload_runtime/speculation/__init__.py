@@ -1,6 +1,7 @@
 """Propose / verify steps: a proposer guesses tokens, one target pass checks them, equality decides."""
 
 from offload_runtime.speculation.controller import COPY, PLAIN, Controller, Cost, size_for, size_within
+from offload_runtime.speculation.dflash import DFlashProposer, DFlashRunner
 from offload_runtime.speculation.draft import DraftRunner
 from offload_runtime.speculation.ngram import NGRAM, MatchRates, NgramLookup, NgramProposer, WithNgrams, drafting
 from offload_runtime.speculation.step import (

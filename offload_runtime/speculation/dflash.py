@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -191,7 +192,8 @@ class DFlashRunner:
         rows = [*last.values()], ends, news, slots, [self._starts[slot] for slot in slots]
         self._graphs.inputs_host[: _WORDS * len(slots)] = np.array(rows, dtype=np.int32).ravel()
         key = len(slots), reach, self._sampling.graph_key
-        self._graphs.run(key, partial(self._step, len(slots), reach))
+        with self.recorder.span("draft block", slots=len(slots)) if self.recorder else nullcontext():
+            self._graphs.run(key, partial(self._step, len(slots), reach))
         for slot, new in zip(slots, news, strict=True):
             cache.commit(slot, new)
             self._num_waiting[slot] = 0

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from offload_runtime.cache import KVCache
 from offload_runtime.core import Batch, DraftBudget, TokenTree
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.dflash import DFlashConfig
 from offload_runtime.models.eagle3 import Eagle3Config, FirstLayer
 from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import Attention, Norms
@@ -23,7 +24,16 @@ from offload_runtime.params import SamplingParams
 from offload_runtime.runners import HeadDecoder, HiddenTaps, ModelRunner
 from offload_runtime.runners.model_runner import window_residual
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation import DraftProposer, DraftRunner, NgramProposer, StepOutput, StepWorth, WithNgrams
+from offload_runtime.speculation import (
+    DFlashProposer,
+    DFlashRunner,
+    DraftProposer,
+    DraftRunner,
+    NgramProposer,
+    StepOutput,
+    StepWorth,
+    WithNgrams,
+)
 from offload_runtime.speculation.step import run_step
 from offload_runtime.stream import DeviceBudget, make_copy_engine
 from offload_runtime.stream.queue import CardRing, LayerStreamer
@@ -133,8 +143,10 @@ def counting_head(*, by_hidden: bool, vocabulary: int = VOCAB_SIZE) -> Change:
 
 def proposer_of(head: ModelRunner, batch: int = _SLOTS) -> WithNgrams:
     """Drafts with a head, and n-grams beside it."""
-    vocabulary, ngrams = head.decoder.config.vocab_size, NgramProposer()
-    drafts = DraftRunner(head, vocab_size=vocabulary, batch=batch)
+    config, ngrams = head.decoder.config, NgramProposer()
+    if isinstance(config, DFlashConfig):
+        return WithNgrams(DFlashProposer(DFlashRunner(head, batch=batch), ngrams=ngrams), ngrams)
+    drafts = DraftRunner(head, vocab_size=config.vocab_size, batch=batch)
     return WithNgrams(DraftProposer(drafts, ngrams=ngrams, worth=StepWorth()), ngrams)
 
 
