@@ -137,7 +137,7 @@ class RuntimeConfig:
     draft: Any = option(
         "auto", "What proposes tokens: a small model, a head that was made for the target (EAGLE-3, DFlash), the MTP "
         "layers that it carries (mtp), the text's own n-grams, or nothing. Never changes the output. auto: its MTP "
-        "layers, or a small model of the same vocabulary beside the target or in the hub's cache, where that is "
+        "layers, or a head or a small model beside the target or in the hub's cache that fits it, where that is "
         "predicted to be faster, else n-grams.", MODEL, metavar="MODEL|auto|mtp|ngram|none",
     )  # fmt: skip
     _: KW_ONLY

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +104,16 @@ def test_what_the_target_carries_is_taken_by_itself(targets: dict[str, Path], pl
         assert "proposals from the MTP head" in runtime.placement
         assert "drafting with the MTP layer that it carries (--draft ngram goes without)" in runtime.placement
         assert answers(runtime) == plain
+
+
+def test_a_head_beside_the_target_is_taken_where_it_fits(targets: dict[str, Path], tmp_path: Path) -> None:
+    target = write_checkpoint(tmp_path / "target")
+    for name, changes in (("fits", {}), ("another's", {"vocab_size": 321})):
+        shutil.copytree(targets["eagle3"], tmp_path / name)
+        stated = json.loads((tmp_path / name / "config.json").read_text()) | changes
+        (tmp_path / name / "config.json").write_text(json.dumps(stated))
+    with load(target) as runtime:
+        assert "drafting with fits" in runtime.placement and "the EAGLE-3 head" in runtime.placement
 
 
 def test_a_damaged_mtp_layer_is_done_without_unless_it_is_asked_for(

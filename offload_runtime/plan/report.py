@@ -333,7 +333,7 @@ def plan_fastest_draft(
                 taken = f"drafting with {draft.name}" + (f", predicted to be {gain:.1f} times as fast" if known else "")
                 best, least = replace(plan, draft_note=f"{taken} (--draft ngram goes without)"), gain
                 if isinstance(draft.model.config(), HeadConfig):
-                    break  # what the model carries was trained for it
+                    break  # it was trained for the target
     return best
 
 

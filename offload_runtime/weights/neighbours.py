@@ -17,6 +17,7 @@ from typing import Any
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.registry import FAMILIES, model_config_from_json
 from offload_runtime.weights.checkpoint import MOST_PADDING, DescribedModel, SharedVocabulary, share_vocabulary
 from offload_runtime.weights.gguf_header import gguf_parts
@@ -107,22 +108,22 @@ class FoundDraft:
 
 
 def find_drafts(
-    reference: object, target: DescribedModel, read: Callable[[str], DescribedModel] | None = None
+    reference: object, target: DescribedModel, read: Callable[..., DescribedModel] | None = None
 ) -> list[FoundDraft]:  # fmt: skip
-    """Return the head that a target carries, and a few models of its vocabulary with at most a third of its parameters,
-    the smallest files first.
+    """Return the head that a target carries, and a few that fit it or models of its vocabulary, of at most a third of
+    its parameters, the smallest files first.
 
     Args:
         reference: What the user named; of a model that has no path only the hub's cache is looked through.
         target: The same, opened or described.
-        read: Opens what is found; None leaves it described.
+        read: Opens what is found, as `open_checkpoint`; None leaves it described.
     """
     own, found, described = _path_of(reference), list[FoundDraft](), 0
     sized = sorted((_weight_bytes(path), path) for path in dict.fromkeys(_neighbours(own)) if _may_be_model(path))
     own_bytes, parameters = math.inf if own is None else _weight_bytes(own), num_parameters(target)
+    everything = SharedVocabulary(target.config().vocab_size)
     try:
         if (mtp := target.read_mtp()) is not None:
-            everything = SharedVocabulary(mtp.config().vocab_size)
             found.append(FoundDraft("the MTP layer that it carries", mtp, everything, num_parameters(mtp) / parameters))
     except CheckpointError as error:
         logging.getLogger(__name__).warning("%s; it drafts with something else", error)
@@ -131,13 +132,16 @@ def find_drafts(
         if described == _MOST_HEADERS or len(found) >= _MOST_DRAFTS:
             break
         try:
-            model = describe_model(path)
+            model = describe_model(path, draft=True).beside(target)
             described += 1
-            share = num_parameters(model) / parameters
+            share, shared = num_parameters(model) / parameters, None
             near = abs(model.config().vocab_size - target.config().vocab_size) <= MOST_PADDING
-            shared = share_vocabulary(target, model) if near and share <= _MOST_SHARE else None
+            if near and share <= _MOST_SHARE:
+                is_head = isinstance(model.config(), HeadConfig)
+                shared = everything if is_head else share_vocabulary(target, model)
             if shared is not None:
-                found.append(FoundDraft(_name(path), read(str(path)) if read else model, shared, share))
+                opened = read(str(path), draft=True).beside(target) if read else model
+                found.append(FoundDraft(_name(path), opened, shared, share))
         except Exception as error:  # whatever is wrong with it, nobody has asked for this one
             logging.getLogger(__name__).debug("%s is no draft: %s", path, error)
     return found
