@@ -88,6 +88,19 @@ def answer(runtime: Runtime, prompt: Sequence[int], count: int, temperature: flo
     )
 
 
+def warmed_up(runtime: Runtime, prompt: Sequence[int], count: int, windows: dict[str, Window]) -> dict[str, Window]:
+    """Make the kernels and graphs of each window; returns those that there is room for."""
+    kept = dict[str, Window]()
+    for name, window in windows.items():
+        try:
+            answer(runtime, prompt, min(count, _WARM_UP_TOKENS), _WARM_UP_TEMPERATURE, window)
+        except OptionError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
+        else:
+            kept[name] = window
+    return kept
+
+
 def row_of(result: GenerationResult, before: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Figures of one answer, and whether it begins as those `before` do."""
     stats = result.stats
@@ -135,8 +148,8 @@ class Bench:
             self.loads.append(load)
             sizes = options.places, options.prompt_tokens, runtime.encode
             prompts = texts.prompts(options, options.kinds, *sizes)
-            windows = self._warmed_up(runtime, prompts[options.kinds[0]][0], windows_of(options, drafter))
             count = options.tokens if drafter != PLAIN or options.plain_tokens is None else options.plain_tokens
+            windows = warmed_up(runtime, prompts[options.kinds[0]][0], count, windows_of(options, drafter))
             asked = product(options.temperatures, prompts, range(options.places), windows)
             for temperature, kind, place, window in asked:
                 result = answer(runtime, prompts[kind][place], count, temperature, windows[window])
@@ -147,18 +160,6 @@ class Bench:
                 yield
         if traced:
             load["drafting_s_per_pass"] = drafting_s_per_pass(traced)
-
-    def _warmed_up(self, runtime: Runtime, prompt: Sequence[int], windows: dict[str, Window]) -> dict[str, Window]:
-        """Make kernels and graphs of each window; returns those that there is room for."""
-        kept = dict[str, Window]()
-        for name, window in windows.items():
-            try:
-                answer(runtime, prompt, min(self._options.tokens, _WARM_UP_TOKENS), _WARM_UP_TEMPERATURE, window)
-            except OptionError as error:
-                print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
-            else:
-                kept[name] = window
-        return kept
 
 
 def drafting_s_per_pass(trace: Path) -> float:

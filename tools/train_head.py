@@ -165,7 +165,7 @@ def corpus_of(options: argparse.Namespace, target: Target, ends_s: float) -> Cor
         if time.monotonic() > stops_s:
             break
         numbers = range(start, min(start + _ANSWERS_AT_ONCE, options.answers))
-        sources = [one for _, one in zip(numbers, [*by_name.values()] * len(numbers), strict=False)]
+        sources = [[*by_name.values()][one % len(by_name)] for one in numbers]
         begun = [(one, draw.randrange(len(one) - prompt + 1)) for one in sources]
         prompts = torch.stack([one[at : at + prompt] for one, at in begun])
         kinds = len(_ANSWER_TEMPERATURES)
@@ -214,6 +214,7 @@ def train(options: argparse.Namespace, head: Head, target: Target, corpus: Corpu
     optimizer = torch.optim.AdamW(parameters, options.rate, betas=(0.9, 0.95), weight_decay=0.01)
     draw, curve, lately, step, done = random.Random(options.seed), list[dict[str, Any]](), list[Tensor](), 0, 0.0
     weights = torch.tensor([_DEPTH_WEIGHT**depth for depth in range(options.depths)], device=target.device)
+    left_s = max(ends_s - started_s, 1.0)  # where all the time has gone, a step or two
     while done < 1:
         for group in optimizer.param_groups:
             group["lr"] = options.rate * min(done / _WARM_UP + 0.01, 1.0) * 0.5 * (1 + math.cos(math.pi * done))
@@ -225,7 +226,7 @@ def train(options: argparse.Namespace, head: Head, target: Target, corpus: Corpu
         optimizer.zero_grad()
         lately.append(by_depth.detach())
         step += 1
-        done = max((time.monotonic() - started_s) / (ends_s - started_s), step / options.steps if options.steps else 0)
+        done = max((time.monotonic() - started_s) / left_s, step / options.steps if options.steps else 0.0)
         if done * _REPORTS >= len(curve) + 1 or done >= 1:
             mean = torch.stack(lately).mean(0).tolist()
             curve.append({"step": step, "seconds": time.monotonic() - started_s, "loss_by_depth": mean})
