@@ -172,6 +172,8 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
         open_checkpoint(eagle.write(tmp_path))
     with pytest.raises(CheckpointError, match=r"lacks 1 of \d+ tensors \(layers.0.self_attn.o_proj.weight\)"):
         open_checkpoint(_without(eagle.write(tmp_path), "midlayer.self_attn.o_proj.weight"), draft=True)
+    with pytest.raises(CheckpointError, match=r"lacks 1 of \d+ tensors \(lm_head.weight\)"):
+        open_checkpoint(_without(eagle.write(tmp_path), "lm_head.weight"), draft=True)
     with pytest.raises(CheckpointError, match=r"fc.weight has shape \[\d+, \d+\], expected"):
         open_checkpoint(_without(eagle.write(tmp_path), target_hidden_size=8), draft=True)
     eagle.tensors["d2t"][-1] = 400

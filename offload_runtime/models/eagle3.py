@@ -118,13 +118,14 @@ def _config(fields: Fields, names: Collection[str]) -> Eagle3Config:
     # One format counts the layers below which the stream is read, the other those whose output it is.
     taps = fields.items(_LAYER_IDS, int, at_least=0) or [one + 1 for one in own.items(_LAYER_IDS, int, at_least=0)]
     size, parts = fields.integer("vocab_size"), {"embed_tokens.weight": "embedding", "lm_head.weight": "lm_head"}
+    known = fields.integer("draft_vocab_size", size, at_most=size)
+    owned = {part for name, part in parts.items() if name in names or not names}
+    owned |= {"lm_head"} if known < size else set()  # the target's says more
     return Eagle3Config(
         architecture="LlamaForCausalLMEagle3", layers=(first, *[later] * (count - 1)), vocab_size=size,
         max_position_embeddings=fields.integer("max_position_embeddings"), ropes=(rope(fields, attention.head_dim),),
         target_size=fields.integer("target_hidden_size", attention.hidden_size), taps=tuple(taps),
-        draft_vocab_size=fields.integer("draft_vocab_size", size, at_most=size),
-        fused=own.flag("use_aux_hidden_state", default=True),
-        owned=frozenset(part for name, part in parts.items() if name in names or not names),
+        draft_vocab_size=known, fused=own.flag("use_aux_hidden_state", default=True), owned=frozenset(owned),
     )  # fmt: skip
 
 

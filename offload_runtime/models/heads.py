@@ -106,10 +106,11 @@ class HeadConfig(ModelConfig):
                 f"{remedy}"
             )
         found = replace(self, taps=self.taps or self.default_taps(target.num_layers))
-        size, count, own, embeds = target.hidden_size, target.num_layers, self.hidden_size, "embedding" in self.owned
+        size, count, own = target.hidden_size, target.num_layers, self.hidden_size
+        lacks = " and ".join(part for part in ("embedding", "lm_head") if part not in self.owned)
         wrong = {
             f"reads rows of {self.target_size} channels, and the target's have {size}": self.target_size != size,
-            f"reads embeddings of {own} channels, and the target's have {size}": own != size and not embeds,
+            f"has no {lacks}, rows of {own} channels, and the target's have {size}": own != size and bool(lacks),
             f"reads the target below layers {found.taps}, and it has {count}, in order": (
                 [*found.taps] != sorted(found.taps) or max(found.taps) > count
             ),

@@ -269,7 +269,7 @@ def match_tensors(
     destinations = checkpoint_tensors(config)
     needed = {stored_name(name): name for name in destinations}
     missing = [name for name in needed if name not in stored and whole]
-    if missing == ["lm_head.weight"]:
+    if missing == ["lm_head.weight"] and not isinstance(config, HeadConfig):
         raise CheckpointError(
             f"{where} has no lm_head.weight and its head is not tied: it was saved without its head, as a base model, "
             "and cannot generate; take the checkpoint of the causal model, or set tie_word_embeddings if it is tied"
