@@ -68,7 +68,8 @@ def test_a_right_head_is_believed(counting: Path, device: dict[str, Any], way: s
 
 def _answers(target: Path, **options: Any) -> list[list[int]]:
     with Runtime.load(target, **{"device": "cpu", "context": CONTEXT, "max_batch": 3, **options}) as runtime:
-        answers = [runtime.generate_batch(PROMPTS, **ASKED, temperature=heat, seed=3) for heat in (0.0, 0.8)]
+        asked = {"max_new_tokens": 16, "ignore_eos": True, "seed": 3}
+        answers = [runtime.generate_batch(PROMPTS, temperature=heat, **asked) for heat in (0.0, 0.8)]
         return [result.tokens for results in answers for result in results]
 
 

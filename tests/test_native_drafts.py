@@ -165,11 +165,11 @@ def random_history(target: ModelRunner, head: ModelRunner, seed: int, *, least: 
     so many of each window of the head."""
     random_, budgets = random.Random(seed), [PLAINLY, CHAIN, TREE, TREE, DraftBudget("ngram", 6), AWARE]
     params = [PLAIN, NOISY][seed % 2]
-    prompts = {slot: random_tokens(random_.randint(2, 90), seed=seed + slot) for slot in (0, 1)}
-    expected = {slot: plainly(target, prompt, 60, params) for slot, prompt in prompts.items()}
+    prompts = {slot: random_tokens(random_.randint(2, 70), seed=seed + slot) for slot in (0, 1)}
+    expected = {slot: plainly(target, prompt, 40, params) for slot, prompt in prompts.items()}
     proposer = proposer_of(head)
     decoding = Decoding.of(SlowRunner(target, proposer, random_.choice((0, 8))), proposer, {}, params)
-    for _ in range(10):
+    for _ in range(8):
         for slot in {0, 1} - {*decoding.texts}:
             if random_.random() < 0.7:
                 decoding.join(
