@@ -82,7 +82,7 @@ class Made:
 
     def keep(self, slot: int, first: int, end: int) -> None:
         """Let the drafter have it."""
-        self.drafter.keep(slot, first, self.kept(slot, first, end))
+        self.drafter.texts.observe(slot, first, (), self.kept(slot, first, end))
 
     def defined(self, slot: int, end: int, last: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and normed rows of a block behind a context, by its definition."""

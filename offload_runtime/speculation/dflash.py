@@ -16,13 +16,13 @@ from functools import partial
 import numpy as np
 import torch
 from offload_runtime_kernels.attention import QueryRows
-from offload_runtime_kernels.kv_blocks import RopeRows
 
 from offload_runtime.core import DraftBudget, TokenTree
-from offload_runtime.models.dflash import BlockAttention, DFlashConfig
+from offload_runtime.models.dflash import DFlashConfig
 from offload_runtime.models.layers import Rows
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import ModelRunner, warm_up_batches, warm_up_lengths
+from offload_runtime.runners import DraftKVState, ModelRunner, warm_up_batches, warm_up_lengths
+from offload_runtime.runners.block_kv import BlockKVState
 from offload_runtime.runners.graphs import CHILDREN, StepGraphs, graph_reach
 from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.model_runner import Decoder
@@ -82,15 +82,15 @@ class Block:
 
 
 class DFlashRunner:
-    """Keeps the context of texts and runs blocks behind them, for several sequences in one step.
-
-    The drafter's cache counts from the first token whose context is known: of a text whose beginning was restored the
-    target's hidden states are not. The newest tokens wait, so that a step writes their keys and values itself.
-    Everything is enqueued on the current stream.
+    """Runs blocks behind texts, for several sequences in one step. Everything is enqueued on the current stream.
 
     Args:
         runner: Of the drafter.
         batch: Sequences, each by the number of its slot.
+
+    Attributes:
+        texts: What the drafter's cache holds of every sequence.
+        places: Of a block, each a token.
     """
 
     def __init__(self, runner: ModelRunner, *, batch: int) -> None:
@@ -102,12 +102,9 @@ class DFlashRunner:
         self._candidates = min(CHILDREN if selector is None else selector.candidates, self._config.vocab_size)
         # How many choices of the place before a candidate is scored behind.
         self._choices = 1 if selector is None else self._candidates
+        self.texts = BlockKVState(runner, batch=batch)
         self.recorder: TraceRecorder | None = None  # of a trace, if there is one
         self._sampling = SlotSampling(batch, self.device)
-        self._starts = [0] * batch
-        shape = batch, self._config.block_size, self._config.width
-        self._waiting = torch.zeros(shape, dtype=decoder.final_norm.dtype, device=self.device)
-        self._num_waiting = [0] * batch
         outputs = batch * self.places * self._candidates * (1 + self._choices)
         self._graphs = StepGraphs(
             self.device, captures=runner.streamer.has_all, input_words=_WORDS * batch, output_words=outputs
@@ -125,78 +122,25 @@ class DFlashRunner:
         """Return the most tokens that can be proposed in a row behind a text of so many."""
         return self.places if length + self.places <= self._runner.cache.max_tokens_with_draft else 0
 
-    def end(self, slot: int) -> int:
-        """Return the position behind the last token whose context is kept."""
-        return self._starts[slot] + self._runner.cache.length(slot) + self._num_waiting[slot]
-
-    def forget(self, slot: int, end: int) -> None:
-        """Keep the context of no token from position `end` on; of none where what is before it is not known."""
-        cache, kept = self._runner.cache, max(0, end - self._starts[slot])
-        if end > self.end(slot):
-            kept = 0
-        self._num_waiting[slot] = max(0, min(self._num_waiting[slot], kept - cache.length(slot)))
-        if kept < cache.length(slot) and cache.truncate(slot, kept) < kept:
-            cache.truncate(slot, 0)  # windows reach what is not there any more
-        if not cache.length(slot) + self._num_waiting[slot]:
-            self._starts[slot] = end
-
-    @torch.inference_mode()
-    def keep(self, slot: int, position: int, kept: torch.Tensor) -> None:
-        """Take what is kept of the target's rows, [N, W], of the tokens of a slot from a position on, in place of
-        whatever there was of these. Beyond what the cache has room for there is nothing to propose."""
-        self.forget(slot, position)
-        waiting, count = self._num_waiting[slot], len(kept)
-        if waiting + count <= self._config.block_size:
-            self._waiting[slot, waiting : waiting + count] = kept
-            self._num_waiting[slot] += count
-        elif self.end(slot) - self._starts[slot] + count <= self._runner.cache.max_tokens_with_draft:
-            self._num_waiting[slot] = 0
-            for rows in (self._waiting[slot, :waiting], kept.to(self._waiting.dtype)):
-                self._write(slot, rows)
-
-    def _write(self, slot: int, kept: torch.Tensor) -> None:
-        """Put tokens behind those in the cache."""
-        cache, count = self._runner.cache, len(kept)
-        if not count:
-            return
-        cache.begin_window([slot], [count])
-        positions = torch.arange(count, dtype=torch.int32, device=self.device) + cache.length(slot)
-        rope = self._rope_rows(positions, torch.full_like(positions, slot))
-        context = self._config.context(kept, self._decoder.shared)
-        for index, weights in self._runner.streamer.layers(count):
-            self._attention(index).keep(index, context, weights, rope, cache)
-        cache.commit(slot, count)
-
-    def _attention(self, index: int) -> BlockAttention:
-        attention = self._config.layers[index].attention
-        assert isinstance(attention, BlockAttention)
-        return attention
-
-    def _rope_rows(self, positions: torch.Tensor, slots: torch.Tensor) -> RopeRows:
-        """Return where rows stand [N], in the text as in the cache; negative positions are padding."""
-        rope = self._runner.rope
-        return RopeRows(*rope.angles(positions, rope.frequencies(1)), positions, positions.clamp_min(0), slots)
-
     @torch.inference_mode()
     def blocks(self, last: Mapping[int, int]) -> dict[int, Block]:
         """Return what may follow the last token of each of some texts, all of whose other tokens' context is kept, and
         behind which there is room. Waits."""
-        cache, slots = self._runner.cache, [*last]
-        news = [self._num_waiting[slot] for slot in slots]
+        cache, texts, slots = self._runner.cache, self.texts, [*last]
+        news = [texts.num_waiting[slot] for slot in slots]
         ends = [cache.length(slot) + new for slot, new in zip(slots, news, strict=True)]
         cache.begin_window(slots, [new + self._config.block_size for new in news])
         reach = max(ends) + self._config.block_size
         if self.device.type == "cuda":
             reach = graph_reach(reach, cache.max_tokens_with_draft)
         self._graphs.begin()
-        rows = [*last.values()], ends, news, slots, [self._starts[slot] for slot in slots]
+        rows = [*last.values()], ends, news, slots, [texts.firsts[slot] for slot in slots]
         self._graphs.inputs_host[: _WORDS * len(slots)] = np.array(rows, dtype=np.int32).ravel()
         key = len(slots), reach, self._sampling.graph_key
         with self.recorder.span("draft block", slots=len(slots)) if self.recorder else nullcontext():
             self._graphs.run(key, partial(self._step, len(slots), reach))
-        for slot, new in zip(slots, news, strict=True):
-            cache.commit(slot, new)
-            self._num_waiting[slot] = 0
+        for slot in slots:
+            texts.written(slot)
         self._graphs.wait()
         count = len(slots) * self.places * self._candidates
         tokens = self._graphs.outputs_host[:count].reshape(len(slots), self.places, -1)
@@ -207,22 +151,22 @@ class DFlashRunner:
 
     def _step(self, batch: int, reach: int) -> None:
         """Write the context that waits, run the blocks, and show the candidates. Captured: no tensor of the host."""
-        size, graphs, cache = self._config.block_size, self._graphs, self._runner.cache
+        size, graphs, texts = self._config.block_size, self._graphs, self.texts
         graphs.fetch(_WORDS * batch)
         last, ends, news, slots, starts = (part[:, None] for part in graphs.inputs[: _WORDS * batch].view(_WORDS, -1))
         steps = torch.arange(size, dtype=torch.int32, device=self.device)
         owners = slots.expand(-1, size).flatten()
         before = (ends - news + steps).masked_fill(steps >= news, -1).flatten()
-        before_rows = self._rope_rows(before, owners)
-        context = self._config.context(self._waiting[slots[:, 0].long()].flatten(0, 1), self._decoder.shared)
+        context = texts.context(texts.waiting[slots[:, 0].long()].flatten(0, 1))
+        before_rows = texts.rope_rows(before, owners)
         positions = ends + steps  # [B, T]
         tokens = last.expand(-1, size).masked_fill(steps > 0, self._config.mask_token).flatten()
         query = QueryRows(positions, slots.flatten(), reach)
-        rows = Rows(tokens, query, self._rope_rows(positions.flatten(), owners))
+        rows = Rows(tokens, query, texts.rope_rows(positions.flatten(), owners))
         residual = Decoder.embed(self._decoder, rows)
         for index, weights in self._runner.streamer.layers(len(tokens)):
-            self._attention(index).keep(index, context, weights, before_rows, cache)
-            self._decoder.layer(index, weights, residual, rows, cache)
+            texts.keep(index, context, weights, before_rows)
+            self._decoder.layer(index, weights, residual, rows, self._runner.cache)
         logits, normed = self._decoder.outputs(residual.view(batch, size, -1)[:, 1:].flatten(0, 1))
         ahead, owners = (starts + positions)[:, 1:].flatten(), slots.expand(-1, self.places).flatten()
         found, scores = self._choose(logits, normed, last, ahead, owners)
@@ -260,11 +204,11 @@ class DFlashRunner:
                 for params in samplings if length == 1 else samplings[-1:]:
                     for slot, one in enumerate(params):
                         self.join(slot, one)
-                        self.keep(slot, 0, self._waiting.new_zeros(length, self._config.width))
+                        self.texts.observe(slot, 0, (), self.texts.waiting.new_zeros(length, self._config.width))
                     self.blocks(dict.fromkeys(range(len(params)), 0))
                     for slot in range(len(params)):
                         self.leave(slot)
-                        self.forget(slot, 0)
+                        self.texts.forget(slot, 0)
 
 
 class DFlashProposer(Proposer):
@@ -282,8 +226,11 @@ class DFlashProposer(Proposer):
         self._joined = set[int]()
         self._sampling: SamplingParams | None = None  # but for the noise, since a request joined that was alone
         self._probabilities = ChildProbabilities()
-        self._texts = dict[int, Sequence[int]]()  # by slot that whose context is kept
         self._blocks = dict[int, tuple[int, Block]]()  # by slot the last one, and the length of its text
+
+    @property
+    def draft_state(self) -> DraftKVState | None:
+        return self.runner.texts
 
     def modes(self, texts: Texts) -> Sequence[str]:
         modes = chains_where(self.runner.room, texts)
@@ -302,24 +249,19 @@ class DFlashProposer(Proposer):
         self.runner.leave(slot)
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        # What the slot had before may begin alike, and what is not observed anew is known already.
-        before = self._texts.get(slot, ())
-        pairs = enumerate(zip(before, tokens, strict=False))
-        shared = next((at for at, (one, other) in pairs if one != other), min(len(before), len(tokens)))
-        self.runner.forget(slot, min(shared, self.runner.end(slot)))
-        self._texts[slot] = tokens
+        self.runner.texts.prepare(slot, tokens)
 
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
-        self.runner.keep(slot, position, hidden)
+        self.runner.texts.observe(slot, position, tokens, hidden)
 
     def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
         for slot in budgets:
-            self._texts[slot] = texts[slot]
+            self.runner.texts.follow(slot, texts[slot])
             self._learn(slot, texts[slot])
         last = {
             slot: texts[slot][-1]
             for slot in budgets
-            if self.runner.end(slot) == len(texts[slot]) - 1 and self.runner.room(len(texts[slot]))
+            if self.runner.texts.knows(slot, texts[slot]) and self.runner.room(len(texts[slot]))
         }
         found = dict.fromkeys(budgets, TokenTree())
         for slot, block in (self.runner.blocks(last) if last else {}).items():
