@@ -58,24 +58,25 @@ class Made:
     decoder: HeadDecoder
 
     @classmethod
-    def of(cls, kind: str, directory: Path, params: SamplingParams = GREEDY) -> Made:
+    def of(cls, kind: str, directory: Path, params: SamplingParams = GREEDY, device: str = "cpu") -> Made:
         model = family_model("llama", 0)
         stated = settings(model_config_from_transformers(model.config), **KINDS[kind])
         tensors = random_tensors(config_of(stated))
         source = open_checkpoint(write_dflash(directory, stated, tensors), draft=True).beside(in_memory(model))
-        runner = make_runner(source, target=make_runner(model).runner, batch=2).runner
+        on: Any = {"device": torch.device(device)}
+        runner = make_runner(source, target=make_runner(model, **on).runner, batch=2, **on).runner
         drafter, generator = DFlashRunner(runner, batch=2), torch.Generator().manual_seed(7)
         for slot in range(2):
             drafter.join(slot, params)
         shape = 160, len(TAPS), stated["hidden_size"]
-        taps = {slot: torch.randn(shape, generator=generator) for slot in range(2)}
+        taps = {slot: torch.randn(shape, generator=generator).to(device) for slot in range(2)}
         assert isinstance(runner.decoder, HeadDecoder)
         return cls(stated, tensors, model, taps, drafter, runner.decoder)
 
     def kept(self, slot: int, first: int, end: int) -> torch.Tensor:
         """What is kept of the target's rows of some tokens."""
         rows = self.taps[slot][first:end]
-        kept = torch.full((len(rows), rows.shape[2]), torch.nan)
+        kept = torch.full_like(rows[:, 0], torch.nan)
         for number in range(len(TAPS)):
             self.decoder.tap(number, rows[:, number], kept)
         return kept
@@ -88,12 +89,13 @@ class Made:
         """Logits and normed rows of a block behind a context, by its definition."""
         of_target = self.model.model.embed_tokens.weight, self.model.lm_head.weight
         with torch.no_grad():
-            return block_logits(self.stated, self.tensors, *of_target, self.taps[slot][first:end], last)
+            return block_logits(self.stated, self.tensors, *of_target, self.taps[slot][first:end].cpu(), last)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_says_what_its_definition_says(kind: str, tmp_path: Path) -> None:
-    made = Made.of(kind, tmp_path)
+def test_says_what_its_definition_says(kind: str, device: str, tmp_path: Path) -> None:
+    made = Made.of(kind, tmp_path, device=device)
 
     def compare(ends: dict[int, int], first: int = 0) -> None:
         blocks = made.drafter.blocks(ends)

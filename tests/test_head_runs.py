@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from offload_runtime import GenerationParams, Runtime
+from offload_runtime.weights import open_checkpoint
+from tests.helpers.dflash import config_of, random_tensors, settings, write_dflash
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_model
 from tests.helpers.heads import Eagle3, Mtp, add_random_mtp, write_mtp
@@ -29,6 +31,7 @@ DEVICES = [
     pytest.param({**GPU, "resident_layers": "auto"}, marks=pytest.mark.gpu),
     pytest.param({**GPU, "resident_layers": 1}, marks=pytest.mark.gpu),
 ]
+KINDS = [("mtp", "chain"), ("mtp", "tree"), ("dflash", "tree")]
 ASKED: dict[str, Any] = {"max_new_tokens": 30, "ignore_eos": True}
 PROMPTS = [[3 + token * 37 % 290 for token in range(length)] for length in (150, 7, 60)]
 
@@ -106,26 +109,40 @@ def test_an_eagle3_head_of_some_tokens_drafts(target: Path, tmp_path: Path, opti
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("kind", "way"), [*KINDS, ("dflash", "chain")])
 @pytest.mark.parametrize("resident", ["auto", 1])
-def test_answers_with_a_head_on_a_gpu_are_those_without(carrying: Path, resident: int | str, way: str) -> None:
+def test_answers_with_a_head_on_a_gpu_are_those_without(
+    carrying: Path, dflash: Path, resident: int | str, kind: str, way: str
+) -> None:
     """Where all is captured, and where the head drafts while the target's layers cross the link."""
-    expected = _answers(carrying, draft="none", **GPU)
-    assert _answers(carrying, draft="mtp", resident_layers=resident, **GPU, **WAYS[way]) == expected
+    expected, draft = _answers(carrying, draft="none", **GPU), dflash if kind == "dflash" else kind
+    assert _answers(carrying, draft=draft, resident_layers=resident, **GPU, **WAYS[way]) == expected
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_sessions_and_prefixes_go_on_with_a_head(carrying: Path, tmp_path: Path, way: str) -> None:
-    check_goes_on(carrying, tmp_path / "chat.json", draft="mtp", device="cpu", kv="gpu", resident_layers=1, **WAYS[way])
-    options = {"draft": "mtp", "context": CONTEXT, "kv": "gpu", "max_batch": SLOTS, "resident_layers": 1}
+@pytest.fixture(scope="module")
+def dflash(carrying: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random DFlash drafter of it."""
+    stated = settings(open_checkpoint(carrying).config(), second=True)
+    return write_dflash(tmp_path_factory.mktemp("blocks") / "dflash", stated, random_tensors(config_of(stated)))
+
+
+@pytest.mark.parametrize(("kind", "way"), KINDS)
+def test_sessions_and_prefixes_go_on_with_a_head(
+    carrying: Path, dflash: Path, tmp_path: Path, kind: str, way: str
+) -> None:
+    draft = dflash if kind == "dflash" else kind
+    check_goes_on(carrying, tmp_path / "chat.json", draft=draft, device="cpu", kv="gpu", resident_layers=1, **WAYS[way])
+    options = {"draft": draft, "context": CONTEXT, "kv": "gpu", "max_batch": SLOTS, "resident_layers": 1}
     with load(carrying, **options, **WAYS[way]) as runtime:
         tasks = make_tasks(7, seed=2)
         check(runtime, tasks, [alone(runtime, *task[:2]) for task in tasks], seed=2, stored_blocks=3)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_head_keeps_what_it_has_read_of_a_conversation(carrying: Path, tmp_path: Path, way: str) -> None:
-    with load(carrying, draft="mtp", context=CONTEXT, **WAYS[way]) as runtime:
+@pytest.mark.parametrize(("kind", "way"), KINDS)
+def test_a_head_keeps_what_it_has_read_of_a_conversation(
+    carrying: Path, dflash: Path, tmp_path: Path, kind: str, way: str
+) -> None:
+    with load(carrying, draft=dflash if kind == "dflash" else kind, context=CONTEXT, **WAYS[way]) as runtime:
         assert runtime.engine.draft is not None
         held = runtime.engine.draft.runner.cache
         conversation = runtime.conversation("be brief")
