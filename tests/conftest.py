@@ -16,7 +16,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # whatever the user has: nothing here asks a
 import pytest
 import torch
 from filelock import FileLock
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.card import one_card
 from tests.helpers.covering import few
@@ -30,7 +30,6 @@ settings.register_profile(
     "short", max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("search", settings.get_profile("short"), derandomize=False, max_examples=1000)
-settings.register_profile("unshrunk", settings.get_profile("short"), phases=[Phase.explicit, Phase.generate])
 settings.load_profile("short")
 # Workers share the cores, and small tensors lose 30-fold to many threads where anything else runs.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(4, os.cpu_count() or 1))

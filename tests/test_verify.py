@@ -25,7 +25,6 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.params import SamplingParams
 from offload_runtime.verify import Fit, VerificationPlan, VerificationReport, verify
-from offload_runtime.verify.equality import verify_identity
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
 from tests.test_cli_fakes import app_of
 
@@ -73,14 +72,6 @@ def test_a_small_plan_is_exact(small_report: VerificationReport) -> None:
     assert {run.proposer for run in small_report.runs} >= {"ngram", "draft", "script", "as loaded"}
     assert any(run.passes < 9 for run in small_report.runs if run.proposer == "script"), "no window was accepted"
     assert small_report.fits and all(fit.freedom and fit.draws >= RUN_PLAN.seeds for fit in small_report.fits)
-
-
-@pytest.mark.slow
-def test_generations_are_those_of_plain_decoding(runtime: Runtime) -> None:
-    """What defects of many kinds are held against in `tests/mutations.py`: a short part of the report."""
-    prompts, settings = {"words": runtime.encode(PROMPT)}, {"top-p": PLAN.settings["top-p"]}
-    runs = list(verify_identity(runtime, prompts, settings, count=8))
-    assert not VerificationReport(False, runs, []).bad_runs
 
 
 def test_plans_that_prove_nothing_are_refused(runtime: Runtime) -> None:

@@ -1,8 +1,8 @@
 """Whether answers have the same bits whatever happens around them, on random weights in a real shape.
 
     python tools/check_exactness.py --shape qwen3.6-27b --layers 16 --out exact-27b.json
-    python tools/check_exactness.py --shape gpt-oss-120b --layers 6 --stored mxfp4 --pools 1,0,0.1,0.4 \\
-        --cpu-shares 0,auto,1 --out exact-120b.json
+    python tools/check_exactness.py --shape gpt-oss-120b --layers 6 --stored mxfp4 --pools 1,0,0.3 \\
+        --cpu-shares 0,auto,1 --seconds 45 --out exact-120b.json
 
 Tokens are compared, and the bits of the logits behind each: turns of conversations, some of them taken back or answered
 anew, with the same text read afresh; answers in batches of 2 to 8, with and without n-grams, with those alone; prompts

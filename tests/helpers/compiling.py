@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from itertools import product
@@ -35,10 +34,10 @@ from offload_runtime_kernels.coded_bf16 import CodedRow
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, row_bytes
 from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
-from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS, FORMATS, BlockFormat
+from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
-from offload_runtime_kernels.linear import TILE_ROWS, LinearTile, default_tile, linear_triton
+from offload_runtime_kernels.linear import default_tile, linear_triton
 from offload_runtime_kernels.router import choose_experts_triton
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled_triton
@@ -58,8 +57,6 @@ HEADS = {
     "gemma-4": (32, 4, 512),
 }
 Call = Callable[[], object]
-# Rows of an encoded matrix that is cut as large ones are, and of one as small ones are.
-LARGE, SMALL = 14336, 4096
 
 
 class Driver:
@@ -120,10 +117,6 @@ def usage(compiled: Any) -> dict[str, Any]:
     return {**used, "k_widths": sorted({int(width) for width in re.findall(r"kWidth = (\d+)", compiled.asm["ttgir"])})}
 
 
-def called(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def ints(*shape: int, dtype: torch.dtype = I32) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype)
 
@@ -136,32 +129,23 @@ def query_rows(count: int, **others: Any) -> QueryRows:
     return QueryRows(ints(1, count), ints(1), 1200, **others)
 
 
-def product_of(rows: int, m: int, k: int, dtype: torch.dtype, tile: LinearTile, **fused: Any) -> None:
-    x, weight = torch.empty(rows, k, dtype=dtype), torch.empty(m, k, dtype=dtype)
-    bias = torch.empty(m, dtype=dtype) if fused.pop("bias", False) else None
-    linear_triton(x, weight, torch.empty(rows, m, dtype=dtype), bias=bias, tile=tile, **fused)
-
-
 def linear_calls() -> Iterator[tuple[str, Call]]:
-    """Every tile with a gate; either order of operands with what else is fused, which took no more shared memory in any
-    tile, and with a ragged last step along K."""
-    for dtype, rows, m in product((BF16, FP32), TILE_ROWS, (22016, 4096)):
-        name, tile = f"linear {rows} {m} {called(dtype)}", default_tile(rows, m, dtype)
-        yield f"{name} gated", partial(product_of, rows, m, 4096, dtype, tile, gated="silu")
-        if rows in (TILE_ROWS[0], TILE_ROWS[-1]):
-            yield f"{name} added", partial(product_of, rows, m, 11008, dtype, tile, bias=True, add=True)
-            yield f"{name} ragged", partial(product_of, rows, m, 576, dtype, tile)
+    """The largest tile with a gate, which takes the most shared memory."""
+    for m in (22016, 4096):
+        x, weight, out = (torch.empty(*shape, dtype=BF16) for shape in ((128, 4096), (m, 4096), (128, m)))
+        tile = default_tile(128, m, BF16)
+        yield f"linear 128 {m}", partial(linear_triton, x, weight, out, tile=tile, gated="silu")
 
 
-def route(tokens: int, shape: ExpertShape, choices: int, dtype: torch.dtype, kind: str) -> None:
+def route(tokens: int, shape: ExpertShape, choices: int, kind: str) -> None:
     """Experts without biases whose weights are one matrix, of which nothing is read."""
-    chosen, y = ints(tokens, choices, dtype=torch.int64), torch.empty(tokens, choices, shape.hidden, dtype=dtype)
+    chosen, y = ints(tokens, choices, dtype=torch.int64), torch.empty(tokens, choices, shape.hidden, dtype=BF16)
     gate_up, down = (
         StoredMatrices(ints(1, rows * row_bytes(kind, columns), dtype=torch.uint8), kind, rows, columns)
         for rows, columns in ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
     )
     expert_rows_triton(
-        torch.empty(tokens, shape.hidden, dtype=dtype), chosen, gate_up, down, shape, buffers=ints(shape.num_experts),
+        torch.empty(tokens, shape.hidden, dtype=BF16), chosen, gate_up, down, shape, buffers=ints(shape.num_experts),
         gate_up_bias=None, down_bias=None, out=y,
     )  # fmt: skip
     combine_experts_triton(y, torch.empty(tokens, choices))
@@ -170,14 +154,10 @@ def route(tokens: int, shape: ExpertShape, choices: int, dtype: torch.dtype, kin
 def expert_calls() -> Iterator[tuple[str, Call]]:
     """Every tile, at the shapes of gpt-oss-120b and Qwen3-30B-A3B."""
     gpt_oss, qwen3 = ExpertShape(128, 2880, 2880, limit=7.0), ExpertShape(128, 2048, 768)
-    for dtype, tokens in product((BF16, FP32), (1, 16, 64, 1024, 8192)):
-        name, kind = f"experts {tokens} {called(dtype)}", DTYPE_KINDS[dtype]
-        yield f"{name} gpt-oss", partial(route, tokens, gpt_oss, 4, dtype, kind)
-        yield f"{name} qwen3", partial(route, tokens, qwen3, 8, dtype, kind)
     for tokens in (1, 16, 64, 1024, 8192):
-        yield f"experts {tokens} MXFP4", partial(route, tokens, gpt_oss, 4, BF16, "MXFP4")
-        for kind in ("Q4_K", "Q6_K", "Q8_0"):
-            yield f"experts {tokens} {kind}", partial(route, tokens, qwen3, 8, BF16, kind)
+        yield f"experts {tokens} BF16", partial(route, tokens, gpt_oss, 4, "BF16")
+    yield "experts 8192 MXFP4", partial(route, 8192, gpt_oss, 4, "MXFP4")
+    yield "experts 64 Q4_K", partial(route, 64, qwen3, 8, "Q4_K")
 
 
 def router_calls() -> Iterator[tuple[str, Call]]:
@@ -191,149 +171,50 @@ def router_calls() -> Iterator[tuple[str, Call]]:
         yield f"router {experts}", partial(choose_experts_triton, logits, chosen, **{**options, **how})
 
 
-def blocks(form: BlockFormat, rows: int, columns: int) -> torch.Tensor:
-    return torch.empty(rows, form.row_bytes(columns), dtype=torch.uint8)
-
-
-def multiply_blocks(
-    form: BlockFormat, rows: int, m: int, k: int, dtype: torch.dtype, *, bias: bool = False, add: bool = False
-) -> None:
-    x, out, added = (torch.empty(*shape, dtype=dtype) for shape in ((rows, k), (rows, m), (m,)))
-    gguf_linear_triton(x, blocks(form, m, k), form, out, bias=added if bias else None, add=add)
-
-
-def multiply_coded(rows: int, columns: int, *, bias: bool = False, add: bool = False) -> None:
-    row = CodedRow.of(columns)
-    assert row is not None
-    x, out, added = (torch.empty(*shape, dtype=BF16) for shape in ((rows, columns), (rows, 4096), (4096,)))
-    stored = torch.empty(4096, row.nbytes, dtype=torch.uint8)
-    coded_linear_triton(x, stored, row, out, bias=added if bias else None, add=add)
-
-
 def numbers_of(form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
     (down, across), (_, zero_bytes) = form.scales(rows, columns), form.scale_row_bytes(columns)
     numbers, zeros = ints(rows, form.row_bytes(columns), dtype=torch.uint8), ints(down, zero_bytes, dtype=torch.uint8)
     return ScaledRows(numbers, torch.empty(down, across, dtype=form.scale), zeros, ints(columns))
 
 
-def decode_numbers(form: ScaledFormat, rows: int, columns: int, dtype: torch.dtype) -> None:
-    decode_scaled_triton(numbers_of(form, rows, columns), form, 0, torch.empty(rows, columns, dtype=dtype))
-
-
-def multiply_numbers(
-    form: ScaledFormat, rows: int, m: int, k: int, dtype: torch.dtype, *, bias: bool = False, add: bool = False
-) -> None:
-    x, out, added = (torch.empty(*shape, dtype=dtype) for shape in ((rows, k), (rows, m), (m,)))
-    scaled_linear_triton(x, numbers_of(form, m, k), form, out, bias=added if bias else None, add=add)
-
-
-# With a scale of all, of rows and of blocks, and of groups that are smaller than a word of a unit.
-SCALED = (
-    ScaledFormat("FP8", 4096, 4096, BF16), ScaledFormat("FP8", 1, 4096, FP16), ScaledFormat("FP8", 128, 128, FP32),
-    ScaledFormat("E2M1", 1, 16, FP32),
-)  # fmt: skip
-
-
 def encoding_calls() -> Iterator[tuple[str, Call]]:
-    yield "12-bit 8", partial(multiply_coded, 8, 4096)
-    yield "12-bit 16 ragged", partial(multiply_coded, 16, 576, bias=True, add=True)
-    for form in SCALED:
-        name = f"decode {form.number} {form.rows}x{form.columns} {called(form.scale)} {form.zeros} {form.ordered}"
-        yield name, partial(decode_numbers, form, 4096, 4096, FP32 if form.scale == FP32 else BF16)
-
-
-def gguf_linear_calls() -> Iterator[tuple[str, Call]]:
-    """Every format for few rows, one of each kind of scales for as many as there may be; with all that is fused, and a
-    ragged last step along K, of a format with blocks of 256 weights and of one with smaller ones."""
-    for rows, names in ((8, tuple(FORMATS)), (16, ("Q4_K", "Q5_1", "Q6_K"))):
-        for name in names:
-            yield f"gguf_linear {name} {rows}", partial(multiply_blocks, FORMATS[name], rows, LARGE, 4096, BF16)
-        for name, k in (("Q5_0", 544), ("Q6_K", 768)):
-            ragged = partial(multiply_blocks, FORMATS[name], rows, LARGE, k, FP16, bias=True, add=True)
-            yield f"gguf_linear {name} {rows} ragged", ragged
-    for name in ("Q4_K", "Q8_0"):
-        yield f"gguf_linear {name} small", partial(multiply_blocks, FORMATS[name], 8, SMALL, 4096, BF16)
-
-
-# Every number, and those of 4 bits with every way to multiply them; all sizes of groups.
-MULTIPLIED = (
-    ScaledFormat("FP8", 1, 4096, BF16), ScaledFormat("FP8", 128, 128, FP32), ScaledFormat("int8", 1, 4096, BF16),
-    ScaledFormat("uint8", 1, 64, FP16, 1, zeros=True), ScaledFormat("uint4", 1, 128, FP16, 8),
-    ScaledFormat("uint4", 1, 128, FP16, 1, zeros=True), ScaledFormat("uint4", 1, 32, BF16, zeros=True),
-    ScaledFormat("uint4", 1, 4096, FP32, 8),
-)  # fmt: skip
-
-
-def scaled_linear_calls() -> Iterator[tuple[str, Call]]:
-    """In both dtypes where numbers of 4 bits are multiplied in the scales' own; with all that is fused, and a ragged
-    last step along K."""
-    for form, dtype in product(MULTIPLIED, (BF16, FP16)):
-        name = f"scaled_linear {form.number} {form.rows}x{form.columns} {called(form.scale)} {form.zeros}"
-        if dtype == BF16 or form.number == "uint4":
-            yield f"{name} {called(dtype)}", partial(multiply_numbers, form, 8, LARGE, 4096, dtype)
-    yield "scaled_linear uint4 True bfloat16 small", partial(multiply_numbers, MULTIPLIED[5], 8, SMALL, 4096, BF16)
-    for form in (MULTIPLIED[1], MULTIPLIED[5]):
-        ragged = partial(multiply_numbers, form, 16, LARGE, 576, BF16, bias=True, add=True)
-        yield f"scaled_linear {form.number} 16 ragged", ragged
-
-
-def attend(
-    heads: tuple[int, int, int], dtype: torch.dtype, count: int, *, window: int | None = None, tree: bool = False
-) -> None:
-    """A prompt, or a window of two splits, whose results are merged; of a tree the second split is each query's own."""
-    num_heads, num_kv_heads, head_dim = heads
-    tree_rows = {"committed": ints(1), "ancestors": ints(1, count, 24)} if tree else {}
-    q, kv = torch.empty(1, count, num_heads, head_dim, dtype=dtype), caches(num_kv_heads, head_dim, dtype)
-    # Gemma's caps, and sinks as gpt-oss has them.
-    params = AttentionParams(0.1, window, *((50.0, torch.empty(num_heads, dtype=dtype)) if head_dim >= 256 else ()))
-    attention_triton(q, kv, query_rows(count, **tree_rows), params, prefill=False if tree else count > 100)
-
-
-# What of attention is compiled, of whom, and with which sliding window; fp16 takes what bf16 does.
-ATTENTION = (
-    ("window prefill tree", "llama-3-8b", BF16, None),
-    ("window", "llama-3-8b", FP32, 100),
-    ("window prefill", "smollm2-135m", BF16, None),
-    ("prefill", "smollm2-135m", FP32, None),
-    ("prefill", "phi-2", BF16, None),
-    ("window prefill tree", "gemma-2-2b", BF16, 100),
-    ("window prefill tree", "gemma-4", BF16, None),
-)
+    """Products of few rows with encoded matrices that are cut as large ones are, and one that is decoded."""
+    row, large, form = CodedRow.of(4096), 14336, FORMATS["Q4_K"]
+    assert row is not None
+    x, out, coded = torch.empty(8, 4096, dtype=BF16), torch.empty(8, large, dtype=BF16), row.nbytes
+    stored = ints(large, coded, dtype=torch.uint8)
+    yield "12-bit", partial(coded_linear_triton, x, stored, row, out, bias=None, add=False)
+    blocks = ints(large, form.row_bytes(4096), dtype=torch.uint8)
+    yield "gguf_linear", partial(gguf_linear_triton, x, blocks, form, out, bias=None, add=False)
+    squares = ScaledFormat("FP8", 128, 128, FP32)
+    of_rows, of_groups = ScaledFormat("FP8", 1, 4096, BF16), ScaledFormat("uint4", 1, 128, FP16, 1, zeros=True)
+    for how in (of_groups, of_rows, squares):
+        numbers = numbers_of(how, large, 4096)
+        yield f"scaled_linear {how.number}", partial(scaled_linear_triton, x, numbers, how, out, bias=None, add=False)
+    decoded = torch.empty(4096, 4096, dtype=FP32)
+    yield "decode FP8", partial(decode_scaled_triton, numbers_of(squares, 4096, 4096), squares, 0, decoded)
 
 
 def attention_calls() -> Iterator[tuple[str, Call]]:
-    for kinds, model, dtype, window in ATTENTION:
-        for kind in kinds.split():
-            count, tree = {"window": 5, "prefill": 512, "tree": 24}[kind], kind == "tree"
-            call = partial(attend, HEADS[model], dtype, count, window=window, tree=tree)
-            yield f"attention {kind} {model} {called(dtype)} {window}", call
-
-
-def attend_two(heads: tuple[int, int, int], dtype: torch.dtype, count: int, *, bounded: bool, parts: int) -> None:
-    num_heads, num_kv_heads, head_dim = heads
-    q, kv = torch.empty(1, count, num_heads, head_dim, dtype=dtype), caches(num_kv_heads, head_dim, dtype)
-    sources = [KeySource(kv, range(4), 1000), KeySource(kv, range(1, 3), bounds=ints(1, 2) if bounded else None)]
-    rows = query_rows(count)
-    if bounded:  # as steps of a retrieval verifier, which checks trees
-        rows = replace(rows, committed=ints(1), ancestors=ints(1, count, 5))
-    attend_sources_triton(q, sources, rows, AttentionParams(0.1), enough_programs=parts)
-
-
-def sources_calls() -> Iterator[tuple[str, Call]]:
-    for model, dtype, count in (
-        ("llama-3-8b", BF16, 5), ("llama-3-8b", BF16, 64), ("smollm2-135m", FP32, 5),
-        ("gemma-2-2b", BF16, 64), ("gemma-2-2b", FP32, 64), ("gemma-4", BF16, 64), ("gemma-4", BF16, 5),
-    ):  # fmt: skip
-        call = partial(attend_two, HEADS[model], dtype, count, bounded=count == 5, parts=1000 if count == 5 else 1)
-        yield f"sources {count} {model} {called(dtype)}", call
+    """Prompts, and a tree of whose two splits the second is each query's own; several sources of a prompt."""
+    for model, (num_heads, num_kv_heads, head_dim) in HEADS.items():
+        # Gemma's caps, and sinks as gpt-oss has them.
+        caps = (50.0, torch.empty(num_heads, dtype=BF16)) if head_dim >= 256 else ()
+        params, kv = AttentionParams(0.1, 100 if head_dim == 256 else None, *caps), caches(num_kv_heads, head_dim, BF16)
+        q, rows = torch.empty(1, 512, num_heads, head_dim, dtype=BF16), query_rows(512)
+        yield f"prefill {model}", partial(attention_triton, q, kv, rows, params, prefill=True)
+        if head_dim >= 128:
+            sources, some = [KeySource(kv, range(4), 1000), KeySource(kv, range(1, 3))], q[:, :64].contiguous()
+            call = partial(attend_sources_triton, some, sources, query_rows(64), AttentionParams(0.1))
+            yield f"sources {model}", partial(call, enough_programs=1)
+        if model == "llama-3-8b":
+            tree = query_rows(24, committed=ints(1), ancestors=ints(1, 24, 24))
+            yield "tree", partial(attention_triton, q[:, :24].contiguous(), kv, tree, params, prefill=False)
 
 
 def calls(wanted: list[str]) -> Iterator[tuple[str, Call]]:
     """What is compiled: everything, or what has all the words of one of `wanted` in its name."""
-    every = (
-        linear_calls, encoding_calls, gguf_linear_calls, scaled_linear_calls, expert_calls, router_calls,
-        attention_calls, sources_calls,
-    )  # fmt: skip
+    every = (linear_calls, encoding_calls, expert_calls, router_calls, attention_calls)
     for name, call in (named for group in every for named in group()):
         if not wanted or any(set(words.split()) <= set(name.split()) for words in wanted):
             yield name, call

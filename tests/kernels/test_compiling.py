@@ -16,20 +16,10 @@ from tests.helpers.kernel_conditions import SHARED_BYTES
 pytest.importorskip("triton")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-# What is compiled, as `tests.helpers.compiling` is asked for it: for 8.9 what multiplies matrices or converts from FP8;
-# of products with encoded ones, which differ little, a few formats. 8.6 and 12.0 have as much shared memory: of each
-# kernel the largest speaks for the rest. GPU tests run on 9.0.
-ENCODED = ("gguf_linear Q4_K 8", "12-bit 8", "scaled_linear uint4 1x128 float16 True bfloat16")
-LARGEST = ("linear 128 22016 bfloat16 gated", "prefill gemma-2-2b bfloat16", "sources 64 gemma-2-2b bfloat16")
-WANTED = {
-    86: LARGEST,
-    89: (
-        "linear 128 4096 bfloat16", "gguf_linear Q4_K 8", "12-bit 8", "scaled_linear uint4 1x128 True bfloat16",
-        "scaled_linear FP8 bfloat16", "experts bfloat16 gpt-oss", "experts 64 Q4_K", "experts 8192 MXFP4", "router",
-        "attention prefill bfloat16", "attention tree llama-3-8b", "sources 64 bfloat16", "decode FP8 128x128",
-    ),
-    120: LARGEST + ENCODED,
-}  # fmt: skip
+# What is compiled, as `tests.helpers.compiling` is asked for it: all for 8.9. 8.6 and 12.0 have as much shared memory:
+# of each kernel the largest speaks for the rest. GPU tests run on 9.0.
+LARGEST = ("linear 22016", "prefill gemma-2-2b", "sources gemma-2-2b")
+WANTED = {86: LARGEST, 89: (), 120: (*LARGEST, "gguf_linear", "12-bit", "scaled_linear uint4")}
 OF_ENCODED = ("_gguf_linear_kernel", "_coded_linear_kernel", "_scaled_linear_kernel")
 # Most bytes of stack of a thread, where it keeps what registers do not hold. Measured at most, by Triton 3.9: products
 # of matrices none; attention in 16 bits 368 (prompts, 256 channels, 8.9), in fp32 528 (windows, 128 channels, 9.0);
