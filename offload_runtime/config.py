@@ -138,7 +138,8 @@ class RuntimeConfig:
         "auto", "What proposes tokens: a small model, a head that was made for the target (EAGLE-3, DFlash), the MTP "
         "layers that it carries (mtp), the text's own n-grams, or nothing. Never changes the output. auto: its MTP "
         "layers, or a head or a small model beside the target or in the hub's cache that fits it, where that is "
-        "predicted to be faster, else n-grams.", MODEL, metavar="MODEL|auto|mtp|ngram|none",
+        "predicted to be faster, else n-grams, which join whatever drafts (mtp,ngram).", MODEL,
+        metavar="MODEL|auto|mtp|ngram|none",
     )  # fmt: skip
     _: KW_ONLY
     context: int | None = option(
@@ -217,6 +218,8 @@ class RuntimeConfig:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.draft, str):  # which join whatever drafts
+            object.__setattr__(self, "draft", self.draft.removesuffix(",ngram"))
         wanted = {
             "target": "a directory, a GGUF file or a hub id such as org/name",
             "draft": "a model, mtp, ngram or none",

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from offload_runtime.cli.app import app
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
-from offload_runtime.errors import CheckpointError, OptionError
+from offload_runtime.errors import CheckpointError, OptionError, VocabularyMismatchError
 from offload_runtime.hardware import load_profile
 from offload_runtime.plan import describe_models, forecast, plan_run
 from offload_runtime.sizes import GB
@@ -54,8 +54,8 @@ def _plan(target: str, *draft: str) -> list[str]:
 
 def test_an_eagle3_head_has_an_embedding_and_fewer_logits(tmp_path: Path) -> None:
     target, head = described(tmp_path / "target"), described(tmp_path / "head", **EAGLE3)
-    plan = plan_run(describe_models(RuntimeConfig(target, head, context=8192)), CARD)
-    assert plan.draft is not None and plan.draft.context_tokens == 4096
+    plan = plan_run(describe_models(RuntimeConfig(target, f"{head},ngram", context=8192)), CARD)
+    assert plan.draft is not None and plan.draft.context_tokens == 8192  # beyond what it was trained with
     assert plan.draft.layout.head.total_bytes == 32000 * 5120 * 2
     assert plan.draft.layout.embedding.total_bytes == 152064 * 5120 * 2
 
@@ -86,7 +86,12 @@ def test_a_copy_without_what_its_model_has_says_what_would_be_better(tmp_path: P
         ({}, {"draft_cache": "retrieval"}, OptionError, "--draft-cache retrieval: the MTP head has few layers"),
         ({}, {"draft_cache": "streaming"}, OptionError, "--draft-cache streaming: the MTP head has few layers"),
         ({}, {"recent_tokens": 64}, OptionError, "--recent-tokens does nothing with the MTP head"),
-        ({"draft": {"vocab_size": 151936}}, {}, Exception, "head is about 151936 tokens and the target has 152064"),
+        (
+            {"draft": {"vocab_size": 151936}},
+            {},
+            VocabularyMismatchError,
+            "head is about 151936 tokens and the target has 152064",
+        ),
         ({"draft": {"hidden_size": 4096}}, {}, CheckpointError, "reads rows of 4096 channels, and the target's have"),
     ],
 )

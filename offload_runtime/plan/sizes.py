@@ -521,7 +521,9 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
     longest, cache, layout = longest_context(config), options.draft_cache, _layout(request, request.draft, target.dtype)
     if isinstance(config, HeadConfig):
         _check_head_options(config, options)
-        cache = "full"
+        # What makers write of their heads is what they were trained with, 2048 beside a target of 131072; rotations are
+        # relative, and what a head guesses too far off is not accepted.
+        longest, cache = context, "full"
         if "lm_head" not in config.owned:
             layout = replace(layout, lent=target.layout.head.tensors[0])
     elif cache == "auto":
