@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -13,13 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from widening.shapes import MixtureShape
 from widening.stored import stored_model
 
-from offload_runtime.config import SpeculationOptions
-from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.weights import EMBEDDING, CheckpointSource, MatricesNotCodable, checkpoint_tensors, load_weights
-from tests.helpers.assembly import in_memory, make_runner, prefill, verify
+from tests.helpers.assembly import in_memory
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of
+from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, rows_of
+from tests.test_weights_gguf_rows import WAYS, tokens_of
+from tests.test_weights_gguf_rows import logits as logits_in
 
 BF16 = torch.bfloat16
 LAYERS = 5
@@ -102,21 +102,7 @@ def test_matrices_that_cannot_be_coded_are_all_named(source: CheckpointSource) -
             assert torch.equal(bits(weights.views(layer)[name].dense), bits(weight.dense))
 
 
-def logits(
-    source: CheckpointSource, *, buffers: int, resident: tuple[int, ...] | None, coded: bool, device: str = "cpu"
-) -> torch.Tensor:
-    """Of a prompt and a window behind it."""
-    made = make_runner(
-        source, buffers=buffers, resident=resident, layout=source.layout(BF16, coded=coded),
-        device=torch.device(device), dtype=BF16,
-    )  # fmt: skip
-    tokens = random_tokens(30)
-    last = prefill(made.runner, 0, tokens[:20])
-    window = verify(made.runner, {0: TokenTree(tuple(tokens[20:]))})
-    made.close()
-    return torch.cat([last, window])
-
-
+logits = partial(logits_in, dtype=BF16)
 WHERE = [(0, None), (2, None), (1, (1, 2)), (2, (0, 4))]
 
 
@@ -147,22 +133,6 @@ def test_logits_on_a_gpu_are_those_of_plain_weights(
     source = replace(source, uncoded=UNCODED)
     found = logits(source, buffers=buffers, resident=resident, coded=True, device="cuda")
     assert torch.equal(found, logits(source, buffers=0, resident=None, coded=False, device="cuda"))
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "resident": {"draft": "none"},
-    "streamed": {"draft": "none", "resident_layers": 0},
-    "trees": {"gamma": 3, "tree_nodes": 24, "resident_layers": 1, "kv": "host"},
-    "TriForce": {
-        "gamma": 8, "speculation": SpeculationOptions("triforce", budget_tokens=64, chunk_size=8, gamma_draft=2)
-    },
-}  # fmt: skip
-
-
-def tokens_of(runtime: Runtime, **sampling: Any) -> list[list[int]]:
-    asked = {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0.8, "seed": 3, **sampling}
-    prompts = [PROMPT, [5 + (3 * i * i + i // 7) % 280 for i in range(100)]]
-    return [list(runtime.generate(prompt, **asked).tokens) for prompt in prompts]
 
 
 @pytest.mark.gpu

@@ -113,17 +113,13 @@ def test_weights_are_those_of_the_gguf_package(source: CheckpointSource, dtype: 
 
 def logits(
     source: CheckpointSource, *, buffers: int, resident: tuple[int, ...] | None, device: str = "cpu",
-    dtype: torch.dtype = FP32,
+    dtype: torch.dtype = FP32, coded: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Of a prompt and a window behind it."""
     made = make_runner(
-        source,
-        buffers=buffers,
-        resident=resident,
-        layout=source.layout(dtype),
-        device=torch.device(device),
-        dtype=dtype,
-    )
+        source, buffers=buffers, resident=resident, layout=source.layout(dtype, coded=coded),
+        device=torch.device(device), dtype=dtype,
+    )  # fmt: skip
     tokens = random_tokens(30)
     last = prefill(made.runner, 0, tokens[:20])
     window = verify(made.runner, {0: TokenTree(tuple(tokens[20:]))})
