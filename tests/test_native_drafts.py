@@ -165,7 +165,7 @@ def random_history(target: ModelRunner, head: ModelRunner, seed: int, *, least: 
     so many of each window of the head."""
     random_, budgets = random.Random(seed), [PLAINLY, CHAIN, TREE, TREE, DraftBudget("ngram", 6), AWARE]
     params = [PLAIN, NOISY][seed % 2]
-    prompts = {slot: random_tokens(random_.randint(2, 70), seed=seed + slot) for slot in (0, 1)}
+    prompts = {slot: random_tokens(random_.choice((1, 2, 40, 70)), seed=seed + slot) for slot in (0, 1)}
     expected = {slot: plainly(target, prompt, 40, params) for slot, prompt in prompts.items()}
     proposer = proposer_of(head)
     decoding = Decoding.of(SlowRunner(target, proposer, random_.choice((0, 8))), proposer, {}, params)
@@ -202,6 +202,23 @@ def test_a_head_stays_right_whatever_happens(seed: int) -> None:
     """It reads what belongs before each token, in slots that texts come to and leave."""
     target = make_runner(counting_target(), capacity_tokens=400).runner
     random_history(target, make_head(target, change=counting_head(by_hidden=True)), seed, least=4)
+
+
+def test_texts_that_a_head_has_no_room_for_are_decoded_plainly() -> None:
+    """Before they grow so long, and of what comes after them, nothing is lost."""
+    target = make_runner(counting_target(), capacity_tokens=400).runner
+    head = make_head(target, change=counting_head(by_hidden=True), capacity_tokens=256)
+    decoding = Decoding.of(target, proposer_of(head), {})
+    for length in (240, 300, 250, 100):
+        prompt = random_tokens(length, seed=length)
+        expected = plainly(target, prompt, 60)
+        decoding.join({0: prompt})
+        while (before := len(decoding.texts[0])) < length + 40:
+            output = decoding.step({0: CHAIN if length % 100 else TREE})[0]
+            assert "mtp" not in output.proposal.sources if before > 257 else len(output.path) > 3 or before > 240
+        text = decoding.leave(0)
+        assert text == expected[: len(text)]
+        target.cache.truncate(0, 0)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -290,8 +290,9 @@ class DraftRunner:
         self.window.leave(slot)
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        """Put a prompt into the cache before anything is asked for; nothing where there is no room to propose."""
-        if self.room(len(tokens)) > 0:
+        """Put a prompt into the cache before anything is asked for; nothing where there is no room to propose, unless
+        what is observed has to be told from what was before."""
+        if self.head is not None or self.room(len(tokens)) > 0:
             self.texts.prepare(slot, tokens)
 
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
