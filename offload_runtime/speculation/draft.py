@@ -298,7 +298,8 @@ class DraftRunner:
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
         """Take the target's hidden states of committed tokens, as a `Proposer` does."""
         if isinstance(self.texts, HeadKVState):
-            self.texts.observe(slot, position, tokens, hidden)
+            with self.recorder.span("observe", tokens=len(tokens)) if self.recorder else nullcontext():
+                self.texts.observe(slot, position, tokens, hidden)
 
     def room(self, length: int) -> int:
         """Return the most tokens that can be proposed in a row behind `length` tokens, of which the last needs no keys:
