@@ -30,6 +30,7 @@ from tests.helpers.dflash import (
     settings,
     write_dflash,
 )
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_model
 from tests.helpers.models import VOCAB_SIZE, model_config_from_transformers
 from tests.helpers.native_drafts import Decoding, counting_target, proposer_of
@@ -148,14 +149,14 @@ def test_its_context_is_the_text_however_that_has_grown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["first", "second"])
 def test_chooses_with_the_noise_of_the_target(kind: str, tmp_path: Path) -> None:
-    params = SamplingParams(temperature=0.7, seed=5, noise_id=3)
+    params = SamplingParams(temperature=4.0, seed=5, noise_id=3)
     made, last = Made.of(kind, tmp_path, params), 17
     made.keep(1, 30, 49)  # positions are those of the text, wherever the context begins
     logits, normed = made.defined(1, 49, last, first=30)
     positions, slots = torch.arange(50, 50 + len(logits), dtype=torch.int32), torch.ones(len(logits), dtype=torch.int32)
     scores = perturbed_logits(logits, SlotSampling.of([GREEDY, params], torch.device("cpu")), positions, slots)
     if kind == "second":
-        scores *= 0.7  # pairs are scored as the logits are, before the temperature
+        scores *= 4.0  # pairs are scored as the logits are, before the temperature
     expected = best_chain(made.stated, made.tensors, scores, normed, last)
     assert made.drafter.blocks({1: last})[1].chain(last, 99) == list(expected)
 
