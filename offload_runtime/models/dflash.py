@@ -18,7 +18,7 @@ from typing import ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
-from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.attention import AttentionParams, QueryRows
 from offload_runtime_kernels.kv_blocks import HeadNorm, RopeRows, rope_store
 
 from offload_runtime.errors import CheckpointError
@@ -30,7 +30,7 @@ from offload_runtime.models.layers import Attention, DecoderLayer, LayerCache, L
 from offload_runtime.models.reading import mlp_of, num_layers, rope, windows_by_type
 from offload_runtime.models.registry import Head
 
-ARCHITECTURES = ("DFlashDraftModel", "DFlash2DraftModel")
+_SECOND = "DFlash2DraftModel"  # all others are of the first version
 _MOST_BLOCK, _MOST_CANDIDATES, _MOST_LAYERS = 64, 128, 1 << 8
 # What transformers and vLLM take of a Qwen 3 that leaves it out.
 _DEFAULTS = {
@@ -52,8 +52,12 @@ class BlockAttention(Attention):
     causal: bool = False
 
     def forward(self, layer: int, x: torch.Tensor, weights: Weights, rows: Rows, cache: LayerCache) -> torch.Tensor:
-        """As of all attention, whatever the rows' own positions say of what they see."""
-        return super().forward(layer, x, weights, replace(rows, query=self._seen(rows.query)), cache)
+        """As of all attention; with the context that the rows bring, if any, in one product."""
+        together = x if rows.hidden is None else torch.cat((x, rows.hidden))
+        q = self.store(layer, together, weights, rows.rope, cache)[: rows.num_rows]
+        q = q.view(*rows.query.positions.shape, self.num_heads, self.head_dim)
+        params = AttentionParams(self.scale, self.window, None, weights["sinks"].dense if self.sinks else None)
+        return cache.attend(layer, q, self._seen(rows.query), params).reshape(rows.num_rows, -1)
 
     def tensors(self) -> Iterator[Tensor]:
         """As of all attention; checkpoints have another name for sinks."""
@@ -77,18 +81,11 @@ class BlockAttention(Attention):
             committed=torch.zeros_like(query.slots), ancestors=keys.minimum(end[..., None]),
         )  # fmt: skip
 
-    def keep(self, layer: int, context: torch.Tensor, weights: Weights, rope: RopeRows, cache: LayerCache) -> None:
-        """Write the keys and values of tokens into the cache.
-
-        Args:
-            layer: The layer's number.
-            context: [N, H], of the tokens.
-            weights: The layer's.
-            rope: Where they stand.
-            cache: Where keys and values live.
-        """
+    def store(self, layer: int, x: torch.Tensor, weights: Weights, rope: RopeRows, cache: LayerCache) -> torch.Tensor:
+        """Write the keys and values of rows of a block, or of the context of tokens, [N, H], into the cache, where
+        `rope` says that they stand. Returns their queries, [N, query heads, D], which a context has no use for."""
         norm = HeadNorm(weights["q_norm"].dense, weights["k_norm"].dense, self.norm.eps)
-        rope_store(weights["qkv"].linear(context), rope, cache.store(layer), self.rotation, norm)
+        return rope_store(weights["qkv"].linear(x), rope, cache.store(layer), self.rotation, norm)
 
 
 @dataclass(frozen=True)
@@ -201,8 +198,8 @@ class DFlashConfig(HeadConfig):
         """Add this tap's product with its columns of `fc`."""
         join_tap(shared["fc"].dense, number, x, out)
 
-    def enter(self, embedded: torch.Tensor, hidden: torch.Tensor | None, shared: Weights) -> torch.Tensor:
-        """Return the embedded tokens: rows of blocks are no more than that."""
+    def enter(self, embedded: torch.Tensor, hidden: torch.Tensor, shared: Weights) -> torch.Tensor:
+        """Return the embedded tokens: the context is for attention alone."""
         return embedded
 
     def leave(self, residual: torch.Tensor, shared: Weights) -> tuple[torch.Tensor, torch.Tensor]:
@@ -271,7 +268,7 @@ def _layers(own: Fields, block_size: int) -> tuple[DecoderLayer, ...]:
         causal = own.flag("is_causal", own.flag("causal", sliding))
         reach = window if window is None or causal else window + block_size - 1
         layer = DecoderLayer(replace(attention, window=reach, causal=causal), mlp_of(own))
-        found.append(_convolved_layer(own, layer, block_size) if ARCHITECTURES[1] in kinds else layer)
+        found.append(_convolved_layer(own, layer, block_size) if _SECOND in kinds else layer)
     return tuple(found)
 
 
@@ -303,7 +300,7 @@ def _config(fields: Fields, names: Collection[str]) -> DFlashConfig:
     if not layers_read or sorted({*layers_read}) != layers_read:
         own.refuse("target_layer_ids", layers_read or None, "an ascending list of the target's layers that it reads")
     selector = None
-    if ARCHITECTURES[1] in own.items("architectures", str):
+    if _SECOND in own.items("architectures", str):
         selector = Selector(own.integer("selector_top_k", at_most=_MOST_CANDIDATES), own.integer("selector_rank"))
     parts = {"embed_tokens.weight": "embedding", "lm_head.weight": "lm_head"}
     cap = own.number("final_logit_softcapping", 0.0, at_least=0)

@@ -172,7 +172,8 @@ class Rows:
         prompt: Of a piece of a prompt the slot, and the tokens before it.
         host_action: Lets the host act in the middle of the pass.
         hidden: Of a head's pass what its target, or the head itself, made of the token before each row's: [B * T,
-            width] in the model's dtype.
+            width] in the model's dtype. Of a drafter of blocks the context of as many tokens before these, whose keys
+            and values go where further rows of `rope` say.
     """
 
     tokens: torch.Tensor

@@ -9,7 +9,6 @@ import torch
 from offload_runtime_kernels.kv_blocks import RopeRows
 
 from offload_runtime.models.dflash import BlockAttention, DFlashConfig
-from offload_runtime.models.layers import LayerWeights
 from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS, DraftKVState
 from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.model_runner import ModelRunner
@@ -128,18 +127,14 @@ class BlockKVState(DraftKVState):
         positions = torch.arange(count, dtype=torch.int32, device=kept.device) + cache.length(slot)
         rope, context = self.rope_rows(positions, torch.full_like(positions, slot)), self.context(kept)
         for index, weights in self._runner.streamer.layers(count):
-            self.keep(index, context, weights, rope)
+            attention = self._config.layers[index].attention
+            assert isinstance(attention, BlockAttention)
+            attention.store(index, context, weights, rope, cache)
         cache.commit(slot, count)
 
     def context(self, kept: torch.Tensor) -> torch.Tensor:
         """Return what layers make keys and values from, [N, H], of what is kept of tokens [N, W]."""
         return self._config.context(kept, self._decoder.shared)
-
-    def keep(self, index: int, context: torch.Tensor, weights: LayerWeights, rope: RopeRows) -> None:
-        """Write a layer's keys and values of tokens."""
-        attention = self._config.layers[index].attention
-        assert isinstance(attention, BlockAttention)
-        attention.keep(index, context, weights, rope, self._runner.cache)
 
     def rope_rows(self, positions: torch.Tensor, slots: torch.Tensor) -> RopeRows:
         """Return where rows stand [N], in the cache and by what they are rotated; negative positions are padding."""

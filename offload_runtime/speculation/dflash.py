@@ -25,7 +25,7 @@ from offload_runtime.runners import DraftKVState, ModelRunner, warm_up_batches, 
 from offload_runtime.runners.block_kv import BlockKVState
 from offload_runtime.runners.graphs import CHILDREN, StepGraphs, graph_reach
 from offload_runtime.runners.head_decoder import HeadDecoder
-from offload_runtime.runners.model_runner import Decoder
+from offload_runtime.runners.model_runner import window_residual
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits
 from offload_runtime.speculation.draft import ChildProbabilities, Children
 from offload_runtime.speculation.ngram import LEAST_CHANCE, NgramProposer
@@ -158,15 +158,12 @@ class DFlashRunner:
         owners = slots.expand(-1, size).flatten()
         before = (ends - news + steps).masked_fill(steps >= news, -1).flatten()
         context = texts.context(texts.waiting[slots[:, 0].long()].flatten(0, 1))
-        before_rows = texts.rope_rows(before, owners)
         positions = ends + steps  # [B, T]
         tokens = last.expand(-1, size).masked_fill(steps > 0, self._config.mask_token).flatten()
-        query = QueryRows(positions, slots.flatten(), reach)
-        rows = Rows(tokens, query, texts.rope_rows(positions.flatten(), owners))
-        residual = Decoder.embed(self._decoder, rows)
-        for index, weights in self._runner.streamer.layers(len(tokens)):
-            texts.keep(index, context, weights, before_rows)
-            self._decoder.layer(index, weights, residual, rows, self._runner.cache)
+        rope = texts.rope_rows(torch.cat((positions.flatten(), before)), torch.cat((owners, owners)))
+        rows = Rows(tokens, QueryRows(positions, slots.flatten(), reach), rope, hidden=context)
+        layers = self._runner.streamer.layers(len(tokens))
+        residual = window_residual(self._decoder, layers, self._runner.cache, rows)
         logits, normed = self._decoder.outputs(residual.view(batch, size, -1)[:, 1:].flatten(0, 1))
         ahead, owners = (starts + positions)[:, 1:].flatten(), slots.expand(-1, self.places).flatten()
         found, scores = self._choose(logits, normed, last, ahead, owners)
