@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 
@@ -20,6 +21,7 @@ from offload_runtime.runners.model_runner import ModelRunner
 HEAD_CATCH_UP_TOKENS = 8
 # Of every sequence what the head gave behind the text's last token, in a step over a tree and in a chain.
 _OWN_ROWS = 2
+Ints = TypeVar("Ints", int, torch.Tensor)
 
 
 def hidden_store_rows(batch: int, num_places: int) -> int:
@@ -28,7 +30,8 @@ def hidden_store_rows(batch: int, num_places: int) -> int:
 
 
 class HiddenStore:
-    """Holds hidden states on the device, in a tensor that never moves. Each has a number.
+    """Holds hidden states on the device, in a tensor that never moves. Each has a number, on the device where slots and
+    places are.
 
     Args:
         rows: Where they are: [hidden_store_rows, width].
@@ -52,21 +55,13 @@ class HiddenStore:
         """Return what stands for the text's last token, in rows about what may follow it."""
         return slot * self._stride
 
-    def of_place(self, slot: int, place: int) -> int:
+    def of_place(self, slot: Ints, place: Ints) -> Ints:
         """Return what stands for a node."""
         return slot * self._stride + _OWN_ROWS + place
 
-    def of_places(self, slots: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the same of several sequences, all integers on the device."""
-        return slots * self._stride + _OWN_ROWS + places
-
-    def of_text(self, slot: int, position: int) -> int:
+    def of_text(self, slot: Ints, position: Ints) -> Ints:
         """Return what the target made of a token, one of the last `CATCH_UP_TOKENS` that were written."""
         return slot * self._stride + self._first_of_text + position % CATCH_UP_TOKENS
-
-    def of_texts(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the same of several tokens, all integers on the device."""
-        return slots * self._stride + self._first_of_text + positions.remainder(CATCH_UP_TOKENS)
 
     def text(self, slot: int, position: int, count: int) -> list[torch.Tensor]:
         """Return what stands for tokens in a row, in up to two parts."""

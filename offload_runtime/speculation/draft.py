@@ -387,7 +387,7 @@ class DraftRunner:
             logits = self._pass(rows)
         else:
             newest = self.hidden.chains[:num_rows]
-            sources = newest if level.follows else self.hidden.of_texts(owners, following - 2)
+            sources = newest if level.follows else self.hidden.of_text(owners, following - 2)
             logits, given = self._pass_of_head(rows, sources)
             self.hidden.rows.index_copy_(0, newest, given.unflatten(0, (num_rows, -1))[:, -1])
         if level.layout.ancestors is None:
@@ -588,7 +588,7 @@ class DraftRunner:
         if self.hidden is not None:
             sources[live] = destinations[live]
             destinations.fill_(self.hidden.unused)
-            destinations[live] = self.hidden.of_places(slots, cache_position - self._spare.start)
+            destinations[live] = self.hidden.of_place(slots, cache_position - self._spare.start)
         self._choose(self._pass_over(shape), shape, live, answer)
         found = self._outputs[num_rows : num_rows + MOST_GREEDY_STEPS * batch].view(MOST_GREEDY_STEPS, batch, -1)
         found.index_copy_(0, step, answer[None])
