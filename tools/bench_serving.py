@@ -3,8 +3,8 @@
     python tools/bench_serving.py --target wide-13b --draft none --text emma.txt --emulate rtx4090 --out serving.json
     python tools/bench_serving.py --target wide-13b --text emma.txt --emulate rtx4090 --requests 8 --minutes 8
     python tools/bench_serving.py --target wide-7b --draft none --text emma.txt --kv host --second-question 60000
-    python tools/bench_serving.py --shape gpt-oss-120b --stored mxfp4 --weights stored --emulate rtx4090 --requests 8 \\
-        --minutes 8 --prompt-tokens 16,256,2048 --disconnects 0.2 --out serving-experts.json
+    python tools/bench_serving.py --shape gpt-oss-120b --layers 18 --stored mxfp4 --weights stored --emulate rtx4090 \\
+        --requests 8 --minutes 8 --prompt-tokens 16,256,2048 --disconnects 0.2 --out serving-experts.json
 
 In process: the scheduler that `offload-runtime serve` serves with, without HTTP. Each number of `--requests` is a
 runtime loaded for so many, and as many clients, which ask, wait for the whole answer and ask again for `--minutes`.
