@@ -12,6 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,14 +33,26 @@ from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_
 from offload_runtime.speculation.draft import ChildProbabilities, Children
 from offload_runtime.speculation.ngram import LEAST_CHANCE, NgramProposer
 from offload_runtime.speculation.step import Budgets, Proposer, Texts, chains_where
-from offload_runtime.speculation.tree import CandidateTree
 from offload_runtime.trace import TraceRecorder
 
 # What the host says of each sequence of a step: its last token, the tokens whose context is kept, how many of these
 # wait to be written, its slot, and the text's tokens before all of them.
 _WORDS = 5
-# Less probable than this a candidate would hardly ever be of use.
+# Of less probable candidates a thousand bring a tenth of a token.
 _NEGLIGIBLE = math.log(1e-4)
+_Options = Sequence[tuple[int, float]]  # tokens with their log-probabilities, given what is before, the likeliest first
+
+
+class _Node(NamedTuple):
+    """Is a node of a tree, whose root is the first. `chance` is its log-probability, `guess` which of n-grams' nodes it
+    is, if it is one."""
+
+    token: int
+    parent: int
+    depth: int
+    chance: float
+    source: str
+    guess: int | None
 
 
 class Block:
@@ -281,18 +296,42 @@ class DFlashProposer(Proposer):
             self._probabilities.observe(children.scores, rank)
 
     def _tree(self, slot: int, text: Sequence[int], budget: DraftBudget, block: Block) -> TokenTree:
-        """Return the most probable nodes."""
-        tree = CandidateTree(text[-1], self.name)
-        guesses, nodes = self._ngrams.guesses(slot, text, budget, LEAST_CHANCE), [tree.root]
-        guess = guesses.tree
-        for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
-            nodes.append(tree.add(nodes[parent + 1], token, chance, self._ngrams.name))
-        deepest = min(budget.gamma, len(block)) - 1
-        # What may be among the most probable nodes stands behind some of these.
-        for _ in range(budget.size):
-            node = next(iter(tree.next_to_expand(1, deepest)), None)
-            if node is None or tree.log_probability(node) < _NEGLIGIBLE:
+        """Return the most probable nodes that the block and n-grams have; where both say the same the surer counts."""
+        guesses, deepest = self._ngrams.guesses(slot, text, budget, LEAST_CHANCE), min(budget.gamma, len(block))
+        # N-grams' nodes by token, behind each of them, and behind the text at the end.
+        guessed: list[dict[int, int]] = [{} for _ in range(len(guesses.tree) + 1)]
+        for number, (token, parent) in enumerate(zip(guesses.tree.tokens, guesses.tree.parents, strict=True)):
+            guessed[parent][token] = number
+        found, made, order = [_Node(text[-1], -1, 0, 0.0, "", -1)], set[tuple[int, int]](), count()
+        waiting, ranked = list[tuple[float, int, int, _Options, int, str]](), dict[int, _Options]()
+
+        def wait(parent: int, options: _Options, rank: int, source: str) -> None:
+            if rank < len(options):
+                chance = found[parent].chance + options[rank][1]
+                heappush(waiting, (-chance, next(order), parent, options, rank, source))
+
+        while len(found) <= budget.size:
+            node, at = found[-1], len(found) - 1
+            if node.depth < deepest:
+                children = block.children(node.depth, node.token)
+                if id(children) not in ranked:
+                    chances = self._probabilities.log_probabilities(children.scores)
+                    ranked[id(children)] = list(zip(children.tokens, chances, strict=True))
+                wait(at, ranked[id(children)], 0, self.name)
+            for token, number in guessed[node.guess].items() if node.guess is not None else ():
+                wait(at, [(token, guesses.log_probabilities[number])], 0, self._ngrams.name)
+            while waiting and len(found) == at + 1:
+                improbable, _, parent, options, rank, source = heappop(waiting)
+                wait(parent, options, rank + 1, source)
+                token, above = options[rank][0], found[parent]
+                if (parent, token) not in made:
+                    made.add((parent, token))
+                    guess = None if above.guess is None else guessed[above.guess].get(token)
+                    found.append(_Node(token, parent, above.depth + 1, -improbable, source, guess))
+            if len(found) == at + 1:
                 break
-            children = block.children(tree.depth(node), tree.nodes[node].token)
-            tree.expand(node, None, children.tokens, self._probabilities.log_probabilities(children.scores))
-        return tree.best(budget.size, budget.gamma)[0]
+            if budget.cost_aware and found[-1].chance < _NEGLIGIBLE:
+                del found[-1]
+                break
+        tokens, parents, _, _, sources, _ = zip(*found, strict=True)
+        return TokenTree(tokens[1:], tuple(parent - 1 for parent in parents[1:]), sources[1:])
