@@ -16,8 +16,8 @@ from offload_runtime.errors import CheckpointError, VocabularyMismatchError
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import HeadDecoder, HiddenTaps
 from offload_runtime.sampling import SlotSampling, perturbed_logits
-from offload_runtime.speculation.dflash import DFlashProposer, DFlashRunner
-from offload_runtime.speculation.ngram import NgramProposer
+from offload_runtime.speculation.dflash import DFlashDrafter, DFlashRunner
+from offload_runtime.speculation.ngram import NgramDrafter
 from offload_runtime.weights import checkpoint_tensors, open_checkpoint
 from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.dflash import (
@@ -33,7 +33,7 @@ from tests.helpers.dflash import (
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_model
 from tests.helpers.models import VOCAB_SIZE, model_config_from_transformers
-from tests.helpers.native_drafts import Decoding, counting_target, proposer_of
+from tests.helpers.native_drafts import Decoding, counting_target, drafter_of
 
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
 _ALL_SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "is_causal": False}
@@ -132,7 +132,7 @@ def test_its_context_is_the_text_however_that_has_grown(tmp_path: Path) -> None:
     head = make_runner(source, target=target, capacity_tokens=400).runner
     assert isinstance(head.decoder, HeadDecoder)
     target.taps = HiddenTaps(head.decoder.head_config.taps, stated["hidden_size"], head.decoder.tap)
-    decoding = Decoding.of(target, proposer_of(head), {0: [(37 * at) % VOCAB_SIZE for at in range(130)]})
+    decoding = Decoding.of(target, drafter_of(head), {0: [(37 * at) % VOCAB_SIZE for at in range(130)]})
     chain, tree = DraftBudget("chain", 5), DraftBudget("tree", 9, 20)
     for budget in (chain, tree, tree, chain, DraftBudget("ngram", 4), chain, DraftBudget("plain", 0), tree, chain):
         text = list(decoding.texts[0])
@@ -163,11 +163,11 @@ def test_chooses_with_the_noise_of_the_target(kind: str, tmp_path: Path) -> None
 
 def test_proposes_the_most_probable_tree_and_what_ngrams_say(tmp_path: Path) -> None:
     made, text = Made.of("first", tmp_path), [*range(2, 30)]
-    proposer = DFlashProposer(made.drafter, ngrams=NgramProposer())
-    proposer.join(0, GREEDY)
-    proposer.prepare(0, text)
-    proposer.observe(0, 0, text[1:], made.kept(0, 0, len(text) - 1))
-    found = proposer.propose({0: text}, {0: DraftBudget("tree", 3, 9)})[0]
+    drafter = DFlashDrafter(made.drafter, ngrams=NgramDrafter())
+    drafter.join(0, GREEDY)
+    drafter.prepare(0, text)
+    drafter.observe(0, 0, text[1:], made.kept(0, 0, len(text) - 1))
+    found = drafter.propose({0: text}, {0: DraftBudget("tree", 3, 9)})[0]
     logits, _ = made.defined(0, len(text) - 1, text[-1])
     best = [(row.topk(8).indices.tolist(), (row.topk(8).values.softmax(0) * 0.85).tolist()) for row in logits[:3]]
     paths = {}
@@ -179,8 +179,8 @@ def test_proposes_the_most_probable_tree_and_what_ngrams_say(tmp_path: Path) -> 
     assert set(_paths(found)) == likeliest and found.sources == ("dflash",) * 9
     # Where the text repeats itself its own continuation is among them, and joins what the block says.
     text = [*text, 5, 6, 7, 8]
-    proposer.observe(0, 27, text[28:], made.kept(0, 27, len(text) - 1))
-    found = proposer.propose({0: text}, {0: DraftBudget("tree", 3, 9)})[0]
+    drafter.observe(0, 27, text[28:], made.kept(0, 27, len(text) - 1))
+    found = drafter.propose({0: text}, {0: DraftBudget("tree", 3, 9)})[0]
     assert (9, 10, 11) in _paths(found) and {"ngram", "dflash"} == {*found.sources} and len(found) == 9
 
 
@@ -193,37 +193,37 @@ def _paths(tree: TokenTree) -> list[tuple[int, ...]]:
 
 def test_proposes_nothing_where_it_knows_nothing(tmp_path: Path) -> None:
     made, chain = Made.of("second with windows", tmp_path), DraftBudget("chain", 4)
-    proposer = DFlashProposer(made.drafter, ngrams=NgramProposer())
+    drafter = DFlashDrafter(made.drafter, ngrams=NgramDrafter())
     text = [*range(40)]
     for slot in range(2):
-        proposer.join(slot, GREEDY)
-        proposer.prepare(slot, text)
-    proposer.observe(0, 0, text[1:], made.kept(0, 0, 39))
-    proposer.observe(
+        drafter.join(slot, GREEDY)
+        drafter.prepare(slot, text)
+    drafter.observe(0, 0, text[1:], made.kept(0, 0, 39))
+    drafter.observe(
         1, 0, text[1:], torch.full((39, made.stated["hidden_size"]), torch.nan)
     )  # the target's own are NaN then
-    found = proposer.propose(dict.fromkeys(range(2), text), dict.fromkeys(range(2), chain))
+    found = drafter.propose(dict.fromkeys(range(2), text), dict.fromkeys(range(2), chain))
     assert len(found[0]) == 4 and not found[1]
     text = [*text, 1, 2]  # a token was decoded that nobody has shown
-    assert not proposer.propose({0: text}, {0: chain})[0]
-    assert proposer.modes({0: text}) == ("chain", "tree")
+    assert not drafter.propose({0: text}, {0: chain})[0]
+    assert drafter.modes({0: text}) == ("chain", "tree")
     longest = [0] * (256 - 5 + 1)  # the cache has whole blocks, and a block of the drafter has to fit
-    assert proposer.modes({0: longest[:-1]}) and not proposer.modes({0: longest})
+    assert drafter.modes({0: longest[:-1]}) and not drafter.modes({0: longest})
 
 
 def test_keeps_what_two_texts_of_a_slot_have_in_common(tmp_path: Path) -> None:
     made, text = Made.of("first", tmp_path), [*range(40)]
-    proposer = DFlashProposer(made.drafter, ngrams=NgramProposer())
-    proposer.join(0, GREEDY)
-    proposer.prepare(0, text)
-    proposer.observe(0, 0, text[1:], made.kept(0, 0, 39))
-    proposer.leave(0)
+    drafter = DFlashDrafter(made.drafter, ngrams=NgramDrafter())
+    drafter.join(0, GREEDY)
+    drafter.prepare(0, text)
+    drafter.observe(0, 0, text[1:], made.kept(0, 0, 39))
+    drafter.leave(0)
     for shared in (30, 20):  # as many as the target kept, or more than the texts share
-        proposer.join(0, GREEDY)
+        drafter.join(0, GREEDY)
         other = [*text[:shared], *[77] * (40 - shared)]
-        proposer.prepare(0, other)
-        proposer.observe(0, 30, other[31:], made.kept(0, 30, 39))
-        chain = proposer.propose({0: other}, {0: DraftBudget("chain", 5)})[0]
+        drafter.prepare(0, other)
+        drafter.observe(0, 30, other[31:], made.kept(0, 30, 39))
+        chain = drafter.propose({0: other}, {0: DraftBudget("chain", 5)})[0]
         logits, _ = made.defined(0, 39, 77, first=0 if shared == 30 else 30)
         assert list(chain.tokens) == logits.argmax(1).tolist()
 

@@ -18,7 +18,7 @@ from offload_runtime.errors import GrammarError, OptionError
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher, masked, token_masks
 from offload_runtime.params import MOST_GRAMMAR_CHARACTERS, GenerationParams, SamplingParams
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.verify.equality import ScriptedProposer, transcribe
+from offload_runtime.verify.equality import ScriptedDrafter, transcribe
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.assembly import tokens_behind
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, load, one_thread, refuse_weights  # noqa: F401
@@ -78,11 +78,11 @@ def test_a_draft_changes_no_token(target: Path, draft: Path, expected: list[list
 def test_rows_of_deep_trees_have_the_masks_of_their_own_paths(
     plain: Runtime, target: Path, expected: list[list[int]], chosen: Sequence[int]
 ) -> None:
-    """A proposer that is mostly right, with wrong branches, most of which the grammar forbids."""
+    """A drafter that is mostly right, with wrong branches, most of which the grammar forbids."""
     prompt = plain.encode(PROMPT)
     with load(target, tree_nodes=60) as runtime:
         for way in chosen:
-            script = ScriptedProposer([*prompt, *expected[way], 0, 0], 320, accuracy=0.95, seed=3)
+            script = ScriptedDrafter([*prompt, *expected[way], 0, 0], 320, accuracy=0.95, seed=3)
             found = transcribe(runtime, prompt, params_of(way, gamma=12, tree_nodes=40), script)
             assert found.tokens == expected[way] and found.passes < len(expected[way]) / 2
 

@@ -277,7 +277,7 @@ def _text(count: int, seed: int) -> list[int]:
 
 def _fresh(runtime: Runtime, prompts: Sequence[list[int]], params: GenerationParams = PARAMS) -> list[torch.Tensor]:
     """The logits of answers to prompts of which nothing was kept."""
-    return [runtime.replay(prompt, params, proposer=None)[1] for prompt in prompts]
+    return [runtime.replay(prompt, params, drafter=None)[1] for prompt in prompts]
 
 
 def _check_kept(

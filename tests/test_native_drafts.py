@@ -15,7 +15,7 @@ from offload_runtime import Runtime
 from offload_runtime.core import Batch, DraftBudget
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import DraftProposer
+from offload_runtime.speculation import ModelDrafter
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.assembly import HostKV, make_runner
 from tests.helpers.dflash import counting_dflash2, dflash2_of
@@ -28,12 +28,12 @@ from tests.helpers.native_drafts import (
     SlowRunner,
     counting_head,
     counting_target,
+    drafter_of,
     eagle_of,
     logits_behind,
     make_head,
     mtp_of,
     plainly,
-    proposer_of,
 )
 
 PLAINLY, CHAIN, TREE = DraftBudget("plain", 0), DraftBudget("chain", 5), DraftBudget("tree", 8, tree_nodes=12)
@@ -45,8 +45,8 @@ KINDS = {"mtp": mtp_of, "eagle3": eagle_of}
 def compare(decoding: Decoding, head: ModelRunner, slot: int, text: list[int], *, start: int = 1) -> int:
     """What the head has said behind nodes of a tree that was begun behind this text, with what it should have said.
     Returns the depth of the deepest."""
-    assert isinstance(decoding.proposer.draft, DraftProposer)
-    grown, deepest = decoding.proposer.draft.trees[slot], 0
+    assert isinstance(decoding.drafter.draft, ModelDrafter)
+    grown, deepest = decoding.drafter.draft.trees[slot], 0
     for node, children in grown.children.items():
         path, at = list[int](), node
         while at != grown.tree.root:
@@ -62,8 +62,8 @@ def compare(decoding: Decoding, head: ModelRunner, slot: int, text: list[int], *
 
 def step_anew(decoding: Decoding, head: ModelRunner, slot: int, *, start: int = 1) -> int:
     """A step with a tree that is begun anew, compared as `compare` does."""
-    assert isinstance(decoding.proposer.draft, DraftProposer)
-    decoding.proposer.draft.trees.clear()
+    assert isinstance(decoding.drafter.draft, ModelDrafter)
+    decoding.drafter.draft.trees.clear()
     text = list(decoding.texts[slot])
     decoding.step({slot: TREE})
     return compare(decoding, head, slot, text, start=start)
@@ -75,11 +75,11 @@ def test_children_are_what_the_head_says(kind: str) -> None:
     target = make_runner(random_model("llama-gqa"), capacity_tokens=400).runner
     head = make_head(target, KINDS[kind])
     prompt = random_tokens(40) + random_tokens(30)
-    proposer = proposer_of(head)
-    assert isinstance(proposer.draft, DraftProposer)
-    proposer.draft.runner.warm_up()
+    drafter = drafter_of(head)
+    assert isinstance(drafter.draft, ModelDrafter)
+    drafter.draft.runner.warm_up()
     assert not any(head.cache.length(slot) for slot in range(3))
-    decoding, deepest = Decoding.of(target, proposer, {0: prompt}), 0
+    decoding, deepest = Decoding.of(target, drafter, {0: prompt}), 0
     for before in ((), (CHAIN,), (PLAINLY, TREE), (DraftBudget("ngram", 4), CHAIN), (PLAINLY,) * 40):
         for budget in before:
             decoding.step({0: budget})
@@ -93,14 +93,14 @@ def test_a_head_begins_at_the_first_token_that_it_knows() -> None:
     head = make_head(target)
     prompt = random_tokens(50)
     target.forward(Batch(prompts={0: prompt[:30]}))  # as if a cache had brought it back
-    decoding = Decoding.of(target, proposer_of(head), {0: prompt})
+    decoding = Decoding.of(target, drafter_of(head), {0: prompt})
     for _ in range(3):
         step_anew(decoding, head, 0, start=31)
     for kept, behind, start in ((45, [5, 6, 7], 31), (20, random_tokens(20, seed=3), 1), (18, [9], 1)):
         text = decoding.leave(0)[:kept]
         if kept == 20:
             target.cache.truncate(0, 0)  # the whole text is read again
-        state = decoding.proposer.draft_state
+        state = decoding.drafter.draft_state
         assert state is not None
         first = state.first_needed(0, text + behind)
         target.cache.truncate(0, min(kept, target.cache.length(0), first))
@@ -119,8 +119,8 @@ def test_a_head_that_is_right_is_believed(steps: int, by_hidden: bool, params: S
     head = make_head(target, change=counting_head(by_hidden=by_hidden))
     prompt = random_tokens(60)
     expected = plainly(target, prompt, 120, params)
-    proposer = proposer_of(head)
-    decoding = Decoding.of(SlowRunner(target, proposer, steps), proposer, {0: prompt}, params)
+    drafter = drafter_of(head)
+    decoding = Decoding.of(SlowRunner(target, drafter, steps), drafter, {0: prompt}, params)
     chain, tree = DraftBudget("chain", 6), DraftBudget("tree", 10, tree_nodes=12)
     for budget, least in ((chain, 6), (tree, 8), (chain, 6), (PLAINLY, 0), (tree, 8), (tree, 8)):
         output = decoding.step({0: budget})[0]
@@ -167,8 +167,8 @@ def random_history(target: ModelRunner, head: ModelRunner, seed: int, *, least: 
     params = [PLAIN, NOISY][seed % 2]
     prompts = {slot: random_tokens(random_.choice((1, 2, 40, 70)), seed=seed + slot) for slot in (0, 1)}
     expected = {slot: plainly(target, prompt, 40, params) for slot, prompt in prompts.items()}
-    proposer = proposer_of(head)
-    decoding = Decoding.of(SlowRunner(target, proposer, random_.choice((0, 8))), proposer, {}, params)
+    drafter = drafter_of(head)
+    decoding = Decoding.of(SlowRunner(target, drafter, random_.choice((0, 8))), drafter, {}, params)
     for _ in range(8):
         for slot in {0, 1} - {*decoding.texts}:
             if random_.random() < 0.7:
@@ -208,7 +208,7 @@ def test_texts_that_a_head_has_no_room_for_are_decoded_plainly() -> None:
     """Before they grow so long, and of what comes after them, nothing is lost."""
     target = make_runner(counting_target(), capacity_tokens=400).runner
     head = make_head(target, change=counting_head(by_hidden=True), capacity_tokens=256)
-    decoding = Decoding.of(target, proposer_of(head), {})
+    decoding = Decoding.of(target, drafter_of(head), {})
     for length in (240, 300, 250, 100):
         prompt = random_tokens(length, seed=length)
         expected = plainly(target, prompt, 60)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
-from offload_runtime.speculation import MatchRates, NgramLookup, NgramProposer
+from offload_runtime.speculation import MatchRates, NgramDrafter, NgramLookup
 
 MOST_OCCURRENCES = 32
 
@@ -75,7 +75,7 @@ def paths_of(proposal: TokenTree) -> list[tuple[int, ...]]:
 
 @st.composite
 def growing_sequences(draw: st.DrawFn) -> list[list[int]]:
-    """The sequences that a proposer is shown: each the last one grown, cut, cut and grown, or another one."""
+    """The sequences that a drafter is shown: each the last one grown, cut, cut and grown, or another one."""
     token = st.integers(0, 3)
     shown = [draw(st.lists(token, min_size=1, max_size=20))]
     for _ in range(draw(st.integers(1, 8))):
@@ -113,22 +113,22 @@ def test_a_chain_is_what_followed_the_longest_match(shown: list[list[int]], coun
 
 def test_a_sequence_that_was_cut_between_generations_is_noticed() -> None:
     """Where its newest tokens do not show it."""
-    proposer, params = NgramProposer(), SamplingParams()
+    drafter, params = NgramDrafter(), SamplingParams()
     before, after = [1, 2, 9, 1, 2, 5, 5, 5, 5, 5, 1, 2], [1, 2, 8, 1, 2, 7, 7, 5, 5, 5, 5, 1, 2]
-    proposer.join(0, params)
+    drafter.join(0, params)
     budgets = {0: DraftBudget("ngram", 1)}
-    assert proposer.propose({0: before}, budgets)[0].tokens == (5,)
-    proposer.join(0, params)
-    assert proposer.propose({0: after}, budgets)[0].tokens == (7,)
-    assert proposer.propose({0: after[:5]}, budgets)[0].tokens == (8,)
+    assert drafter.propose({0: before}, budgets)[0].tokens == (5,)
+    drafter.join(0, params)
+    assert drafter.propose({0: after}, budgets)[0].tokens == (7,)
+    assert drafter.propose({0: after[:5]}, budgets)[0].tokens == (8,)
 
 
 def test_every_sequence_is_looked_up_in_its_own_text() -> None:
-    proposer, texts = NgramProposer(), {2: [7, 8, 9, 7, 8], 0: [1, 2, 3, 1, 2]}
-    proposer.prepare(2, texts[2][:3])
+    drafter, texts = NgramDrafter(), {2: [7, 8, 9, 7, 8], 0: [1, 2, 3, 1, 2]}
+    drafter.prepare(2, texts[2][:3])
     one = DraftBudget("ngram", 1)
-    proposals = proposer.propose(texts, {2: DraftBudget("ngram", 2), 0: one})
+    proposals = drafter.propose(texts, {2: DraftBudget("ngram", 2), 0: one})
     assert {slot: proposal.tokens for slot, proposal in proposals.items()} == {2: (9, 7), 0: (3,)}
-    assert proposer.propose(texts, {0: DraftBudget("ngram", 2, 9)})[0].tokens == (3, 1), "as deep as a turn says"
-    others = proposer.propose({0: texts[2], 1: [7, 8, 9]}, {0: one, 1: one})
+    assert drafter.propose(texts, {0: DraftBudget("ngram", 2, 9)})[0].tokens == (3, 1), "as deep as a turn says"
+    others = drafter.propose({0: texts[2], 1: [7, 8, 9]}, {0: one, 1: one})
     assert [proposal.tokens for proposal in others.values()] == [(9,), ()]

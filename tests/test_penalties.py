@@ -24,7 +24,7 @@ from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.runners.model_runner import paths_below_roots
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.verify.equality import ScriptedProposer, transcribe
+from offload_runtime.verify.equality import ScriptedDrafter, transcribe
 from tests.helpers.assembly import tokens_behind
 from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401
 from tests.helpers.models import random_tokens
@@ -92,7 +92,7 @@ def test_tokens_are_those_of_transformers_processors(plain: Runtime, target: Pat
 def test_deep_windows_and_trees_count_the_tokens_of_their_own_paths(
     plain: Runtime, target: Path, expected: list[list[int]], chosen: Sequence[int]
 ) -> None:
-    """A proposer that is mostly right, with wrong branches in any order: a row that counted another's tokens, or missed
+    """A drafter that is mostly right, with wrong branches in any order: a row that counted another's tokens, or missed
     its own, would say something else."""
     prompt = plain.encode(PROMPT)
     with load(target, tree_nodes=60) as runtime:
@@ -100,7 +100,7 @@ def test_deep_windows_and_trees_count_the_tokens_of_their_own_paths(
             params = GenerationParams(
                 COUNT, ignore_eos=True, sampling=SamplingParams(**WAYS[way]), gamma=12, tree_nodes=40
             )
-            script = ScriptedProposer([*prompt, *expected[way]], 320, accuracy=0.95, seed=3)
+            script = ScriptedDrafter([*prompt, *expected[way]], 320, accuracy=0.95, seed=3)
             found = transcribe(runtime, prompt, params, script)
             assert found.tokens == expected[way] and found.passes < 12
 

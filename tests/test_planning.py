@@ -258,8 +258,8 @@ def test_the_ledger_of_a_run_holds_what_was_planned(
     deep_target: Path, one_layer_draft: Path, kv: str, mode: str
 ) -> None:
     options = SpeculationOptions(mode, budget_tokens=256)
-    proposer: Any = "none" if mode == "none" else one_layer_draft
-    with load(deep_target, context=CONTEXT, draft=proposer, kv=kv, speculation=options, max_batch=2) as runtime:
+    drafter: Any = "none" if mode == "none" else one_layer_draft
+    with load(deep_target, context=CONTEXT, draft=drafter, kv=kv, speculation=options, max_batch=2) as runtime:
         reserved = runtime.engine.budgets[0].reservations
         assert runtime.plan.device_bytes == sum(reserved.values())
         parts = runtime.plan.device

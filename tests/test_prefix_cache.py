@@ -86,7 +86,7 @@ def serve(runtime: Runtime, tasks: Sequence[Task], chance: random.Random, prefix
 
 def alone(runtime: Runtime, prompt: list[int], asked: GenerationParams) -> Seen:
     """The same with nothing kept, decoded plainly."""
-    result, rows = runtime.replay(prompt, asked, proposer=None)
+    result, rows = runtime.replay(prompt, asked, drafter=None)
     return Seen(result, [rows.to(runtime.device)])
 
 

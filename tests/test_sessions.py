@@ -75,7 +75,7 @@ def check_goes_on(target: Path, path: Path, **options: Any) -> None:
         other.save(path)
     with loaded(target, **options) as runtime:
         later = runtime.load_conversation(path)
-        state = runtime.engine.proposer.draft_state
+        state = runtime.engine.drafter.draft_state
         if state is not None and state.streaming is None:
             draft = runtime.engine.draft
             assert draft is not None and draft.runner.cache.length(0) > 600
@@ -304,7 +304,7 @@ def test_a_server_that_is_started_again_reads_nothing_again(target: Path, draft:
     kept = list((tmp_path / "kept").glob("*.kv"))
     assert len(kept) == 2 * 4  # of target and draft, of either text
     with serving(target, load_options=options, sessions=tmp_path / "kept") as served:
-        state = served.runtime.engine.proposer.draft_state
+        state = served.runtime.engine.drafter.draft_state
         assert ask(served, first[0], "and?") == expected and state is not None
         with pytest.raises(StorageError, match="in use"), load(target, context=64) as runtime:
             Scheduler(runtime, sessions=tmp_path / "kept")

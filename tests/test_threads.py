@@ -44,7 +44,7 @@ def calls_of(runtime: Runtime) -> dict[str, Callable[[str], list[int]]]:
     return {
         "generate": lambda prompt: runtime.generate(prompt, **ASKED).tokens,
         "batch": lambda prompt: runtime.generate_batch([prompt, OTHER], **ASKED)[0].tokens,
-        "replay": lambda prompt: runtime.replay(runtime.encode(prompt), params, proposer=None)[0].tokens,
+        "replay": lambda prompt: runtime.replay(runtime.encode(prompt), params, drafter=None)[0].tokens,
     }
 
 

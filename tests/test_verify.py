@@ -38,7 +38,7 @@ PLAN = VerificationPlan(
 )
 # For what the runs show at once.
 RUN_PLAN = replace(PLAN, prompts={"words": PROMPT}, tokens=10, seeds=32)
-# One prompt, one way of sampling, all proposers.
+# One prompt, one way of sampling, all drafters.
 SMALL_PLAN = replace(RUN_PLAN, settings={"top-p": PLAN.settings["top-p"]})
 
 
@@ -69,8 +69,8 @@ def small_report(runtime: Runtime) -> VerificationReport:
 
 def test_a_small_plan_is_exact(small_report: VerificationReport) -> None:
     assert small_report.verdict == "exact", small_report
-    assert {run.proposer for run in small_report.runs} >= {"ngram", "draft", "script", "as loaded"}
-    assert any(run.passes < 9 for run in small_report.runs if run.proposer == "script"), "no window was accepted"
+    assert {run.drafter for run in small_report.runs} >= {"ngram", "draft", "script", "as loaded"}
+    assert any(run.passes < 9 for run in small_report.runs if run.drafter == "script"), "no window was accepted"
     assert small_report.fits and all(fit.freedom and fit.draws >= RUN_PLAN.seeds for fit in small_report.fits)
 
 
@@ -120,7 +120,7 @@ def test_the_command_ends_with_1_for_a_defect(target: Path) -> None:
     assert result.exit_code == 1, result.output
     record = json.loads(result.stdout)
     assert record["verdict"] == "defect"
-    verdicts = [run["finding"]["verdict"] for run in record["identity"] if run["proposer"] == "script"]
+    verdicts = [run["finding"]["verdict"] for run in record["identity"] if run["drafter"] == "script"]
     assert "defect" in verdicts
 
 

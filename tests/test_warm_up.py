@@ -15,7 +15,7 @@ from offload_runtime_kernels.select_chunks import different_counts, select_chunk
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.load_model import warm_up
-from offload_runtime.speculation import DraftProposer, drafting
+from offload_runtime.speculation import ModelDrafter, drafting
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.heads import add_random_mtp
 from tests.helpers.planning import load_streaming_kv
@@ -90,9 +90,9 @@ def test_warming_up_leaves_nothing(
         with load(target, **options) as runtime:
             if warm:
                 warm_up(runtime.engine.target, trees=True)
-                proposer = drafting(runtime.engine.proposer)
-                assert isinstance(proposer, DraftProposer)
-                proposer.runner.warm_up()
+                drafter = drafting(runtime.engine.drafter)
+                assert isinstance(drafter, ModelDrafter)
+                drafter.runner.warm_up()
             asked = {"max_new_tokens": 20, "ignore_eos": True, "gamma": 5, "temperature": 0.7, "seed": 2}
             result = runtime.generate([(7 * i * i) % 290 + 3 for i in range(300)], **asked)
             answers.append((result.tokens, result.stats.passes))

@@ -68,15 +68,15 @@ def measure(runtime: Runtime, options: argparse.Namespace) -> tuple[dict[str, An
         return [draw.randrange(options.vocab_size) for _ in range(tokens)]
 
     first = text(64)
-    runtime.replay(first, GenerationParams(options.warm_up, ignore_eos=True, sampling=sampling), proposer=None)
+    runtime.replay(first, GenerationParams(options.warm_up, ignore_eos=True, sampling=sampling), drafter=None)
     prompts = []
     for tokens in options.prompts:
-        answer, _ = runtime.replay(text(tokens), GenerationParams(1, ignore_eos=True, sampling=sampling), proposer=None)
+        answer, _ = runtime.replay(text(tokens), GenerationParams(1, ignore_eos=True, sampling=sampling), drafter=None)
         seconds = answer.stats.time_to_first_token_s
         prompts.append({"tokens": tokens, "s": seconds, "tok_per_s": tokens / seconds})
-    runtime.replay(first, GenerationParams(options.warm_up, ignore_eos=True, sampling=sampling), proposer=None)
+    runtime.replay(first, GenerationParams(options.warm_up, ignore_eos=True, sampling=sampling), drafter=None)
     asked = GenerationParams(options.tokens, ignore_eos=True, sampling=SamplingParams(1.0, noise_id=2))
-    answer, logits = runtime.replay(text(64), asked, proposer=None)
+    answer, logits = runtime.replay(text(64), asked, drafter=None)
     stats = answer.stats
     peak_gbps = stats.link_peak_gbps
     bound_s = stats.bytes_per_pass / (peak_gbps * GB) if peak_gbps else None

@@ -213,7 +213,7 @@ def unlike_plain(runtime: Runtime, requests: Requests, answers: Sequence[Answer]
     drawn, differing = random.Random(requests.seed).sample(whole, min(len(whole), _DECODED_PLAINLY)), 0
     for answer in drawn:
         prompt, _ = requests.request(answer.number)
-        plain, _ = runtime.replay(prompt, requests.params(answer.number), proposer=None)
+        plain, _ = runtime.replay(prompt, requests.params(answer.number), drafter=None)
         differing += plain.tokens != list(answer.tokens)
     return {"decoded_plainly": len(drawn), "unlike_plain": differing}
 

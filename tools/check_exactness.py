@@ -34,8 +34,8 @@ from widening.stored import STORED, stored_model
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.speculation import Proposer
-from offload_runtime.verify.equality import ScriptedProposer
+from offload_runtime.speculation import Drafter
+from offload_runtime.verify.equality import ScriptedDrafter
 from offload_runtime.weights import CheckpointSource
 
 _CONTEXT_TOKENS, _BATCH = 1536, 8
@@ -138,8 +138,8 @@ class Checker:
         sampling = SamplingParams(self._draw.choice((0.0, 0.8)), noise_id=self._draw.randrange(1 << 30))
         return GenerationParams(self._draw.randint(*_ANSWER_TOKENS), ignore_eos=True, sampling=sampling)
 
-    def _answer(self, asked: Asked, owner: object | None = None, proposer: Proposer | None = None) -> Answer:
-        result, logits = self._runtime.replay(*asked, proposer=proposer, owner=owner)
+    def _answer(self, asked: Asked, owner: object | None = None, drafter: Drafter | None = None) -> Answer:
+        result, logits = self._runtime.replay(*asked, drafter=drafter, owner=owner)
         return Answer(result.tokens, digests(logits), result.stats.kept_tokens, result.stats.tokens_per_pass)
 
     def _note(self, asked: Asked, answer: Answer) -> Answer:
@@ -252,9 +252,9 @@ class Checker:
             self._note(asked, plain)
             for name, (in_row, in_all) in _WINDOWS.items():
                 script = [*asked.prompt, *plain.tokens]
-                proposer = ScriptedProposer(script, self._options.vocab_size, accuracy=_ACCURACY, seed=number)
+                drafter = ScriptedDrafter(script, self._options.vocab_size, accuracy=_ACCURACY, seed=number)
                 window = replace(asked.params, gamma=in_row - 1, tree_nodes=max(0, in_all - 1))
-                answer = self._answer(Asked(asked.prompt, window), proposer=proposer)
+                answer = self._answer(Asked(asked.prompt, window), drafter=drafter)
                 per_pass[name].append(answer.tokens_per_pass)
                 part.compare(answer, plain)
         part.about = {f"a pass, {name}": sum(found) / max(1, len(found)) for name, found in per_pass.items()}

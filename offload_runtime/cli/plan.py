@@ -97,7 +97,7 @@ def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: flo
     speed = rounded(max(plain, usual.tok_per_s))
     lines = [f"Fits. About {speed} tokens/s; first token after {after} s at {context}."]
     if plan.draft is not None or plan.has_verifier:
-        who = "its pass over retrieved tokens" if plan.draft is None else plan.drafter
+        who = "its pass over retrieved tokens" if plan.draft is None else plan.drafter_in_words
         without = "plain" if plan.draft is None else "without a draft"
         share = f"if the model accepts {usual.acceptance:.0%} of what {who} proposes, as is usual"
         lines.append(f"That is {share}; {rounded(undrafted_tok_per_s)} tokens/s {without}.")

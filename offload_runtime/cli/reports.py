@@ -216,20 +216,20 @@ def report_tables(report: VerificationReport) -> list[Table | str]:
 
 
 def identity_table(runs: Sequence[IdentityRun]) -> Table:
-    """Return one row per proposer, or way of going on, and setting."""
+    """Return one row per drafter, or way of going on, and setting."""
     figures = (Column(name, justify="right") for name in ("runs", "tokens", "tokens per pass", "verdict"))
     table = Table("answers", "setting", *figures, title="beside plain decoding", title_justify="left")
     groups: dict[tuple[str, str], list[IdentityRun]] = {}
     for run in runs:
-        groups.setdefault((run.proposer, run.setting), []).append(run)
-    # By proposer; the settings of each stay in their order.
-    for (proposer, setting), members in sorted(groups.items(), key=lambda group: group[0][0]):
+        groups.setdefault((run.drafter, run.setting), []).append(run)
+    # By drafter; the settings of each stay in their order.
+    for (drafter, setting), members in sorted(groups.items(), key=lambda group: group[0][0]):
         tokens, passes = sum(run.tokens for run in members), sum(run.passes for run in members)
         per_pass = (tokens - len(members)) / passes if passes else 0.0
         counts = Counter(run.finding.verdict for run in members)
         found = [f"{counts[name]} {name}{'s' * (counts[name] > 1)}" for name in ("defect", "near-tie") if counts[name]]
         verdict = ", ".join(found) or "identical"
-        table.add_row(proposer, setting, str(len(members)), str(tokens), f"{per_pass:.2f}", verdict)
+        table.add_row(drafter, setting, str(len(members)), str(tokens), f"{per_pass:.2f}", verdict)
     return table
 
 
@@ -249,7 +249,7 @@ def describe_finding(run: IdentityRun) -> str:
     """Return one line about a run that is not identical."""
     finding = run.finding
     windows = "" if run.gamma is None else f", gamma {run.gamma}"
-    line = f"{finding.verdict}: {run.prompt}, {run.setting}, seed {run.seed}, {run.proposer}{windows}: "
+    line = f"{finding.verdict}: {run.prompt}, {run.setting}, seed {run.seed}, {run.drafter}{windows}: "
     parts = []
     if finding.first_difference is not None:
         parts.append(f"token {finding.first_difference} of {run.tokens} is the first that differs")

@@ -2,7 +2,7 @@
 and says what that brought each.
 
 `Runtime.generate` and its like, `TokenStream` and the `Scheduler`'s thread are loops over it: it calls none of them. A
-token's journey goes on in `run_step` (speculation/step.py), which asks the proposer, the target's runner and the
+token's journey goes on in `run_step` (speculation/step.py), which asks the drafter, the target's runner and the
 sampler.
 """
 
@@ -36,7 +36,7 @@ from offload_runtime.errors import (
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import OnLayer
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
-from offload_runtime.speculation import Controller, Cost, Proposer, StepOutput, run_step
+from offload_runtime.speculation import Controller, Cost, Drafter, StepOutput, run_step
 from offload_runtime.stream import DeviceBudget, current_device
 from offload_runtime.trace import DRAFT, LINK, PASSES, TraceRecorder, covered_seconds, union_seconds
 
@@ -94,7 +94,7 @@ class Engine:
         target: The model that decides.
         draft: The draft model; None without one.
         room: What prompts and their options have to go with.
-        proposer: Guesses, for as many sequences as were planned for.
+        drafter: Guesses, for as many sequences as were planned for.
         sampling: How each slot's tokens are chosen.
         budgets: Ledgers of the cards.
         free_nodes: Proposals of a window that make no pass longer.
@@ -113,7 +113,7 @@ class Engine:
     target: LoadedModel
     draft: LoadedModel | None
     room: PromptRoom
-    proposer: Proposer
+    drafter: Drafter
     sampling: SlotSampling
     budgets: tuple[DeviceBudget, ...]
     free_nodes: int
@@ -139,14 +139,14 @@ class Engine:
             self.prefix_cache = PrefixCache(self.target, self._num_slots, stores, caches)
         self.owner = owner
         self._chooser = WindowChooser(
-            self.plan, self.free_nodes, self.proposer, self.controller, self.target.runner.cache, self.recorder
+            self.plan, self.free_nodes, self.drafter, self.controller, self.target.runner.cache, self.recorder
         )
         self._passes_before = self._meter.passes
         self._has_read = False  # the last step was that of prompts alone, where they cannot share one
         with device_errors(self.device):
             for slot in range(self._num_slots):
                 self.sampling.release(slot)
-                self.proposer.leave(slot)
+                self.drafter.leave(slot)
 
     def add(self, request: Request) -> None:
         """Let a request wait for a slot."""
@@ -209,7 +209,7 @@ class Engine:
         try:
             with device_errors(self.device):
                 results = run_step(
-                    self.target.runner, self.sampling, self.proposer, {one.slot: one.sequence for one in stepping},
+                    self.target.runner, self.sampling, self.drafter, {one.slot: one.sequence for one in stepping},
                     windows.asked, prepared=[one.slot for one in reading if self._chooser.speculates(one)],
                     logprobs={one.slot: one.params.logprobs for one in stepping if one.params.logprobs is not None},
                     on_layer=tell, recorder=self.recorder, with_logits=with_logits,
@@ -247,7 +247,7 @@ class Engine:
         free = [slot for slot in range(self._num_slots) if slot not in self.running]
         request.slot, request.num_kept = self.prefix_cache.join(request.sequence, free)
         self.running[request.slot] = request
-        if (state := self.proposer.draft_state) is not None and self._chooser.speculates(request):
+        if (state := self.drafter.draft_state) is not None and self._chooser.speculates(request):
             first, cache = state.first_needed(request.slot, request.sequence), self.target.runner.cache
             if first < request.num_kept <= cache.keeps(request.slot, first) + CHUNK_TOKENS:  # few tokens
                 request.num_kept = cache.truncate(request.slot, first)
@@ -258,7 +258,7 @@ class Engine:
             self.sampling.adjustments.forbid_ends(request.slot, first_end, ends)
         if request.params.prompt_logprobs is not None:
             self._score_prompt(request, request.params.prompt_logprobs)
-        self._chooser.proposer_of(request).join(request.slot, request.params.sampling)
+        self._chooser.drafter_of(request).join(request.slot, request.params.sampling)
 
     def _next_step(self) -> tuple[list[Request], list[Request]]:
         """Return the requests whose prompts the next step reads, and the others that take part in it."""
@@ -339,10 +339,10 @@ class Engine:
             self.prefix_cache.leave(request.slot)
         else:
             self.prefix_cache.forget(request.slot)
-        proposer = self._chooser.proposer_of(request)
-        if proposer.name is not None:
-            request.acceptance = request.tally.levels(proposer.name, proposer.counts(request.slot))
-        proposer.leave(request.slot)
+        drafter = self._chooser.drafter_of(request)
+        if drafter.name is not None:
+            request.acceptance = request.tally.levels(drafter.name, drafter.counts(request.slot))
+        drafter.leave(request.slot)
         self.sampling.release(request.slot)
 
     def peak_vram_bytes(self) -> int:
@@ -354,7 +354,7 @@ class Engine:
 
     def saved_caches(self) -> dict[str, SavedCache]:
         """Return the caches whose blocks are saved."""
-        return SavedCache.of(self.plan, self.target, self.draft, self.proposer.draft_state)
+        return SavedCache.of(self.plan, self.target, self.draft, self.drafter.draft_state)
 
 
 class _Passes(NamedTuple):

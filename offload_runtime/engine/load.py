@@ -25,7 +25,7 @@ from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine.channels import has_channels
 from offload_runtime.engine.engine import Engine, device_errors
 from offload_runtime.engine.load_model import LoadedModel, LoadProgress, OpenCard, load_models
-from offload_runtime.engine.proposing import largest_windows, make_proposer
+from offload_runtime.engine.proposing import largest_windows, make_drafter
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
@@ -135,13 +135,13 @@ def _limits_here(config: RuntimeConfig, *, page_locks: bool) -> MemoryLimits:
 
 def describe_speculation(plan: RunPlan) -> str:
     """One phrase: who proposes, and why."""
-    proposer = {"ngram": "n-grams", "none": "nobody"}.get(plan.proposer, plan.drafter)
-    phrase, why = f"proposals from {proposer}", f" (not TriForce: {plan.reason})" if plan.reason else ""
+    drafter = {"ngram": "n-grams", "none": "nobody"}.get(plan.drafter, plan.drafter_in_words)
+    phrase, why = f"proposals from {drafter}", f" (not TriForce: {plan.reason})" if plan.reason else ""
     if plan.has_verifier:
         budget, why = plan.request.speculation.budget_tokens, f" ({plan.reason})" if plan.reason else ""
-        phrase = f"TriForce: {proposer}, then the target over {budget} retrieved tokens a head"
+        phrase = f"TriForce: {drafter}, then the target over {budget} retrieved tokens a head"
         phrase += f" in {format_bytes(plan.verifier_bytes)}"
-    elif plan.proposer == "none":
+    elif plan.drafter == "none":
         phrase = "plain decoding"
     trees = f"trees of up to {plan.tree_room} tokens" if plan.tree_room else ""
     return "; ".join(part for part in (phrase + why, trees, plan.draft_note) if part)
@@ -308,9 +308,9 @@ def _load(
                 queues = _make_queues(budget.device, config.pace, log, undo, d2h=d2h, demand=demand)
             open_cards.append(OpenCard(budget, queues))
         # Windows of n-grams, and what they add to chains, may branch without room for a draft's trees.
-        proposes = plan.proposer != "none" or plan.has_verifier
-        branches = plan.proposer == "ngram" or (proposes and config.tree_nodes != 0)
-        target, drafter = load_models(
+        proposes = plan.drafter != "none" or plan.has_verifier
+        branches = plan.drafter == "ngram" or (proposes and config.tree_nodes != 0)
+        target, loaded_draft = load_models(
             target_source, draft_source, plan, open_cards, shared=shared, registrar=registrar, on_progress=on_progress,
             undo=undo,
         )  # fmt: skip
@@ -320,8 +320,8 @@ def _load(
             links = sum(card.limits.cards[0].link_ratio for card, one in pairs if one.link_peak_gbps is not None)
             figures = replace(figures, link_gbps=target.link_peak_gbps / links)
             free_s, free_rows = planning.link_slack(plan, figures, widest=config.max_gamma + 1)
-        proposer = make_proposer(
-            plan, target, drafter, budgets, trees=branches, recorder=recorder, free_s=free_s, free_rows=free_rows
+        drafter = make_drafter(
+            plan, target, loaded_draft, budgets, trees=branches, recorder=recorder, free_s=free_s, free_rows=free_rows
         )  # fmt: skip
         free, demand = max(0, min(config.max_gamma, free_rows - 1)), plan.target.pool_share < 1
         placed = replace(plan, target=target.plan)
@@ -330,7 +330,7 @@ def _load(
         target.runner.recorder = recorder
         target.runner.streamer.recorders = recorders
         return Engine(
-            target, drafter, room, proposer, SlotSampling(batch, device), tuple(budgets), free,
+            target, loaded_draft, room, drafter, SlotSampling(batch, device), tuple(budgets), free,
             controller=Controller(
                 largest_windows(config.max_gamma, plan.tree_room, brings_experts=demand), known_cost,
                 streamed=target.link_peak_gbps is not None and not demand,

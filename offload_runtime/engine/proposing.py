@@ -1,4 +1,4 @@
-"""Who proposes, and how much: the proposer of a runtime, built as it was planned (`make_proposer`), and for each step
+"""Who proposes, and how much: the drafter of a runtime, built as it was planned (`make_drafter`), and for each step
 what its requests are proposed, which was asked for or the controller chooses (`WindowChooser`)."""
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from offload_runtime.speculation import (
     PLAIN,
     Controller,
     DeviceWindow,
-    DFlashProposer,
+    DFlashDrafter,
     DFlashRunner,
-    DraftProposer,
+    Drafter,
     DraftRunner,
     GuessTree,
-    NgramProposer,
-    Proposer,
+    ModelDrafter,
+    NgramDrafter,
     RetrievalVerifier,
     StepOutput,
     StepWorth,
-    TriForceProposer,
+    TriForceDrafter,
     WithNgrams,
     drafting,
     makes_trees,
@@ -72,13 +72,13 @@ def largest_windows(max_gamma: int, tree_room: int, *, brings_experts: bool) -> 
     return {mode: largest for mode, largest in limits.items() if largest}
 
 
-def settle(plan: RunPlan, proposer: Proposer, params: GenerationParams) -> DraftBudget | None:
+def settle(plan: RunPlan, drafter: Drafter, params: GenerationParams) -> DraftBudget | None:
     """Return what every step of a request with these options proposes; None where it is chosen for each.
 
     Raises:
-        OptionError: More than there is room for, or something that this proposer would ignore.
+        OptionError: More than there is room for, or something that this drafter would ignore.
     """
-    loaded, most, plain = plan.request, plan.request.max_gamma, proposer.name is None
+    loaded, most, plain = plan.request, plan.request.max_gamma, drafter.name is None
     gamma, nodes = loaded.gamma if params.gamma is None else params.gamma, _tree_nodes(plan, params)
     require((gamma or 0) <= most, f"gamma {gamma} exceeds the {most} this runtime was loaded for (max_gamma)")
     fine = params.gamma is None or not plain
@@ -87,7 +87,7 @@ def settle(plan: RunPlan, proposer: Proposer, params: GenerationParams) -> Draft
     fine = (nodes or 0) <= room
     require(fine, f"tree_nodes {nodes} exceeds the {room} that a window here has room for: load it {remedy}")
     remedy = f"drop it, choose --draft ngram, or load a draft model {remedy}"
-    fine = not params.tree_nodes or makes_trees(proposer)
+    fine = not params.tree_nodes or makes_trees(drafter)
     require(fine, f"tree_nodes {nodes} does nothing where nothing proposes branches: {remedy}")
     if plain:
         return PLAIN
@@ -96,7 +96,7 @@ def settle(plan: RunPlan, proposer: Proposer, params: GenerationParams) -> Draft
     gamma = nodes if gamma is None else gamma
     if not gamma:
         return PLAIN
-    mode = "ngram" if "chain" not in proposer.modes({}) else "tree" if nodes else "chain"
+    mode = "ngram" if "chain" not in drafter.modes({}) else "tree" if nodes else "chain"
     return DraftBudget(mode, gamma, nodes or None)
 
 
@@ -129,26 +129,26 @@ class WindowChooser:
     Args:
         plan: Of the runtime: what was asked for when loading, and what there is room for.
         free_nodes: Proposals of a window that make no pass longer, as the link takes longer than all of them.
-        proposer: Guesses.
+        drafter: Guesses.
         controller: Chooses windows.
         cache: The target's.
         recorder: Of a trace, if there is one.
     """
 
     def __init__(
-        self, plan: RunPlan, free_nodes: int, proposer: Proposer, controller: Controller, cache: KVCache,
+        self, plan: RunPlan, free_nodes: int, drafter: Drafter, controller: Controller, cache: KVCache,
         recorder: TraceRecorder | None,
     ) -> None:  # fmt: skip
-        self._plan, self._free_nodes, self._proposer, self._controller = plan, free_nodes, proposer, controller
+        self._plan, self._free_nodes, self._drafter, self._controller = plan, free_nodes, drafter, controller
         self._cache, self._recorder = cache, recorder
 
-    def proposer_of(self, request: Request) -> Proposer:
-        """Return the proposer of a request, which has no idea where that is decoded plainly."""
-        return Proposer() if request.budget == PLAIN else self._proposer
+    def drafter_of(self, request: Request) -> Drafter:
+        """Return the drafter of a request, which has no idea where that is decoded plainly."""
+        return Drafter() if request.budget == PLAIN else self._drafter
 
     def speculates(self, request: Request) -> bool:
         """Say whether anything will be proposed to a request."""
-        return request.params.max_new_tokens > 1 and self.proposer_of(request).name is not None
+        return request.params.max_new_tokens > 1 and self.drafter_of(request).name is not None
 
     def choose(self, requests: Sequence[Request]) -> StepBudgets:
         """Return what the next step of these requests proposes, of which all have a token and none is finished."""
@@ -244,7 +244,7 @@ class WindowChooser:
 
         A batch is done with its longest answer, so one behind which a draft has no room is not kept waiting for others.
         """
-        able = self._proposer.modes({request.slot: request.sequence for request in requests})
+        able = self._drafter.modes({request.slot: request.sequence for request in requests})
         branches = all(_tree_nodes(self._plan, request.params) != 0 for request in requests)
         room, demand = self._plan.tree_room if branches else 0, self._plan.target.pool_share < 1
         limits = largest_windows(self._plan.request.max_gamma, room, brings_experts=demand)
@@ -274,7 +274,7 @@ class WindowChooser:
 
     def _is_able(self, request: Request, mode: str) -> bool:
         """Say whether a draft that is able behind some of several requests has room behind this one."""
-        able = drafting(self._proposer).modes
+        able = drafting(self._drafter).modes
         return not DraftBudget(mode, 1).drafts or mode in able({request.slot: request.sequence})
 
 
@@ -298,11 +298,11 @@ def _own(result: StepOutput, choice: DraftBudget, size: int) -> Sequence[int]:
     return [node for node in result.path if node < min(size, _drafted(result))]
 
 
-def make_proposer(
+def make_drafter(
     plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, budgets: Sequence[DeviceBudget], *,
     trees: bool = False, recorder: TraceRecorder | None = None, free_s: float = 0.0, free_rows: int = 0,
-) -> Proposer:  # fmt: skip
-    """Return the proposer for all sequences of the batch: a draft whose cache was planned for trees grows them. On a
+) -> Drafter:  # fmt: skip
+    """Return the drafter for all sequences of the batch: a draft whose cache was planned for trees grows them. On a
     GPU all models and their steps are warmed up.
 
     Args:
@@ -324,21 +324,21 @@ def make_proposer(
             warm_up(draft)
     if retrieved is not None:
         hierarchy = _make_triforce(plan, target, draft, retrieved, budget, recorder)
-        return WithNgrams(hierarchy, NgramProposer(), alone=False) if free_rows > 1 else hierarchy
+        return WithNgrams(hierarchy, NgramDrafter(), alone=False) if free_rows > 1 else hierarchy
     if draft is None:
-        return Proposer() if plan.proposer == "none" else NgramProposer()
-    runner, ngrams, shared = draft.runner, NgramProposer(), draft.shared or SharedVocabulary(target.config.vocab_size)
+        return Drafter() if plan.drafter == "none" else NgramDrafter()
+    runner, ngrams, shared = draft.runner, NgramDrafter(), draft.shared or SharedVocabulary(target.config.vocab_size)
     if draft.plan.block_rows:
         blocks = DFlashRunner(runner, batch=batch)
         if budget.device.type == "cuda":
             blocks.warm_up()
         blocks.recorder = recorder
-        return WithNgrams(DFlashProposer(blocks, ngrams=ngrams), ngrams)
+        return WithNgrams(DFlashDrafter(blocks, ngrams=ngrams), ngrams)
     drafts = DraftRunner(runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
     if budget.device.type == "cuda":
         drafts.warm_up()
     drafts.recorder = recorder
-    return WithNgrams(DraftProposer(drafts, ngrams=ngrams, worth=StepWorth(free_s)), ngrams)
+    return WithNgrams(ModelDrafter(drafts, ngrams=ngrams, worth=StepWorth(free_s)), ngrams)
 
 
 def _make_retrieval_cache(plan: RunPlan, target: LoadedModel, budgets: Sequence[DeviceBudget]) -> RetrievalCache:
@@ -360,7 +360,7 @@ def _make_retrieval_cache(plan: RunPlan, target: LoadedModel, budgets: Sequence[
 def _make_triforce(
     plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, retrieved: RetrievalCache,
     budget: DeviceBudget, recorder: TraceRecorder | None,
-) -> Proposer:  # fmt: skip
+) -> Drafter:  # fmt: skip
     runner, batch = target.runner, plan.target.batch
     layers, source = runner.streamer.resident_layers(), runner.cache
     assert layers is not None, "refused when it was planned"
@@ -377,49 +377,49 @@ def _make_triforce(
             draft.runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch, window=window,
             max_tokens_with_draft=cache.max_tokens_with_draft if has_all else None,
         )  # fmt: skip
-    proposer = TriForceProposer(
+    drafter = TriForceDrafter(
         window, verifier, first, trees=trees, max_tokens_with_draft=most_tokens,
         refresh_steps=plan.target.options.steps_between_choices(on_host=plan.target.on_host),
     )  # fmt: skip
     levels: list[RetrievalVerifier | DraftRunner] = [verifier] if first is None else [verifier, first]
     if budget.device.type == "cuda":
         with verifier.graphs.eager(), nullcontext() if first is None else first.eager():
-            warm_up_verifier(proposer, runner, batch=batch)
+            warm_up_verifier(drafter, runner, batch=batch)
         retrieved.warm_up()
         if first is not None:
             first.warm_up()
     for level in levels:
         level.recorder = recorder
-    return proposer
+    return drafter
 
 
-def warm_up_verifier(proposer: TriForceProposer, target: ModelRunner, *, batch: int) -> None:
+def warm_up_verifier(drafter: TriForceDrafter, target: ModelRunner, *, batch: int) -> None:
     """Compile the kernels of the verifier's steps, which would hold up the first proposals.
 
     Leaves the target's cache empty, and the draft's with what was proposed.
 
     Args:
-        proposer: Of the target.
+        drafter: Of the target.
         target: All of its layers are resident.
         batch: Sequences.
     """
 
     def take_step(slots: Sequence[SamplingParams], length: int) -> None:
         for slot, params in enumerate(slots):
-            proposer.join(slot, params)
+            drafter.join(slot, params)
         texts = {slot: [0] * length for slot in range(len(slots))}
-        proposer.propose(texts, dict.fromkeys(texts, DraftBudget("chain", 1)))
+        drafter.propose(texts, dict.fromkeys(texts, DraftBudget("chain", 1)))
         for slot in range(len(slots)):
-            proposer.leave(slot)
+            drafter.leave(slot)
 
     for params in WARM_UP_SAMPLINGS[1:]:
         take_step([params], 1)
     # Trees of other sizes need other kernels, too.
-    first_of_trees = {tree.parents: count for count, tree in reversed([*enumerate(proposer.trees, 1)])}
+    first_of_trees = {tree.parents: count for count, tree in reversed([*enumerate(drafter.trees, 1)])}
     for num_sequences in sorted({*warm_up_batches(batch), *first_of_trees.values()}):
         take_step(WARM_UP_SAMPLINGS[:1] * num_sequences, 1)
     # A step puts its tree and two more tokens behind a text.
-    longest = min(target.cache.capacity_tokens, target.cache.max_tokens_with_draft - len(proposer.trees[0]) - 2)
+    longest = min(target.cache.capacity_tokens, target.cache.max_tokens_with_draft - len(drafter.trees[0]) - 2)
     for length in warm_up_lengths(longest):
         target.forward(Batch(prompts={0: [0] * (length - 1)}))
         take_step(WARM_UP_SAMPLINGS[:1], length)

@@ -39,7 +39,7 @@ from offload_runtime.plan import RunPlan
 from offload_runtime.plan.sizes import DTYPE_NAMES
 from offload_runtime.runners import OnLayer
 from offload_runtime.sizes import format_bytes
-from offload_runtime.speculation import PLAIN, Proposer
+from offload_runtime.speculation import PLAIN, Drafter
 from offload_runtime.trace import write_trace
 from offload_runtime.weights import CheckpointSource
 from offload_runtime.weights.expert_hits import note_hits
@@ -315,7 +315,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         return TokenStream(request, step, cancel)
 
     def replay(
-        self, tokens: list[int], params: GenerationParams, *, proposer: Proposer | None,
+        self, tokens: list[int], params: GenerationParams, *, drafter: Drafter | None,
         owner: object | None = None, mates: Sequence[list[int]] = (),
     ) -> tuple[GenerationResult, torch.Tensor]:  # fmt: skip
         """Generate with the logits behind every token, for proofs.
@@ -323,7 +323,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         Args:
             tokens: The prompt.
             params: What to generate.
-            proposer: Guesses in place of the runtime's own; None decodes plainly.
+            drafter: Guesses in place of the runtime's own; None decodes plainly.
             owner: As of `start`.
             mates: Prompts that are answered in the same passes, in the slots before; not with an `owner`.
 
@@ -333,10 +333,10 @@ class Runtime(AbstractContextManager["Runtime"]):
         assert owner is None or not mates
         with self._locked():
             self._require_open()
-            engine, own = self.engine, self.engine.proposer
-            engine.proposer = proposer or own
+            engine, own = self.engine, self.engine.drafter
+            engine.drafter = drafter or own
             try:
-                requests = [self._request(one, params, speculate=proposer is not None) for one in [*mates, tokens]]
+                requests = [self._request(one, params, speculate=drafter is not None) for one in [*mates, tokens]]
                 self._begin(requests, owner=owner)
                 rows = list[torch.Tensor]()
                 while engine.has_requests:
@@ -350,7 +350,7 @@ class Runtime(AbstractContextManager["Runtime"]):
                     ]
                     del outputs
             finally:
-                engine.proposer = own
+                engine.drafter = own
         return _results_of(requests)[-1], torch.cat(rows)
 
     def logits(self, prompt: list[int], answers: Iterable[Sequence[int]]) -> Iterator[torch.Tensor]:
@@ -384,7 +384,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         """Return a request for a prompt of this runtime and its options. Raises `OptionError`."""
         self._require_open()
         matcher = self.room.check(params)
-        budget = settle(self.engine.plan, self.engine.proposer, params)
+        budget = settle(self.engine.plan, self.engine.drafter, params)
         budget = budget if speculate else PLAIN
         return Request(
             tokens, params, self.tokenizer, self.room.eos_token_ids, budget=budget, matcher=matcher,

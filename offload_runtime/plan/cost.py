@@ -433,7 +433,7 @@ def tree_nodes(plan: RunPlan) -> int:
 def gamma(plan: RunPlan) -> int:
     """Tokens proposed for a pass in a row, at most what the context has room for."""
     request, who = plan.request, "n-grams" if plan.draft is None else "draft"
-    if plan.proposer == "none" and not plan.has_verifier:
+    if plan.drafter == "none" and not plan.has_verifier:
         return 0
     if plan.has_verifier:
         who = "triforce, streamed" if plan.target.on_host else "triforce"

@@ -230,13 +230,13 @@ class RunPlan:
         return self.target.placement
 
     @property
-    def drafter(self) -> str:
+    def drafter_in_words(self) -> str:
         """Who drafts, for people."""
         head = None if self.draft is None else self.draft.config
         return f"the {head.title} head" if isinstance(head, HeadConfig) else "the draft"
 
     @property
-    def proposer(self) -> str:
+    def drafter(self) -> str:
         """Who proposes, if it is not the retrieval verifier: `none`, `ngram` or `the draft`."""
         return "none" if self.request.speculation.mode == "none" else self.request.proposed_by
 

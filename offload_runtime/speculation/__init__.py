@@ -1,13 +1,13 @@
-"""Propose / verify steps: a proposer guesses tokens, one target pass checks them, equality decides."""
+"""Propose / verify steps: a drafter guesses tokens, one target pass checks them, equality decides."""
 
 from offload_runtime.speculation.controller import COPY, PLAIN, Controller, Cost, size_for, size_within
-from offload_runtime.speculation.dflash import DFlashProposer, DFlashRunner
+from offload_runtime.speculation.dflash import DFlashDrafter, DFlashRunner
 from offload_runtime.speculation.draft import DraftRunner
-from offload_runtime.speculation.ngram import NGRAM, MatchRates, NgramLookup, NgramProposer, WithNgrams, drafting
+from offload_runtime.speculation.ngram import NGRAM, MatchRates, NgramDrafter, NgramLookup, WithNgrams, drafting
 from offload_runtime.speculation.step import (
     Acceptance,
     Budgets,
-    Proposer,
+    Drafter,
     StepOutput,
     StepWorth,
     Tally,
@@ -15,10 +15,10 @@ from offload_runtime.speculation.step import (
     makes_trees,
     run_step,
 )
-from offload_runtime.speculation.tree import DraftProposer
+from offload_runtime.speculation.tree import ModelDrafter
 from offload_runtime.speculation.triforce import (
     RetrievalVerifier,
-    TriForceProposer,
+    TriForceDrafter,
     most_guess_rows,
     num_guesses,
     verifier_step_bytes,

@@ -1,4 +1,4 @@
-"""DFlash as a proposer: what the target's hidden states of a text say is kept as keys and values, and a block behind it
+"""DFlash as a drafter: what the target's hidden states of a text say is kept as keys and values, and a block behind it
 guesses several tokens in one step.
 
 The places of a block are guessed at once, so that a place's candidates have the same probabilities whatever was chosen
@@ -31,8 +31,8 @@ from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.model_runner import window_residual
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits
 from offload_runtime.speculation.draft import ChildProbabilities, Children
-from offload_runtime.speculation.ngram import LEAST_CHANCE, NgramProposer
-from offload_runtime.speculation.step import Budgets, Proposer, Texts, chains_where
+from offload_runtime.speculation.ngram import LEAST_CHANCE, NgramDrafter
+from offload_runtime.speculation.step import Budgets, Drafter, Texts, chains_where
 from offload_runtime.trace import TraceRecorder
 
 # What the host says of each sequence of a step: its last token, the tokens whose context is kept, how many of these
@@ -223,7 +223,7 @@ class DFlashRunner:
                         self.texts.forget(slot, 0)
 
 
-class DFlashProposer(Proposer):
+class DFlashDrafter(Drafter):
     """Proposes the most probable tree that a block and n-grams have, or the block's best chain.
 
     Args:
@@ -233,7 +233,7 @@ class DFlashProposer(Proposer):
 
     name = DFlashConfig.name
 
-    def __init__(self, runner: DFlashRunner, *, ngrams: NgramProposer) -> None:
+    def __init__(self, runner: DFlashRunner, *, ngrams: NgramDrafter) -> None:
         self.runner, self._ngrams = runner, ngrams
         self._joined = set[int]()
         self._sampling: SamplingParams | None = None  # but for the noise, since a request joined that was alone

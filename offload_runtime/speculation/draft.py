@@ -296,7 +296,7 @@ class DraftRunner:
             self.texts.prepare(slot, tokens)
 
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
-        """Take the target's hidden states of committed tokens, as a `Proposer` does."""
+        """Take the target's hidden states of committed tokens, as a `Drafter` does."""
         if isinstance(self.texts, HeadKVState):
             with self.recorder.span("observe", tokens=len(tokens)) if self.recorder else nullcontext():
                 self.texts.observe(slot, position, tokens, hidden)

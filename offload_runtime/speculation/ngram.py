@@ -15,7 +15,7 @@ from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState
 from offload_runtime.speculation.controller import COPY
-from offload_runtime.speculation.step import Acceptance, Budgets, Proposer, Texts
+from offload_runtime.speculation.step import Acceptance, Budgets, Drafter, Texts
 
 NGRAM, UNIGRAM = "ngram", "unigram"
 # Endings that are looked up, in tokens, and earlier occurrences of each that are looked at, however many there are.
@@ -218,7 +218,7 @@ class NgramLookup:
                 return
 
 
-class NgramProposer(Proposer):
+class NgramDrafter(Drafter):
     """Proposes what an `NgramLookup` for every slot says.
 
     It has three modes: `copy` where an ending of at least eight tokens occurred before, which is nearly always right,
@@ -267,7 +267,7 @@ class NgramProposer(Proposer):
         return self._lookups[slot].tree(tokens, budget.gamma, budget.size, least=least)
 
 
-class WithNgrams(Proposer):
+class WithNgrams(Drafter):
     """Leaves budgets of the modes `ngram` and `copy` to n-grams, which cost nothing, and all others to a draft; n-grams
     take the room that its chains leave.
 
@@ -278,7 +278,7 @@ class WithNgrams(Proposer):
             out what they bring without it is dear.
     """
 
-    def __init__(self, draft: Proposer, ngrams: NgramProposer, *, alone: bool = True) -> None:
+    def __init__(self, draft: Drafter, ngrams: NgramDrafter, *, alone: bool = True) -> None:
         self.draft, self.ngrams, self._alone, self.name = draft, ngrams, alone, draft.name
         self._drafted = False  # in the last step, or to be next
 
@@ -313,9 +313,9 @@ class WithNgrams(Proposer):
         looked_up = {slot: budget for slot, budget in budgets.items() if budget.mode in (NGRAM, COPY)}
         drafted = {slot: budget for slot, budget in budgets.items() if slot not in looked_up}
         self._drafted, found = bool(drafted), dict[int, TokenTree]()
-        for proposer, asked in ((self.draft, drafted), (self.ngrams, looked_up)):
+        for drafter, asked in ((self.draft, drafted), (self.ngrams, looked_up)):
             if asked:
-                found |= proposer.propose(texts, asked)
+                found |= drafter.propose(texts, asked)
         for slot, budget in budgets.items():  # n-grams take the room that chains leave
             if budget.extra_nodes:
                 room = budget.gamma + budget.extra_nodes
@@ -331,6 +331,6 @@ class WithNgrams(Proposer):
         return self.draft.counts(slot)
 
 
-def drafting(proposer: Proposer) -> Proposer:
-    """Return the proposer that drafts, without the n-grams around it."""
-    return proposer.draft if isinstance(proposer, WithNgrams) else proposer
+def drafting(drafter: Drafter) -> Drafter:
+    """Return the drafter that drafts, without the n-grams around it."""
+    return drafter.draft if isinstance(drafter, WithNgrams) else drafter

@@ -1,11 +1,11 @@
-"""One step of speculation: ask a proposer, verify in one pass of the target, accept by equality.
+"""One step of speculation: ask a drafter, verify in one pass of the target, accept by equality.
 
 The target's own sample at each position is *the* token (shared-noise sampling); a proposal only decides whether the
-pass could already use it. So the output is the same for every proposer, and none at all. A tree is walked from its root
+pass could already use it. So the output is the same for every drafter, and none at all. A tree is walked from its root
 by the target's samples: the child that says what the target says behind a node, and so on. Proposals that a request's
 grammar forbids are not verified: the target never says them.
 
-A proposer is shown the whole sequences each time and finds out by itself what of its earlier guesses was kept. It
+A drafter is shown the whole sequences each time and finds out by itself what of its earlier guesses was kept. It
 serves all requests of a step at once. The rows of a pass are a flat list, each with its request's slot and position, so
 that windows of any lengths, of requests with options of their own, share it. What was decided is counted by who
 proposed it.
@@ -75,7 +75,7 @@ class Acceptance:
         return self.accepted / self.verifications if self.verifications else 0.0
 
 
-class Proposer:
+class Drafter:
     """Guesses what the target will say, for several sequences at once. As it is, it never has any idea, and the target
     decodes plainly."""
 
@@ -127,14 +127,14 @@ class Proposer:
         return ()
 
 
-def makes_trees(proposer: Proposer) -> bool:
+def makes_trees(drafter: Drafter) -> bool:
     """Return whether guesses may branch where a request has room for more than a chain."""
-    able = proposer.modes({})
+    able = drafter.modes({})
     return "tree" in able or ("ngram" in able and "chain" not in able)
 
 
 def chains_where(room: Callable[[int], int], texts: Texts) -> Sequence[str]:
-    """Return the modes of a proposer of chains, of up to `room(length)` tokens behind a text of so many."""
+    """Return the modes of a drafter of chains, of up to `room(length)` tokens behind a text of so many."""
     return ("chain",) if not texts or any(room(len(tokens)) > 0 for tokens in texts.values()) else ()
 
 
@@ -215,7 +215,7 @@ class Tally:
 
         Args:
             proposed_by: Who proposed to the target.
-            inner: The levels before, as `Proposer.counts` tells them.
+            inner: The levels before, as `Drafter.counts` tells them.
         """
         proposed, accepted = self.proposed_by_source, self.accepted_by_source
         counts = self._verifications, proposed.total(), accepted.total()
@@ -296,24 +296,24 @@ class StepWorth:
 
 
 def run_step(
-    target: ModelRunner, sampling: SlotSampling, proposer: Proposer, texts: Texts, budgets: Budgets, *,
+    target: ModelRunner, sampling: SlotSampling, drafter: Drafter, texts: Texts, budgets: Budgets, *,
     recorder: TraceRecorder | None = None, logprobs: Mapping[int, int] | None = None,
     prepared: Collection[int] = (), on_layer: OnLayer | None = None, with_logits: bool = False,
 ) -> dict[int, StepOutput]:  # fmt: skip
     """Propose for all sequences at once, verify all in one pass of the target, and commit for each what agrees.
 
-    The same pass may read prompts, behind each of which the target says one token. While it runs the proposer goes on.
+    The same pass may read prompts, behind each of which the target says one token. While it runs the drafter goes on.
 
     Args:
         target: Verifies.
         sampling: How it chooses the tokens of every slot.
-        proposer: Guesses.
+        drafter: Guesses.
         texts: The whole sequences of the slots that take part. Of those without a budget the prompt is read, of which
             the target's cache has the beginning; it has all tokens of the others but the last.
         budgets: What may be proposed.
         recorder: Of a trace, if there is one.
         logprobs: By slot that wants its tokens' log-probabilities, how many likeliest tokens to name with each.
-        prepared: Slots whose prompts the proposer is to `prepare`, as something will be proposed behind them.
+        prepared: Slots whose prompts the drafter is to `prepare`, as something will be proposed behind them.
         on_layer: As of a `Batch`.
         with_logits: Whether the results have the logits that their tokens were chosen from.
 
@@ -333,7 +333,7 @@ def run_step(
             adjustments.see(slot, texts[slot])
         for slot in starts:
             adjustments.begin(slot, texts[slot])
-    proposals = _proposals(proposer, texts, _fitting(texts, budgets, cache.max_tokens_with_draft), recorder)
+    proposals = _proposals(drafter, texts, _fitting(texts, budgets, cache.max_tokens_with_draft), recorder)
     proposals = {slot: proposals.get(slot, TokenTree()) for slot in budgets}
     pruned = {
         slot: _pruned(proposal, sampling.matchers.get(slot), len(texts[slot]), cache.chunk_tokens)
@@ -348,9 +348,9 @@ def run_step(
         target.forward(batch, sampling)
         for slot in prepared:
             with recorder.span("prepare", host=True, tokens=[len(texts[slot])]) if recorder else nullcontext():
-                proposer.prepare(slot, texts[slot])
+                drafter.prepare(slot, texts[slot])
         if prepared or any(proposals.values()):
-            _draft_ahead(proposer, batch.logits, recorder)
+            _draft_ahead(drafter, batch.logits, recorder)
         assert batch.tokens is not None
         samples = batch.tokens()
         for slot, first in zip(batch.slots, batch.firsts, strict=True):
@@ -366,12 +366,12 @@ def run_step(
         for slot, hidden in batch.hidden.items():
             if slot in budgets:
                 path = [row - rows[slot][0] for row in rows[slot]]
-                proposer.observe(slot, len(texts[slot]) - 1, results[slot].tokens, _of_path(hidden[0], path))
+                drafter.observe(slot, len(texts[slot]) - 1, results[slot].tokens, _of_path(hidden[0], path))
             elif slot in prepared:
                 following = [*texts[slot][starts[slot] + 1 :], *results[slot].tokens]
                 for piece, last in zip(hidden, accumulate(map(len, hidden)), strict=True):
                     first = last - len(piece)
-                    proposer.observe(slot, starts[slot] + first, following[first:last], piece)
+                    drafter.observe(slot, starts[slot] + first, following[first:last], piece)
     except (OffloadError, torch.OutOfMemoryError):  # those whose prompts were read take the step again
         for slot, start in starts.items():
             cache.truncate(slot, start)
@@ -383,8 +383,8 @@ def run_step(
     return results
 
 
-def _draft_ahead(proposer: Proposer, logits: torch.Tensor, recorder: TraceRecorder | None) -> None:
-    """Let a proposer go on while the pass that was just enqueued is running; a trace sees it from the host.
+def _draft_ahead(drafter: Drafter, logits: torch.Tensor, recorder: TraceRecorder | None) -> None:
+    """Let a drafter go on while the pass that was just enqueued is running; a trace sees it from the host.
 
     On the CPU a pass is over when its logits are there, so what is drafted then would delay the next one.
     """
@@ -392,7 +392,7 @@ def _draft_ahead(proposer: Proposer, logits: torch.Tensor, recorder: TraceRecord
     if logits.is_cuda:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(logits.device))
-    proposer.ahead(lambda: done is not None and not done.query())
+    drafter.ahead(lambda: done is not None and not done.query())
     if recorder is not None:
         recorder.add_host("draft ahead", started_s, time.perf_counter(), {})
 
@@ -435,13 +435,13 @@ def _fitting(texts: Texts, budgets: Budgets, max_tokens_with_draft: int) -> Budg
 
 
 def _proposals(
-    proposer: Proposer, texts: Texts, budgets: Budgets, recorder: TraceRecorder | None
+    drafter: Drafter, texts: Texts, budgets: Budgets, recorder: TraceRecorder | None
 ) -> dict[int, TokenTree]:
     """Return what is proposed. A trace sees one span for all, with the most that could be and what was."""
     if not budgets:
         return {}
     with recorder.span("propose", host=True) if recorder else nullcontext(dict[str, Any]()) as args:
-        proposals = proposer.propose(texts, budgets)
+        proposals = drafter.propose(texts, budgets)
         most = {slot: budget.size + budget.extra_nodes for slot, budget in budgets.items()}
         args |= {"asked": [*most.values()], "proposed": [len(proposals[slot]) for slot in budgets]}
     for slot, budget in budgets.items():

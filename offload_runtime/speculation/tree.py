@@ -1,7 +1,7 @@
-"""The candidates behind a text, what a draft and n-grams have said so far, and the proposer that lets them grow while a
+"""The candidates behind a text, what a draft and n-grams have said so far, and the drafter that lets them grow while a
 pass runs and proposes the most probable ones.
 
-`DraftProposer` decides which nodes the next step of the draft is about, a `DraftRunner` says what follows them, and a
+`ModelDrafter` decides which nodes the next step of the draft is about, a `DraftRunner` says what follows them, and a
 `CandidateTree` keeps what was found.
 """
 
@@ -26,8 +26,8 @@ from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState
 from offload_runtime.runners.graphs import MOST_GREEDY_STEPS
 from offload_runtime.speculation.draft import Asked, ChildProbabilities, Children, DraftRunner, drafting_stream
-from offload_runtime.speculation.ngram import NgramProposer
-from offload_runtime.speculation.step import Budgets, Proposer, StepWorth, Texts, chains_where
+from offload_runtime.speculation.ngram import NgramDrafter
+from offload_runtime.speculation.step import Budgets, Drafter, StepWorth, Texts, chains_where
 
 DRAFT = "draft"
 
@@ -307,7 +307,7 @@ _FIRST_RATE, _RATE_MEMORY = 0.75, 50
 _MARGIN = math.log(2)
 
 
-class DraftProposer(Proposer):
+class ModelDrafter(Drafter):
     """Proposes what a draft says: grows trees for sequences whose budgets may branch, where its cache has room for
     them, and chains for the others.
 
@@ -324,7 +324,7 @@ class DraftProposer(Proposer):
         probabilities: What the draft's scores are worth.
     """
 
-    def __init__(self, runner: DraftRunner, *, ngrams: NgramProposer, worth: StepWorth) -> None:
+    def __init__(self, runner: DraftRunner, *, ngrams: NgramDrafter, worth: StepWorth) -> None:
         self.runner, self._ngrams, self._worth = runner, ngrams, worth
         self.name: str = DRAFT if runner.head is None else runner.head.name
         own_stream = runner.device.type == "cuda" and runner.num_places > 0

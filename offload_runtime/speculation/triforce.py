@@ -1,4 +1,4 @@
-"""TriForce's hierarchy as a proposer: a small draft, checked by the target over a small retrieved cache, proposes.
+"""TriForce's hierarchy as a drafter: a small draft, checked by the target over a small retrieved cache, proposes.
 
 Sun et al., "TriForce: Lossless Acceleration of Long Sequence Generation with Hierarchical Speculative Decoding",
 arXiv 2404.11912. Every level samples with the same noise and is checked by equality with the next, so nothing needs a
@@ -30,7 +30,7 @@ from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
 from offload_runtime.runners.model_runner import Decoder, window_pass
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation.draft import DraftRunner
-from offload_runtime.speculation.step import Acceptance, Budgets, Proposer, Texts, chains_where
+from offload_runtime.speculation.step import Acceptance, Budgets, Drafter, Texts, chains_where
 from offload_runtime.speculation.window import (
     MOST_LEVELS,
     WINDOW_CAPACITY_TOKENS,
@@ -169,7 +169,7 @@ def verifier_step_bytes(
     return window + activations + workspace
 
 
-class TriForceProposer(Proposer):
+class TriForceDrafter(Drafter):
     """Proposes what draft and retrieval verifier agree on: chains, as only one path of each tree is agreed on, and as
     branches, where they cost nothing, what the retrieval verifier would have said instead.
 

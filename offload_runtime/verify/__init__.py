@@ -2,7 +2,7 @@
 
 It drives a loaded `Runtime` from outside.
 
-1. *Equality* (`equality`): over many prompts, settings of sampling, windows, proposers and turns, every generation
+1. *Equality* (`equality`): over many prompts, settings of sampling, windows, drafters and turns, every generation
    is compared with plain decoding on the same runtime, token by token, and on CUDA bit by bit in the logits
    behind each.
 2. *Goodness of fit*: sampled tokens follow the target's own probabilities, by Pearson's chi-square test. The
@@ -29,12 +29,12 @@ from offload_runtime.engine.runtime import Runtime
 from offload_runtime.options import require
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.speculation import Proposer
+from offload_runtime.speculation import Drafter
 from offload_runtime.verify.equality import (
     ON_ONE_CARD,
     IdentityRun,
     Transcript,
-    proposers_of,
+    drafters_of,
     transcribe,
     verify_identity,
 )
@@ -223,7 +223,7 @@ def fit_rows(
 
 
 def fit_generations(
-    runtime: Runtime, prompt: Sequence[int], proposers: Sequence[Proposer], *, seeds: int, on_step: Callable[[], None]
+    runtime: Runtime, prompt: Sequence[int], drafters: Sequence[Drafter], *, seeds: int, on_step: Callable[[], None]
 ) -> list[Fit]:
     """Test whole speculative generations at temperature 1: every token given those before it, one test per place in the
     answer.
@@ -236,7 +236,7 @@ def fit_generations(
     Args:
         runtime: Generates with speculation.
         prompt: Token ids.
-        proposers: They take turns.
+        drafters: They take turns.
         seeds: Generations.
         on_step: Called after each generation.
     """
@@ -244,7 +244,7 @@ def fit_generations(
     for number in range(seeds):
         sampling = SamplingParams(temperature=1.0, seed=_FIRST_GENERATION_SEED + number)
         params = GenerationParams(GENERATION_TOKENS, gamma=GENERATION_TOKENS - 1, ignore_eos=True, sampling=sampling)
-        answers.append(transcribe(runtime, prompt, params, proposers[number % len(proposers)]).tokens)
+        answers.append(transcribe(runtime, prompt, params, drafters[number % len(drafters)]).tokens)
         on_step()
     shares = torch.rand(seeds, GENERATION_TOKENS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     percentiles = torch.empty_like(shares)
@@ -340,9 +340,9 @@ class _Verification:
         self.report = VerificationReport(runtime.device.type == "cuda", [], [])
         self._runtime, self._plan, self._on_progress = runtime, plan, on_progress
         self._prompts = plan.encoded(runtime.room)
-        proposers = len(proposers_of(runtime, (), accuracy=1.0)) + 2  # as loaded, and in one more history
+        drafters = len(drafters_of(runtime, (), accuracy=1.0)) + 2  # as loaded, and in one more history
         self._plain = len(plan.prompts) * len(plan.settings) + (plan.long_tokens > 0)
-        self._runs = self._plain * proposers
+        self._runs = self._plain * drafters
 
     def compare(self) -> None:
         """Add every generation compared with plain decoding to the report."""
@@ -369,9 +369,9 @@ class _Verification:
         fits.append(total("rows of logits together", fits))
         prompt = next(iter(contexts.values()))
         likeliest = transcribe(runtime, prompt, GenerationParams(GENERATION_TOKENS, ignore_eos=True)).tokens
-        proposers = list(proposers_of(runtime, [*prompt, *likeliest], accuracy=1.0).values())
+        drafters = list(drafters_of(runtime, [*prompt, *likeliest], accuracy=1.0).values())
         places = fit_generations(
-            runtime, prompt, proposers, seeds=plan.seeds,
+            runtime, prompt, drafters, seeds=plan.seeds,
             on_step=lambda: self._on_progress("sampling", next(numbers), steps),
         )  # fmt: skip
         fits += [*places, total("answers together", places)]

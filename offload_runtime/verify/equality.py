@@ -1,8 +1,8 @@
 """Is every answer what plain decoding says? Token by token, and the logits behind each bit by bit.
 
-With every proposer, as the next turn of a conversation whose keys and values were kept, as a turn said once more, and
+With every drafter, as the next turn of a conversation whose keys and values were kept, as a turn said once more, and
 beside others in a batch. Generations are made with the logits behind every token: what was said, and what the target
-thought of it. They run through the runtime's own token loop, with the proposer under test in place of its own.
+thought of it. They run through the runtime's own token loop, with the drafter under test in place of its own.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.speculation import NGRAM, Budgets, NgramProposer, Proposer, Texts, drafting
+from offload_runtime.speculation import NGRAM, Budgets, Drafter, NgramDrafter, Texts, drafting
 
 # Both sides of the edges of a tile: 8 rows on a CPU, 64 on a GPU, where one row of a window is the token before it.
 GAMMAS = (1, 7, 17, 8, 63)
-# The runtime as a user has it, in place of the name of a proposer: from the beginning, behind what was kept, the same
+# The runtime as a user has it, in place of the name of a drafter: from the beginning, behind what was kept, the same
 # turn once more, and with others.
 AS_LOADED, NEXT_TURN, SAME_TURN, IN_A_BATCH = "as loaded", "next turn", "same turn again", "in a batch"
 # Plain decoding by the first card alone, beside that by several.
@@ -39,7 +39,7 @@ _ROUNDING = {torch.bfloat16: 48 * 2.0**-8, torch.float16: 48 * 2.0**-11, torch.f
 _SPREAD = 16.0
 
 
-class ScriptedProposer(Proposer):
+class ScriptedDrafter(Drafter):
     """Proposes a known continuation, in windows of every length, each token wrong with probability `1 - accuracy`.
 
     So windows are accepted, cut and rolled back everywhere, however little a model's text can be guessed. Where there
@@ -111,7 +111,7 @@ class Transcript:
 
 
 def transcribe(
-    runtime: Runtime, prompt: Sequence[int], params: GenerationParams, proposer: Proposer | None = None, *,
+    runtime: Runtime, prompt: Sequence[int], params: GenerationParams, drafter: Drafter | None = None, *,
     owner: object | None = None, mates: Sequence[list[int]] = (),
 ) -> Transcript:  # fmt: skip
     """Generate and keep the logits behind every token: tokens * V * itemsize bytes of host memory.
@@ -120,22 +120,22 @@ def transcribe(
         runtime: Its current generation, if any, ends.
         prompt: Token ids.
         params: What to generate; where tokens are counted it should ignore the end of the text.
-        proposer: Guesses in place of the runtime's own; None decodes plainly, one token a pass.
+        drafter: Guesses in place of the runtime's own; None decodes plainly, one token a pass.
         owner: As of `Runtime.replay`.
         mates: As of `Runtime.replay`.
     """
-    result, rows = runtime.replay(list(prompt), params, proposer=proposer, owner=owner, mates=mates)
+    result, rows = runtime.replay(list(prompt), params, drafter=drafter, owner=owner, mates=mates)
     return Transcript(result.tokens, rows, params, len(prompt), result.stats.passes)
 
 
-def proposers_of(runtime: Runtime, script: Sequence[int], *, accuracy: float, seed: int = 0) -> dict[str, Proposer]:
-    """Return the proposers to test on a runtime: n-gram lookup, the runtime's own if it is another, and a script."""
-    own = drafting(runtime.engine.proposer)
-    proposers: dict[str, Proposer] = {NGRAM: NgramProposer()}
+def drafters_of(runtime: Runtime, script: Sequence[int], *, accuracy: float, seed: int = 0) -> dict[str, Drafter]:
+    """Return the drafters to test on a runtime: n-gram lookup, the runtime's own if it is another, and a script."""
+    own = drafting(runtime.engine.drafter)
+    drafters: dict[str, Drafter] = {NGRAM: NgramDrafter()}
     if own.name not in (None, NGRAM):
-        proposers["triforce" if own.name == "retrieval" else "draft"] = own
-    scripted = ScriptedProposer(script, runtime.config.vocab_size, accuracy=accuracy, seed=seed)
-    return {**proposers, scripted.name: scripted}
+        drafters["triforce" if own.name == "retrieval" else "draft"] = own
+    scripted = ScriptedDrafter(script, runtime.config.vocab_size, accuracy=accuracy, seed=seed)
+    return {**drafters, scripted.name: scripted}
 
 
 def resample(rows: torch.Tensor, sampling: SamplingParams, first_position: int) -> list[int]:
@@ -198,7 +198,7 @@ class IdentityRun:
         prompt: Name of the prompt.
         setting: Name of the way of sampling.
         seed: Of the noise.
-        proposer: `ngram`, `draft`, `triforce`, or `script`: plain decoding's own tokens with mistakes; `as loaded`
+        drafter: `ngram`, `draft`, `triforce`, or `script`: plain decoding's own tokens with mistakes; `as loaded`
             is what a user gets, n-grams beside the draft included, and so are `next turn`, `same turn again` and
             `in a batch`; `on one card` is plain decoding by several cards beside that by the first alone.
         gamma: Most tokens proposed per pass in a row; None where the runtime's own setting decides, or chooses.
@@ -211,7 +211,7 @@ class IdentityRun:
     prompt: str
     setting: str
     seed: int
-    proposer: str
+    drafter: str
     gamma: int | None
     tokens: int
     passes: int
@@ -231,8 +231,8 @@ class IdentityRun:
 def verify_identity(
     runtime: Runtime, prompts: Mapping[str, Sequence[int]], settings: Mapping[str, SamplingParams], *, count: int
 ) -> Iterator[IdentityRun]:
-    """Compare `count` tokens with plain decoding, one run after the other: of all proposers, and of what the runtime
-    does by itself, in a batch and as a further turn too. The gammas take turns; each meets every setting and proposer.
+    """Compare `count` tokens with plain decoding, one run after the other: of all drafters, and of what the runtime
+    does by itself, in a batch and as a further turn too. The gammas take turns; each meets every setting and drafter.
 
     Args:
         runtime: Both sides of every comparison.
@@ -253,19 +253,19 @@ def verify_identity(
 def _generate_otherwise(
     runtime: Runtime, plain: Transcript, prompt: Sequence[int], prompts: Sequence[Sequence[int]], number: int
 ) -> Iterator[tuple[str, Transcript, Transcript]]:
-    """Generate what plain decoding said with every proposer; then as a user does, from the beginning and in another
+    """Generate what plain decoding said with every drafter; then as a user does, from the beginning and in another
     way. `number` chooses the way and the first gamma.
 
     Yields:
         A name for it, plain decoding of the same prompt from the beginning, and the generation.
     """
     params = plain.params
-    proposers = proposers_of(runtime, [*prompt, *plain.tokens], accuracy=_SCRIPT_ACCURACY, seed=params.sampling.seed)
-    for turn, (name, proposer) in enumerate(proposers.items(), start=number):
+    drafters = drafters_of(runtime, [*prompt, *plain.tokens], accuracy=_SCRIPT_ACCURACY, seed=params.sampling.seed)
+    for turn, (name, drafter) in enumerate(drafters.items(), start=number):
         gamma = GAMMAS[turn % len(GAMMAS)]
-        nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if "tree" in proposer.modes({}) else None
-        yield name, plain, transcribe(runtime, prompt, replace(params, gamma=gamma, tree_nodes=nodes), proposer)
-    own, owner, half = runtime.engine.proposer, object(), len(plain.tokens) // 2
+        nodes = min(_SCRIPT_BRANCHES * gamma, max(GAMMAS)) if "tree" in drafter.modes({}) else None
+        yield name, plain, transcribe(runtime, prompt, replace(params, gamma=gamma, tree_nodes=nodes), drafter)
+    own, owner, half = runtime.engine.drafter, object(), len(plain.tokens) // 2
     yield AS_LOADED, plain, transcribe(runtime, prompt, params, own, owner=owner)
     room = runtime.plan.target.batch - 1
     history = (NEXT_TURN, SAME_TURN, IN_A_BATCH)[number % (3 if room else 2)]

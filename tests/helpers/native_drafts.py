@@ -25,11 +25,11 @@ from offload_runtime.runners import HeadDecoder, HiddenTaps, ModelRunner
 from offload_runtime.runners.model_runner import window_residual
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.speculation import (
-    DFlashProposer,
+    DFlashDrafter,
     DFlashRunner,
-    DraftProposer,
     DraftRunner,
-    NgramProposer,
+    ModelDrafter,
+    NgramDrafter,
     StepOutput,
     StepWorth,
     WithNgrams,
@@ -141,26 +141,26 @@ def counting_head(*, by_hidden: bool, vocabulary: int = VOCAB_SIZE) -> Change:
     return change
 
 
-def proposer_of(head: ModelRunner, batch: int = _SLOTS) -> WithNgrams:
+def drafter_of(head: ModelRunner, batch: int = _SLOTS) -> WithNgrams:
     """Drafts with a head, and n-grams beside it."""
-    config, ngrams = head.decoder.config, NgramProposer()
+    config, ngrams = head.decoder.config, NgramDrafter()
     if isinstance(config, DFlashConfig):
-        return WithNgrams(DFlashProposer(DFlashRunner(head, batch=batch), ngrams=ngrams), ngrams)
+        return WithNgrams(DFlashDrafter(DFlashRunner(head, batch=batch), ngrams=ngrams), ngrams)
     drafts = DraftRunner(head, vocab_size=config.vocab_size, batch=batch)
-    return WithNgrams(DraftProposer(drafts, ngrams=ngrams, worth=StepWorth()), ngrams)
+    return WithNgrams(ModelDrafter(drafts, ngrams=ngrams, worth=StepWorth()), ngrams)
 
 
 class SlowRunner(ModelRunner):
     """A target behind whose passes there is time for so many steps of drafting ahead."""
 
-    def __init__(self, runner: ModelRunner, proposer: WithNgrams, steps: int) -> None:
+    def __init__(self, runner: ModelRunner, drafter: WithNgrams, steps: int) -> None:
         super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.chunk_tokens)
-        self.taps, self._proposer, self._steps = runner.taps, proposer, steps
+        self.taps, self._drafter, self._steps = runner.taps, drafter, steps
 
     def forward(self, batch: Batch, *args: Any, **options: Any) -> Batch:
         passed, left = super().forward(batch, *args, **options), [True] * self._steps
         if batch.trees:
-            self._proposer.draft.ahead(lambda: bool(left and left.pop()))
+            self._drafter.draft.ahead(lambda: bool(left and left.pop()))
         return passed
 
 
@@ -169,17 +169,17 @@ class Decoding:
     """Texts that grow step by step: by slot."""
 
     target: ModelRunner
-    proposer: WithNgrams
+    drafter: WithNgrams
     sampling: SlotSampling
     texts: dict[int, list[int]]
 
     @classmethod
     def of(
-        cls, target: ModelRunner, proposer: WithNgrams, prompts: Mapping[int, Sequence[int]],
+        cls, target: ModelRunner, drafter: WithNgrams, prompts: Mapping[int, Sequence[int]],
         params: SamplingParams = PLAIN,
     ) -> Decoding:  # fmt: skip
         """Read prompts."""
-        made = cls(target, proposer, SlotSampling(_SLOTS, CPU), {})
+        made = cls(target, drafter, SlotSampling(_SLOTS, CPU), {})
         made.join(prompts, params)
         return made
 
@@ -187,7 +187,7 @@ class Decoding:
         """Read further prompts, each by itself, as far as the target's cache has not read them yet."""
         for slot, prompt in prompts.items():
             self.sampling.assign(slot, params)
-            self.proposer.join(slot, params)
+            self.drafter.join(slot, params)
             self.texts[slot] = list(prompt)
             (output,) = self._step({slot: self.texts[slot]}, {}, [slot]).values()
             assert len(output.tokens) == 1
@@ -198,14 +198,14 @@ class Decoding:
 
     def leave(self, slot: int) -> list[int]:
         """End a text, whose tokens the target's cache keeps, and return it."""
-        self.proposer.leave(slot)
+        self.drafter.leave(slot)
         self.sampling.release(slot)
         return self.texts.pop(slot)
 
     def _step(
         self, texts: Mapping[int, list[int]], budgets: Mapping[int, DraftBudget], prepared: Sequence[int]
     ) -> dict[int, StepOutput]:
-        outputs = run_step(self.target, self.sampling, self.proposer, texts, budgets, prepared=prepared)
+        outputs = run_step(self.target, self.sampling, self.drafter, texts, budgets, prepared=prepared)
         for slot, output in outputs.items():
             self.texts[slot] += output.tokens
         return outputs

@@ -19,7 +19,7 @@ from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.plan import pass_time
 from offload_runtime.sizes import GB
-from offload_runtime.speculation import Budgets, Proposer, Texts
+from offload_runtime.speculation import Budgets, Drafter, Texts
 
 _WARMUP_PASSES = 3
 
@@ -72,7 +72,7 @@ def weight_bytes_of(runtime: Runtime) -> dict[str, Any]:
     }
 
 
-class ScriptProposer(Proposer):
+class ScriptDrafter(Drafter):
     """Proposes as many tokens as there is room for, of which the first `right` are those of a known continuation.
 
     Args:
@@ -114,10 +114,10 @@ def scripted(
         )
     sampling = SamplingParams(temperature=options.temperature, seed=options.seed)
     params = GenerationParams(count, gamma=window - 1, ignore_eos=True, sampling=sampling)
-    proposer = ScriptProposer([*prompt, *answer], accepted - 1, runtime.config.vocab_size)
-    own, runtime.engine.proposer = runtime.engine.proposer, proposer
+    drafter = ScriptDrafter([*prompt, *answer], accepted - 1, runtime.config.vocab_size)
+    own, runtime.engine.drafter = runtime.engine.drafter, drafter
     done = [runtime.generate(prompt, params=params) for _ in range(options.repeats)]
-    runtime.engine.proposer = own
+    runtime.engine.drafter = own
     best = sorted(done, key=lambda one: one.stats.tok_per_s)[len(done) // 2].stats
     bound = None
     if best.link_peak_gbps and best.bytes_per_pass:
