@@ -114,12 +114,12 @@ def test_bad_input_is_one_line(
 def test_answers_are_exact(
     shape: str, given: tuple[object, ...], runtimes: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sizes = ("--vocab-size", 256, "--turns", 2, "--answers", 2, "--prompts", 1, "--tokens", 2)
+    sizes = ("--vocab-size", 256, "--turns", 1, "--answers", 1, "--prompts", 1, "--tokens", 2)
     sizes += ("--prompt-tokens", "20,40")
     assert call("check_exactness", "--shape", shape, *ON_CPU, *sizes, *given) == 0
     found = [[(part["name"], part["answers"]) for part in one["parts"]] for one in printed(capsys)["runtimes"]]
-    alone = [("turns", 2), ("answers", 2), ("prompts", 1), ("tokens", 4)]
-    assert found == [alone, [*alone, ("runtimes", 4)]][:runtimes]
+    alone = [("turns", 1), ("answers", 1), ("prompts", 1), ("tokens", 4)]
+    assert found == [alone, [*alone, ("runtimes", 3)]][:runtimes]
 
 
 def test_pools_of_experts_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
