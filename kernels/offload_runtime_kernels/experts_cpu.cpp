@@ -566,10 +566,10 @@ INLINE void pause() {
 // What is asked for: tasks are the panels of the first matrices of all experts, and then those of the second ones.
 struct Job {
     Experts experts;
-    long choices, row_stride, inner_stride, first_panels, second_panels, num_tasks;
+    long num_chosen, row_stride, inner_stride, first_panels, second_panels, num_tasks;
     std::vector<Bytes> blocks;             // by expert
-    std::vector<int64_t> numbers;          // likewise
-    std::vector<long> starts, rows;        // where an expert's rows, token * choices + choice, begin
+    std::vector<int64_t> experts_wanted;   // likewise, their numbers
+    std::vector<long> starts, rows;        // where an expert's rows, token * num_chosen + choice, begin
     std::vector<float> x, h;               // [tokens, row_stride], and [rows, inner_stride] in the order of `rows`
     std::vector<std::atomic<long>> panels_done;  // first ones, by expert
     void* y;
@@ -608,16 +608,16 @@ class Pool {
 
     bool refused = false;
 
-    void submit(const Experts& experts, const void* x, long tokens, const int64_t* numbers, long choices,
+    void submit(const Experts& experts, const void* x, long tokens, const int64_t* choices, long num_chosen,
                 const int64_t* wanted, const Bytes* blocks, long count, void* y) {
         while (inside.load(std::memory_order_acquire)) pause();  // some may still find that nothing is left of the last
-        job.experts = experts, job.choices = choices, job.y = y;
+        job.experts = experts, job.num_chosen = num_chosen, job.y = y;
         job.blocks.assign(blocks, blocks + count);
-        job.numbers.assign(wanted, wanted + count);
+        job.experts_wanted.assign(wanted, wanted + count);
         job.starts.assign(1, 0), job.rows.clear();
         for (long e = 0; e < count; ++e) {
-            for (long row = 0; row < tokens * choices; ++row)
-                if (numbers[row] == wanted[e]) job.rows.push_back(row);
+            for (long row = 0; row < tokens * num_chosen; ++row)
+                if (choices[row] == wanted[e]) job.rows.push_back(row);
             job.starts.push_back(job.rows.size());
         }
         job.row_stride = (experts.hidden + MOST - 1) / MOST * MOST;
@@ -737,13 +737,13 @@ class Pool {
         }
         Ahead fetched = ahead(following);
         const float* bias = here.first ? all.gate_up_bias : all.down_bias;
-        if (bias) bias += job.numbers[here.expert] * (here.first ? 2 * all.inner : all.hidden);
+        if (bias) bias += job.experts_wanted[here.expert] * (here.first ? 2 * all.inner : all.hidden);
         for (long at = job.starts[here.expert], end = job.starts[here.expert + 1]; at < end; at += ROWS) {
             long count = end - at < ROWS ? end - at : ROWS;
             const float* x[ROWS];
             for (long r = 0; r < ROWS; ++r) {
                 long row = r < count ? at + r : at;
-                x[r] = here.first ? job.x.data() + job.rows[row] / job.choices * job.row_stride
+                x[r] = here.first ? job.x.data() + job.rows[row] / job.num_chosen * job.row_stride
                                   : job.h.data() + row * job.inner_stride;
             }
             alignas(64) float sums[ROWS][PANEL];
@@ -799,9 +799,10 @@ void experts_stop(void* pool) { delete (Pool*)pool; }
 
 // Returns whether there is memory for it. `y` is written until `experts_wait` returns; all but weights and biases is
 // read before this returns.
-bool experts_submit(void* pool, const Experts* experts, const void* x, int64_t tokens, const int64_t* numbers,
-                    int64_t choices, const int64_t* wanted, const uint8_t* const* blocks, int64_t count, void* y) try {
-    ((Pool*)pool)->submit(*experts, x, tokens, numbers, choices, wanted, blocks, count, y);
+bool experts_submit(void* pool, const Experts* experts, const void* x, int64_t tokens, const int64_t* choices,
+                    int64_t num_chosen, const int64_t* wanted, const uint8_t* const* blocks, int64_t count,
+                    void* y) try {
+    ((Pool*)pool)->submit(*experts, x, tokens, choices, num_chosen, wanted, blocks, count, y);
     return true;
 } catch (const std::bad_alloc&) {
     return false;
