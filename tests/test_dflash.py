@@ -268,6 +268,7 @@ def test_reads_what_public_checkpoints_are_called_and_shaped() -> None:
         ({"target_hidden_size": 64}, CheckpointError, "reads rows of 64 channels, and the target's have 40"),
         ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [2, 1]}}, CheckpointError, "an ascending list"),
         ({"dflash_config": {"mask_token_id": 320, "target_layer_ids": [1]}}, CheckpointError, "below vocab_size 320"),
+        ({"transformer_layer_config": {}}, CheckpointError, "take one with a dflash_config, such as z-lab's"),
     ],
 )
 def test_drafters_of_other_targets_are_refused(
@@ -279,3 +280,11 @@ def test_drafters_of_other_targets_are_refused(
         found |= stated
         write_dflash(tmp_path, found, random_tensors(config_of(found)))
         open_checkpoint(tmp_path, draft=True).beside(in_memory(model))
+
+
+def test_a_head_with_an_embedding_of_masks_is_refused(tmp_path: Path) -> None:
+    stated = settings(model_config_from_transformers(family_model("llama", 0).config))
+    write_dflash(tmp_path, stated, random_tensors(config_of(stated)))
+    torch.save(torch.zeros(40), tmp_path / "mask_embedding.pt")
+    with pytest.raises(CheckpointError, match=r"has a mask_embedding\.pt, which stands for masks"):
+        open_checkpoint(tmp_path, draft=True)

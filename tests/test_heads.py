@@ -50,16 +50,16 @@ def _streams(model: Any) -> list[torch.Tensor]:
     return found
 
 
-def _check_mtp(source: CheckpointSource, mtp: Mtp, *, keeps_normed: bool) -> None:
+def _check_mtp(source: CheckpointSource, mtp: Mtp) -> None:
     target, read = make_runner(source), source.read_mtp()
     assert isinstance(read, CheckpointSource)
     head = make_runner(read, target=target.runner)
     hidden = mtp.target_hidden(TOKENS)
     _close(tapped(head, _streams(mtp.target)), hidden)
-    logits, residual, normed = mtp.logits(TOKENS[1:], hidden[:-1])
+    logits, normed = mtp.logits(TOKENS[1:], hidden[:-1])
     own, kept = run_head(head, TOKENS[1:], hidden[:-1])
     _close(own, logits)
-    _close(kept, normed if keeps_normed else residual)
+    _close(kept, normed)
     _close(run_head(head, TOKENS[2:], kept[:-1])[0], mtp.logits(TOKENS[2:], kept[:-1])[0])
     head.close()
     target.close()
@@ -70,7 +70,7 @@ def test_mtp_layers_say_what_their_definition_does(family: str, layout: str, key
     target = family_model(family, 0)
     mtp = Mtp.of(family, target, 0)
     source = open_checkpoint(write_mtp(tmp_path / "m", mtp, layout, key))
-    _check_mtp(source, mtp, keeps_normed=layout == "qwen")
+    _check_mtp(source, mtp)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_mtp_layers_say_what_their_definition_does(family: str, layout: str, key
 def test_mtp_layers_of_gguf_files_are_the_same(family: str, layout: str, tmp_path: Path) -> None:
     mtp = Mtp.of(family, family_model(family, 1), 1)
     file = write_family(tmp_path / "m.gguf", family, mtp.target, mtp=mtp.tensors("deepseek"))
-    _check_mtp(open_checkpoint(file), mtp, keeps_normed=layout == "qwen")
+    _check_mtp(open_checkpoint(file), mtp)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,12 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
     eagle.tensors["d2t"][-1] = 400
     with pytest.raises(CheckpointError, match="d2t does not name tokens below 320"):
         open_checkpoint(eagle.write(tmp_path), draft=True)
-    other = Eagle3.of(model, eagle_config={"use_last_layernorm": False})
-    with pytest.raises(CheckpointError, match="use_last_layernorm False, where true is needed"):
+    for options in ({"eagle_config": {"norm_output": True}}, {"norm_output": True}):
+        with pytest.raises(CheckpointError, match="norm_output True, where false is needed"):
+            open_checkpoint(Eagle3.of(model, **options).write(tmp_path), draft=True)
+    other = Eagle3.of(model)
+    other.tensors |= {"verifier_norm.weight": torch.zeros(40), "fc_norm.weight": torch.zeros(120)}
+    with pytest.raises(CheckpointError, match=r"has 1 tensors that EAGLE-3 heads have not \(fc_norm.weight\)"):
         open_checkpoint(other.write(tmp_path), draft=True)
 
 

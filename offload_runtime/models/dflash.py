@@ -283,6 +283,11 @@ def _convolved_layer(own: Fields, layer: DecoderLayer, block_size: int) -> Convo
 
 def _config(fields: Fields, names: Collection[str]) -> DFlashConfig:
     """Read a configuration, whose `dflash_config` goes before what is said around it."""
+    if "transformer_layer_config" in fields:
+        raise CheckpointError(
+            f"{fields.where} is a DFlash head in the format of speculators, whose versions number the target's layers "
+            "differently: take one with a dflash_config, such as z-lab's, or --draft auto"
+        )
     stated = {name: value for name, value in fields.values.items() if value is not None}
     own = Fields(fields.where, {**_DEFAULTS, **stated, **fields.mapping("dflash_config")})
     if not own.flag("use_aux_hidden_state", True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import ClassVar
 
 import torch
@@ -15,8 +16,11 @@ from offload_runtime.models.layers import DecoderLayer, LayerWeights, Rows, Tens
 from offload_runtime.models.reading import attention_of, mlp_of, num_layers, rope
 from offload_runtime.models.registry import Head
 
-# What some tools write of norms, where no other value is known to have been published.
-_USUAL_FLAGS = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
+# What tools write of norms, of which only these values run.
+_USUAL_FLAGS = {
+    "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
+    **dict.fromkeys(("use_mtp_layernorm", "norm_before_fc", "fc_norm", "norm_output"), False),
+}  # fmt: skip
 _LAYER_IDS, _USUAL_TAPS = "eagle_aux_hidden_state_layer_ids", 3
 _DEFAULTS = {"num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
              "max_position_embeddings": 2048}  # fmt: skip
@@ -107,9 +111,9 @@ def _config(fields: Fields, names: Collection[str]) -> Eagle3Config:
     stated = {name: value for name, value in fields.values.items() if value is not None}
     fields = Fields(fields.where, {**_DEFAULTS, **fields.mapping("transformer_layer_config"), **stated})
     own = Fields(f"{fields.where}'s eagle_config", fields.mapping("eagle_config"))
-    for name, usual in _USUAL_FLAGS.items():
-        if own.flag(name, usual) is not usual:
-            own.refuse(name, not usual, str(usual).lower())
+    for said, (name, usual) in product((own, fields), _USUAL_FLAGS.items()):
+        if said.flag(name, usual) is not usual:
+            said.refuse(name, not usual, str(usual).lower())
     bias, count = fields.flag("attention_bias"), num_layers(fields)
     attention = replace(attention_of(fields), qkv_bias=bias, o_bias=bias)
     later = DecoderLayer(attention, replace(mlp_of(fields), bias=fields.flag("mlp_bias")))
@@ -130,9 +134,9 @@ def _config(fields: Fields, names: Collection[str]) -> Eagle3Config:
 
 
 def _renamed(name: str) -> str | None:
-    """Return what a tensor is called here: `t2d` says nothing that `d2t` does not."""
+    """Return what a tensor is called here: `t2d` says nothing that `d2t` does not, and the verifier is the target."""
     name = re.sub(r"^(?:model\.)?(?:midlayer\.)", "layers.0.", name).removeprefix("model.")
-    return None if name == "t2d" else name
+    return None if name == "t2d" or name.startswith("verifier_") else name
 
 
 HEAD = Head(_config, _renamed)

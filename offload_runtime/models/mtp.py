@@ -45,26 +45,26 @@ class MtpConfig(HeadConfig):
 
         x = fc [norm(embedding), norm(h)], then the layer, then a norm of its own and the target's `lm_head`
 
+    Rows about the tokens that follow read its normed output in place of h: so Megatron trains such layers, and SGLang
+    runs them all; vLLM feeds GLM's the residual stream.
+
     Attributes:
         names: What its tensors are called.
-        keeps_normed: Whether rows about the tokens that follow read the normed output, as Qwen's do, and not the
-            residual stream.
     """
 
     title: ClassVar[str] = "MTP"
     name: ClassVar[str] = "mtp"
     names: MtpNames = QWEN_NAMES
-    keeps_normed: bool = True
 
     @classmethod
-    def of(cls, target: ModelConfig, names: MtpNames = QWEN_NAMES, *, keeps_normed: bool = True) -> MtpConfig:
+    def of(cls, target: ModelConfig, names: MtpNames = QWEN_NAMES) -> MtpConfig:
         """Return the head of a model: one more layer as its last one that attends to everything, or that attends."""
         whole = [number for number, one in target.attentions.items() if one.window is None]
         layer = target.layers[max(whole or target.attentions)]
         around = {one.name: getattr(target, one.name) for one in fields(ModelConfig)}
         around |= {"layers": (layer,), "tie_word_embeddings": False}
         size, taps = target.hidden_size, (target.num_layers,)
-        return cls(**around, target_size=size, taps=taps, names=names, keeps_normed=keeps_normed)
+        return cls(**around, target_size=size, taps=taps, names=names)
 
     def tap(self, number: int, x: torch.Tensor, shared: Weights, out: torch.Tensor) -> None:
         """Write the target's normed output."""
@@ -77,9 +77,9 @@ class MtpConfig(HeadConfig):
         return shared["fc"].linear(torch.cat(both, dim=1))
 
     def leave(self, residual: torch.Tensor, shared: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return normed rows, and what is kept."""
+        """Return normed rows, for both."""
         normed = self.attention.norm(residual, shared["final_norm"].dense)
-        return normed, normed if self.keeps_normed else residual
+        return normed, normed
 
     def own_tensors(self) -> Iterator[Tensor]:
         """`fc` [H, 2H], whose first half is the embedding's, both norms before it and the `final_norm`."""
@@ -103,9 +103,7 @@ def mtp_of(settings: Mapping[str, Any], target: ModelConfig, names: Collection[s
     """
     behind = MtpNames.behind(target.num_layers)
     keys = {"num_nextn_predict_layers": behind, "mtp_num_hidden_layers": QWEN_NAMES}
-    said = [layout for key, layout in keys.items() if settings.get(key)]
-    there = [layout for layout in (QWEN_NAMES, behind) if any(name.startswith(f"{layout.fc}.") for name in names)]
-    if not (there if names else said):
-        return None
-    keeps_normed = QWEN_NAMES in (*said, *there)
-    return MtpConfig.of(target, (there or said)[-1], keeps_normed=keeps_normed)
+    found = [layout for key, layout in keys.items() if settings.get(key)]
+    if names:
+        found = [layout for layout in (QWEN_NAMES, behind) if any(name.startswith(f"{layout.fc}.") for name in names)]
+    return MtpConfig.of(target, found[-1]) if found else None

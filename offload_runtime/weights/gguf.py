@@ -298,9 +298,7 @@ def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSo
         nextn = f"blk.{num_layers}.nextn."
         if f"{nextn}eh_proj.weight" not in header.tensors:
             return None
-        # DeepSeek's layout is GLM's own, and what the converter makes of Qwen's.
-        keeps_normed = not settings.get("num_nextn_predict_layers")
-        head = MtpConfig.of(config, MtpNames.behind(num_layers), keeps_normed=keeps_normed)
+        head = MtpConfig.of(config, MtpNames.behind(num_layers))
         shared = (f"{nextn}embed_tokens.", f"{nextn}shared_head_head.")  # which are the target's once more
         tensors = header.tensors.items()
         of_head = {name: one for name, one in tensors if name not in own and not name.startswith(shared)}

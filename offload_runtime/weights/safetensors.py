@@ -43,6 +43,7 @@ from offload_runtime.weights.header import (
     refuse_other_directory,
     refuse_other_file,
 )
+from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.mxfp4 import ExpertTensor
 from offload_runtime.weights.quantised import (
     DTYPES,
@@ -62,6 +63,7 @@ _OF_MODEL = re.compile(r"(?:layers|embed_tokens|norm)\.")
 _OF_HEAD = re.compile(r"((?:.+\.)?)lm_head\.[^.]+")
 _STACKED = re.compile(r"(.+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 _COMPARED_BYTES = 8 << 20
+_MASK_EMBEDDING = "mask_embedding.pt"  # of some makers of DFlash heads
 
 
 @dataclass(frozen=True)
@@ -426,6 +428,11 @@ def _open_head(
 ) -> CheckpointSource:
     """Open and validate a head that is a checkpoint of its own. Arguments and errors as of `open_safetensors`."""
     where, head, in_files = str(directory), head_named(kind), _stored(directory, whole=whole)
+    if (directory / _MASK_EMBEDDING).exists():
+        raise CheckpointError(
+            f"{where} has a {_MASK_EMBEDDING}, which stands for masks in place of a row of the target's embedding and "
+            "is not read: take a head without one, or --draft auto"
+        )
     pairs = ((head.renamed(name), tensor) for name, tensor in in_files.items())
     stored = {name: replace(tensor, name=name) for name, tensor in pairs if name is not None}
     try:
@@ -437,6 +444,13 @@ def _open_head(
         refuse_unsaid(where, stored)
     else:
         stored = gather(stored, config, quantisation)
+    needed = checkpoint_tensors(config)
+    surplus = [name for name in stored if name.endswith((".weight", ".bias")) and name not in needed]
+    if surplus:  # guesses would be wrong, which nothing else tells of
+        raise CheckpointError(
+            f"{where} has {len(surplus)} tensors that {config.title} heads have not ({shortened(surplus)}): it is of "
+            "another kind, which does not run; take another head, or --draft auto"
+        )
     found = _source(where, settings, config, stored, quantisation, whole=whole)
     if D2T in found.fills:
         offsets = read_tensor(stored[D2T])

@@ -76,18 +76,16 @@ class Mtp:
         return self.target.model(torch.tensor([list(tokens)]), use_cache=False).last_hidden_state[0]
 
     @torch.no_grad()
-    def logits(self, tokens: Sequence[int], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Behind tokens of which `hidden` [T, H] is about those before them: logits [T, V], and the residual stream
-        behind the layer, as it is and normed."""
-        eps, seen = self.target.config.rms_norm_eps, []
+    def logits(self, tokens: Sequence[int], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Behind tokens of which `hidden` [T, H] is about those before them: logits [T, V], and the layer's normed
+        output."""
+        eps = self.target.config.rms_norm_eps
         embedded = self.target.model.embed_tokens(torch.tensor(list(tokens)))
         e = _normed(embedded, self.enorm + self.offset, eps)
         h = _normed(hidden, self.hnorm + self.offset, eps)
-        handle = self.block.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0][0]))
         x = torch.cat((e, h), dim=-1) @ self.eh_proj.T
         out = self.block.model(inputs_embeds=x[None], use_cache=False).last_hidden_state[0]
-        handle.remove()
-        return self.target.lm_head(out), seen[0], out
+        return self.target.lm_head(out), out
 
 
 def write_mtp(directory: Path, mtp: Mtp, layout: str, key: str) -> Path:
