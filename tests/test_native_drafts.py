@@ -167,7 +167,7 @@ def random_history(target: ModelRunner, head: ModelRunner, seed: int, *, least: 
     params = [PLAIN, NOISY][seed % 2]
     prompts = {slot: random_tokens(random_.choice((1, 2, 40, 70)), seed=seed + slot) for slot in (0, 1)}
     expected = {slot: plainly(target, prompt, 40, params) for slot, prompt in prompts.items()}
-    drafter = drafter_of(head)
+    drafter = drafter_of(head, seed=seed)
     decoding = Decoding.of(SlowRunner(target, drafter, random_.choice((0, 8))), drafter, {}, params)
     for _ in range(8):
         for slot in {0, 1} - {*decoding.texts}:

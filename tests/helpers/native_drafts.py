@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -141,13 +142,27 @@ def counting_head(*, by_hidden: bool, vocabulary: int = VOCAB_SIZE) -> Change:
     return change
 
 
-def drafter_of(head: ModelRunner, batch: int = _SLOTS) -> WithNgrams:
-    """Drafts with a head, and n-grams beside it."""
+class DrawnWorth(StepWorth):
+    """Says by a seed what a clock says otherwise: whether steps pay, and how long they take."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._random = random.Random(seed)
+
+    def seconds(self, levels: int) -> float | None:
+        return self._random.choice((None, self._random.random() * levels))
+
+    def pays(self, gain: float, levels: int = 1) -> bool:
+        return self._random.random() < 0.7
+
+
+def drafter_of(head: ModelRunner, batch: int = _SLOTS, *, seed: int = 0) -> WithNgrams:
+    """Drafts with a head, and n-grams beside it; by no clock."""
     config, ngrams = head.decoder.config, NgramDrafter()
     if isinstance(config, DFlashConfig):
         return WithNgrams(DFlashDrafter(DFlashRunner(head, batch=batch), ngrams=ngrams), ngrams)
     drafts = DraftRunner(head, vocab_size=config.vocab_size, batch=batch)
-    return WithNgrams(ModelDrafter(drafts, ngrams=ngrams, worth=StepWorth()), ngrams)
+    return WithNgrams(ModelDrafter(drafts, ngrams=ngrams, worth=DrawnWorth(seed)), ngrams)
 
 
 class SlowRunner(ModelRunner):
