@@ -31,6 +31,7 @@ from harness import DTYPES, check_out, emit, floats, integers, provenance, write
 from widening.shapes import SHAPES, MixtureShape, shape_named
 from widening.stored import STORED, stored_model
 
+from offload_runtime.config import card_names
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
@@ -303,11 +304,11 @@ def model_of(options: argparse.Namespace) -> CheckpointSource:
     )  # fmt: skip
 
 
-def pool_bytes(model: CheckpointSource, dtype: torch.dtype, share: float) -> int:
-    """Of a pool with room for a share of the experts, and for what a row chooses at least."""
+def pool_bytes(model: CheckpointSource, dtype: torch.dtype, share: float, cards: int) -> int:
+    """Of the pool of each card, with room for a share of the experts together, and for what a row chooses at least."""
     experts = model.layout(dtype).experts.values()
     count, chosen = sum(one.num_experts for one in experts), max(one.chosen for one in experts)
-    return max(round(share * count), chosen) * max(one.block.total_bytes for one in experts)
+    return max(round(share * count / cards), chosen) * max(one.block.total_bytes for one in experts)
 
 
 def load(options: argparse.Namespace, pool: float, cpu_share: str) -> Runtime:
@@ -315,7 +316,7 @@ def load(options: argparse.Namespace, pool: float, cpu_share: str) -> Runtime:
     model, nodes = model_of(options), max(in_all for _, in_all in _WINDOWS.values())
     of_pool: dict[str, Any] = {}
     if pool < 1:
-        of_pool = {"expert_pool": pool_bytes(model, DTYPES[options.dtype], pool)}
+        of_pool = {"expert_pool": pool_bytes(model, DTYPES[options.dtype], pool, len(card_names(options.device)))}
         of_pool["cpu_share"] = cpu_share if cpu_share == "auto" else float(cpu_share)
     return Runtime.load(
         model, draft="ngram", device=options.device, vram=options.vram, dtype=options.dtype, context=_CONTEXT_TOKENS,
