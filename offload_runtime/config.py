@@ -123,6 +123,21 @@ def chunks_of_budget(budget_tokens: int, chunk_size: int) -> int:
     return budget_tokens // chunk_size
 
 
+def _without_ngrams(draft: str) -> str:
+    """Return who drafts of a list of several, which n-grams join by themselves.
+
+    Raises:
+        OptionError: Others than n-grams are to draft together, or nobody with somebody.
+    """
+    names = [name.strip() for name in draft.split(",")]
+    others = [name for name in names if name != "ngram"]
+    if len(names) == 1 or not {"ngram", "mtp", "auto", "none"}.intersection(names):
+        return draft
+    fine = len(others) < 2 and "none" not in others
+    require(fine, f"--draft {draft}: one drafts, and n-grams join it: name one, such as mtp or mtp,ngram")
+    return others[0] if others else "ngram"
+
+
 @documented()
 @dataclass(frozen=True)
 class RuntimeConfig:
@@ -218,8 +233,8 @@ class RuntimeConfig:
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.draft, str):  # which join whatever drafts
-            object.__setattr__(self, "draft", self.draft.removesuffix(",ngram"))
+        if isinstance(self.draft, str):
+            object.__setattr__(self, "draft", _without_ngrams(self.draft))
         wanted = {
             "target": "a directory, a GGUF file or a hub id such as org/name",
             "draft": "a model, mtp, ngram or none",

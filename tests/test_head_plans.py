@@ -45,7 +45,8 @@ def test_an_mtp_layer_takes_what_it_does_not_share(tmp_path: Path) -> None:
     assert plan.device["hidden states for the draft"] >= 8192 * size * 2
     read_s = (layer_bytes + fc_bytes + lm_head_bytes) / (CARD.require_gpu().hbm_gbps or 0) / GB
     assert 1 < forecast(plan, CARD).draft_step_s / read_s < 1.4
-    assert "the MTP head" in CliRunner().invoke(app, _plan(target, "mtp")).stdout
+    said = CliRunner().invoke(app, _plan(target, "mtp")).stdout
+    assert "of what the MTP head proposes, which is assumed, not measured" in " ".join(said.split())
 
 
 def _plan(target: str, *draft: str) -> list[str]:
@@ -103,3 +104,12 @@ def test_what_a_head_cannot_do_is_refused(
     asked = RuntimeConfig(described(tmp_path / "target", **settings), named, speculation=SpeculationOptions(**options))
     with pytest.raises(error, match=message):
         plan_run(describe_models(asked), CARD)
+
+
+def test_ngrams_join_one_drafter_however_they_are_named() -> None:
+    for named in ("mtp", "mtp,ngram", "ngram, mtp", "auto,ngram", "ngram,ngram", "a,b/c"):
+        expected = {"auto,ngram": "auto", "ngram,ngram": "ngram", "a,b/c": "a,b/c"}.get(named, "mtp")
+        assert RuntimeConfig("m", named).draft == expected
+    for named in ("mtp,eagle3-head", "none,ngram", "ngram,mtp,auto"):
+        with pytest.raises(OptionError, match=f"--draft {named}: one drafts, and n-grams join it"):
+            RuntimeConfig("m", named)

@@ -99,7 +99,8 @@ def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: flo
     if plan.draft is not None or plan.has_verifier:
         who = "its pass over retrieved tokens" if plan.draft is None else plan.drafter_in_words
         without = "plain" if plan.draft is None else "without a draft"
-        share = f"if the model accepts {usual.acceptance:.0%} of what {who} proposes, as is usual"
+        how = "which is assumed, not measured" if plan.draft is not None and plan.draft.is_head else "as is usual"
+        share = f"if the model accepts {usual.acceptance:.0%} of what {who} proposes, {how}"
         lines.append(f"That is {share}; {rounded(undrafted_tok_per_s)} tokens/s {without}.")
     if plan.streamed_bytes:
         plain_pass = predicted.plain
