@@ -15,6 +15,7 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.hardware import MachineProfile
+from offload_runtime.models.mtp import MtpConfig
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.plan import RunPlan, find_plan, plan_run
 from offload_runtime.plan.sizes import MemoryLimits
@@ -49,11 +50,12 @@ def models(draw: st.DrawFn, *, most_layers: int = 48) -> DescribedModel:
 @st.composite
 def requests(draw: st.DrawFn) -> RuntimeConfig:
     """What somebody might ask for; most of it makes sense."""
-    has_draft = draw(st.booleans())
-    mode = draw(st.sampled_from(["auto", "chain", "triforce"] if has_draft else ["auto", "none"]))
+    target, who = draw(models()), draw(st.sampled_from(["ngram", "a model", "a model", "a head"]))
+    mode = draw(st.sampled_from(["auto", "none"] if who == "ngram" else ["auto", "chain", "triforce"]))
+    draft: Any = draw(models(most_layers=4)) if who == "a model" else "ngram"
     return RuntimeConfig(
-        target=draw(models()),
-        draft=draw(models(most_layers=4)) if has_draft else "ngram",
+        target=target,
+        draft=DescribedModel(MtpConfig.of(target.config()), target.native_dtype) if who == "a head" else draft,
         context=draw(st.integers(2, 8192) | st.integers(20_000, 131072)),
         kv=draw(st.sampled_from(["host", "auto", "gpu"])),
         max_batch=draw(st.sampled_from([1, 1, 2, 5])),
