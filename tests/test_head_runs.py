@@ -161,3 +161,14 @@ def test_a_head_keeps_what_it_has_read_of_a_conversation(
         conversation = runtime.load_conversation(tmp_path / "chat.json")
         say(conversation, texts[2])
         assert held.length(0) > 0.8 * conversation.num_tokens > 100
+
+
+@pytest.mark.parametrize(("kind", "way"), KINDS)
+def test_a_head_knows_prompts_that_were_scored(carrying: Path, dflash: Path, kind: str, way: str) -> None:
+    with load(carrying, draft=dflash if kind == "dflash" else kind, context=CONTEXT, **WAYS[way]) as runtime:
+        assert runtime.engine.draft is not None
+        for prompt in PROMPTS:
+            plain = runtime.generate(prompt, **ASKED)
+            scored = runtime.generate(prompt, prompt_logprobs=0, **ASKED)
+            assert scored.tokens == plain.tokens
+            assert runtime.engine.draft.runner.cache.length(0) >= len(prompt)

@@ -256,9 +256,9 @@ class Engine:
             ends = [token for token in request.end_token_ids if token < self.target.config.vocab_size]
             first_end = request.prompt_tokens + request.params.min_tokens
             self.sampling.adjustments.forbid_ends(request.slot, first_end, ends)
+        self._chooser.drafter_of(request).join(request.slot, request.params.sampling)
         if request.params.prompt_logprobs is not None:
             self._score_prompt(request, request.params.prompt_logprobs)
-        self._chooser.drafter_of(request).join(request.slot, request.params.sampling)
 
     def _next_step(self) -> tuple[list[Request], list[Request]]:
         """Return the requests whose prompts the next step reads, and the others that take part in it."""
@@ -272,7 +272,8 @@ class Engine:
         return unread[: max(1, fitting)], running
 
     def _score_prompt(self, request: Request, count: int) -> None:
-        """Read a prompt but for its last token, a window after the other, for the log-probabilities of its tokens.
+        """Read a prompt but for its last token, a window after the other, for the log-probabilities of its tokens; a
+        head is told what was kept of them.
 
         Raises `ContextLengthError`, for prompts whose keys are rotated by their length.
         """
@@ -283,15 +284,21 @@ class Engine:
             raise ContextLengthError(f"prompt_logprobs of {len(tokens)} tokens cannot be had: {most}")
         runner.cache.truncate(slot, 0)
         request.num_kept = 0
+        drafter = self.drafter if runner.taps is not None and self._chooser.speculates(request) else Drafter()
+        drafter.prepare(slot, tokens)
+
+        def read(batch: Batch, start: int, end: int) -> None:
+            following = tokens[start + 1 : end + 1]
+            request.prompt_logprobs += token_logprobs(runner.forward(batch).logits, following, count)
+            for hidden in batch.hidden.get(slot, ()):
+                drafter.observe(slot, start, following, hidden.clone())  # a captured pass writes there again
+
         if last:
-            first = runner.forward(Batch(prompts={slot: tokens[:1]}))
-            request.prompt_logprobs += token_logprobs(first.logits, tokens[1:2], count)
+            read(Batch(prompts={slot: tokens[:1]}), 0, 1)
         for start in range(1, last, size):
-            window = tokens[start : min(start + size, last)]
-            behind = runner.forward(Batch({slot: TokenTree(tuple(window))}))
-            following = tokens[start + 1 : start + 1 + len(window)]
-            request.prompt_logprobs += token_logprobs(behind.logits, following, count)
-            runner.cache.commit_path(slot, range(len(window)))
+            end = min(start + size, last)
+            read(Batch({slot: TokenTree(tuple(tokens[start:end]))}), start, end)
+            runner.cache.commit_path(slot, range(end - start))
 
     def _push(self, request: Request, result: StepOutput, now_s: float) -> RequestOutput:
         """Append the tokens of a step to a request, until one of them finishes it."""

@@ -264,7 +264,8 @@ class DFlashDrafter(Drafter):
         self.runner.texts.prepare(slot, tokens)
 
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
-        self.runner.texts.observe(slot, position, tokens, hidden)
+        if slot in self._joined:  # else another text is decoded plainly there
+            self.runner.texts.observe(slot, position, tokens, hidden)
 
     def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
         for slot in budgets:
