@@ -45,6 +45,11 @@ def tapping(config: Any, layers: Sequence[int]) -> HiddenTaps:
     return HiddenTaps(tuple(layers), len(layers) * size, tap)
 
 
+def doubling(config: Any) -> HiddenTaps:
+    """Keeps twice the stream behind the last layer, in its place."""
+    return HiddenTaps((config.num_layers,), config.hidden_size, lambda _, x, out: out.copy_(2 * x), in_place=True)
+
+
 def kept(batch: Batch, slot: int) -> torch.Tensor:
     return torch.cat([*batch.hidden[slot]])
 
@@ -100,6 +105,8 @@ def assert_kept_alike(runner: ModelRunner) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     at = 2 * runner.decoder.config.hidden_size
     assert not torch.equal(expected[:, :at], expected[:, at:]), "the stream is not the same everywhere"
+    runner.taps = doubling(runner.decoder.config)
+    torch.testing.assert_close(step_by_step(runner), 2 * expected[:, -at // 2 :], rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_kept_of_a_row_is_that_of_one_prompt(runner: ModelRunner) -> None:

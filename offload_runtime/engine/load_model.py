@@ -342,7 +342,7 @@ def load_models(
     if draft_source and plan.draft and head is not None:
         draft = load(draft_source, plan.draft, cards[:1], name="draft", lender=runner.decoder)
         assert isinstance(draft.runner.decoder, HeadDecoder)
-        runner.taps = HiddenTaps(head.taps, head.width, draft.runner.decoder.tap)
+        runner.taps = HiddenTaps(head.taps, head.width, draft.runner.decoder.tap, head.taps_in_place)
     if on_gpu and plan.captured_bytes and not runner.streamer.num_streamed:
         runner.captured = CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.taps)
     return target, draft and replace(draft, shared=shared)

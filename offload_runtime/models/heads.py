@@ -33,10 +33,12 @@ class HeadConfig(ModelConfig):
         owned: Which of `embedding` and `lm_head` it has.
         title: What people call such heads.
         name: What proposals of such heads are counted as.
+        taps_in_place: Whether the only tap is behind the last layer and may write over the rows that it reads.
     """
 
     title: ClassVar[str]
     name: ClassVar[str]
+    taps_in_place: ClassVar[bool] = False
     target_size: int = field(kw_only=True)
     taps: tuple[int, ...] = field(kw_only=True)
     owned: frozenset[str] = field(default=frozenset(), kw_only=True)
@@ -54,7 +56,7 @@ class HeadConfig(ModelConfig):
             number: Index into `taps`, whose order is kept.
             x: [N, T], the residual stream; it is left as it is.
             shared: What lies around the layers.
-            out: [N, W]; whatever it holds before the first tap.
+            out: [N, W]; whatever it holds before the first tap, or `x` itself.
         """
 
     @abstractmethod

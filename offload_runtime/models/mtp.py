@@ -54,6 +54,7 @@ class MtpConfig(HeadConfig):
 
     title: ClassVar[str] = "MTP"
     name: ClassVar[str] = "mtp"
+    taps_in_place: ClassVar[bool] = True
     names: MtpNames = QWEN_NAMES
 
     @classmethod

@@ -308,13 +308,15 @@ class RunPlan:
 
     @property
     def hidden_bytes(self) -> int:
-        """What the target's passes keep for a head, of all rows of prompts and windows, of those of graphs, and what of
-        it steps read, with what was accepted lately."""
+        """What the target's passes keep for a head, of all rows of prompts and windows unless it takes the place of
+        their residual streams, of what was accepted and of rows of graphs, and what of it steps read."""
         draft, target = self.draft, self.target
         if draft is None or not isinstance(draft.config, HeadConfig):
             return 0
-        rows = most_prompt_tokens(target.chunk_tokens, target.context_tokens) + 2 * target.batch * target.window_tokens
-        rows += CAPTURED_ROWS + hidden_store_rows(target.batch, draft.tree_positions)
+        window_rows = target.batch * target.window_tokens
+        rows = window_rows + CAPTURED_ROWS + hidden_store_rows(target.batch, draft.tree_positions)
+        if not draft.config.taps_in_place:
+            rows += most_prompt_tokens(target.chunk_tokens, target.context_tokens) + window_rows
         return rows * draft.config.width * target.dtype.itemsize
 
     @property

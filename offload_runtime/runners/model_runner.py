@@ -147,11 +147,13 @@ class HiddenTaps:
         width: Channels of what is kept of a row.
         tap: Writes what the tap of a number says of rows [N, H] into [N, width], or adds it to what those before it
             have; both are on the first card.
+        in_place: Whether the only tap is behind the last layer and may write over the rows that it reads.
     """
 
     layers: tuple[int, ...]
     width: int
     tap: Callable[[int, torch.Tensor, torch.Tensor], None]
+    in_place: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,7 +163,7 @@ class KeptRows:
     Attributes:
         taps: What that is.
         partition: Of the model's layers.
-        pieces: Of each piece of the pass [N, width], on the first card.
+        pieces: Of each piece of the pass [N, width], on the first card; none where their residual streams are.
     """
 
     taps: HiddenTaps
@@ -170,10 +172,15 @@ class KeptRows:
 
     @classmethod
     def of(cls, taps: HiddenTaps, decoder: Decoder, pieces: Sequence[Rows]) -> KeptRows:
-        """Return new memory for the pieces of a pass."""
-        lengths = [rows.num_rows for rows in pieces]
+        """Return new memory for the pieces of a pass, as far as it takes any."""
+        lengths = [] if taps.in_place else [rows.num_rows for rows in pieces]
         memory = decoder.final_norm.new_empty(sum(lengths), taps.width)
-        return cls(taps, decoder.partition, memory.split(lengths))
+        return cls(taps, decoder.partition, memory.split(lengths) if lengths else ())
+
+    @property
+    def reads_last(self) -> bool:
+        """Return whether anything is wanted of the streams behind the last layer."""
+        return len(self.partition.owners) in self.taps.layers
 
     def keep(self, layer: int, piece: int, residual: torch.Tensor) -> None:
         """Keep what is wanted of a piece's residual stream, [N, H], below a layer, on whose card it is."""
@@ -185,6 +192,15 @@ class KeptRows:
                 (x,) = transfer([leaving], card, first, buffers, ("hidden", number, piece))
                 with current_device(first.device):
                     self.taps.tap(number, x, self.pieces[piece])
+
+    def behind(self, residuals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Keep what is wanted of the pieces' streams behind the last layer, [N, H], which are on the first card and of
+        no other use any more. Returns all that was kept."""
+        pieces = self.pieces or residuals
+        if self.reads_last:
+            for residual, out in zip(residuals, pieces, strict=True):
+                self.taps.tap(len(self.taps.layers) - 1, residual, out)
+        return pieces
 
 
 @dataclass(eq=False)
@@ -275,12 +291,15 @@ class ModelRunner:
             pieces.append(self.rows(trees, committed[: len(trees)], [*batch.trees]))
             last.append(len(pieces) - 1)
         hidden = None if self.taps is None or layers is not None else KeptRows.of(self.taps, self.decoder, pieces)
-        residuals = self._run(pieces, last, batch.on_layer, layers, hidden, prompts=bool(batch.prompts))
-        if hidden is not None:
-            batch.hidden = _by_slot(hidden.pieces, pieces, batch.trees)
+        wanted = last if hidden is None or not hidden.reads_last else range(len(pieces))
+        found = self._run(pieces, wanted, batch.on_layer, layers, hidden, prompts=bool(batch.prompts))
+        residuals = [found[wanted.index(piece)] for piece in last]
         of_trees = _present(residuals.pop(), trees) if trees else []
         decisive = [*of_trees, *(residual[-1:] for residual in residuals)]
-        return self.decoder.head(decisive[0] if len(decisive) == 1 else torch.cat(decisive))
+        logits = self.decoder.head(decisive[0] if len(decisive) == 1 else torch.cat(decisive))
+        if hidden is not None:
+            batch.hidden = _by_slot(hidden.behind(found), pieces, batch.trees)
+        return logits
 
     def _beginnings(self, start: int, end: int) -> Sequence[int]:
         """Return where pieces of a prompt begin that brings a sequence from `start` to `end` tokens: at multiples of
@@ -365,7 +384,11 @@ def window_pass(
     Returns:
         Logits [B * T, V].
     """
-    return decoder.head(window_residual(decoder, layers, cache, rows, hidden))
+    residual = window_residual(decoder, layers, cache, rows, hidden)
+    logits = decoder.head(residual)
+    if hidden is not None:
+        hidden.behind([residual])
+    return logits
 
 
 def window_residual(
@@ -552,9 +575,6 @@ def _run_layers(
             decoder.layer(index, weights, residual, rows, cache)
         if on_layer is not None:
             on_layer(index + 1, decoder.num_layers)
-    if hidden is not None:
-        for piece, residual in enumerate(residuals):
-            hidden.keep(decoder.num_layers, piece, residual)
     return [residuals[piece] for piece in kept]
 
 
@@ -615,13 +635,11 @@ def _run_on_cards(
                 arrived = received(0)
             if on_layer is not None:
                 on_layer(done, decoder.num_layers)
-        behind = dict[int, torch.Tensor]()
-        for piece in kept if hidden is None else range(len(pieces)):
-            target = in_transit[piece].target
-            (behind[piece],) = transfer(received(piece), target, partition.cards[0], buffers, piece)
-            if hidden is not None:
-                hidden.keep(decoder.num_layers, piece, behind[piece])
-        return [behind[piece] for piece in kept]
+        first, behind = partition.cards[0], list[torch.Tensor]()
+        for piece in kept:
+            sent = send(received(piece), in_transit[piece].target, first, buffers, piece)
+            behind += receive(sent, destinations[first][piece])
+        return behind
 
 
 @contextmanager

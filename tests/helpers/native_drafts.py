@@ -99,7 +99,7 @@ def make_head(
         config, torch.float32, capacity_tokens=capacity_tokens, batch=batch, budgets=[DeviceBudget(CPU, None)],
         spare_positions=places, drafts=True,
     )  # fmt: skip
-    target.taps = HiddenTaps(config.taps, config.width, decoder.tap)
+    target.taps = HiddenTaps(config.taps, config.width, decoder.tap, config.taps_in_place)
     return ModelRunner(decoder, streamer, cache, RopeTable(config, CPU), target.chunk_tokens)
 
 
