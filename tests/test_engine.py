@@ -135,7 +135,7 @@ def test_progress_of_loading_and_of_the_prompt(target: Path, draft: Path) -> Non
         target, draft=draft, on_progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total))
     ) as runtime:
         runtime.generate(PROMPT, max_new_tokens=1, on_prefill=lambda done, total: prefill.append((done, total)))
-    assert list(seen) == ["draft weights", "target weights"]
+    assert list(seen) == ["target weights", "draft weights"]
     for steps in seen.values():
         assert steps == sorted(steps) and steps[-1][0] == steps[-1][1] > 0
     assert prefill == [(layer + 1, NUM_LAYERS) for layer in range(NUM_LAYERS)]

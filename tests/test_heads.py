@@ -153,8 +153,8 @@ def test_a_model_without_some_of_its_mtp_layer_opens_and_says_what_is_missing(tm
     [
         ({}, {"num_attention_heads": 2, "hidden_size": 64}, CheckpointError, "reads rows of 40 channels, and .* 64"),
         ({}, {"vocab_size": 500}, VocabularyMismatchError, "is about 320 tokens and the target has 500"),
-        ({"taps": (2, 40)}, {}, CheckpointError, r"below layers \(2, 40\), and it has 3"),
-        ({"taps": (2, 1)}, {}, CheckpointError, r"below layers \(2, 1\), and it has 3, in order"),
+        ({"taps": (2, 40)}, {}, CheckpointError, r"below layers \(2, 40\), .* up to 3"),
+        ({"taps": (2, 1)}, {}, CheckpointError, r"below layers \(2, 1\), which have to be in order"),
     ],
 )
 def test_heads_of_other_models_are_refused(

@@ -317,8 +317,7 @@ def load_models(
     target_source: CheckpointSource, draft_source: CheckpointSource | None, plan: RunPlan, cards: Sequence[OpenCard],
     *, shared: SharedVocabulary | None, registrar: Registrar | None, on_progress: LoadProgress | None, undo: ExitStack,
 ) -> tuple[LoadedModel, LoadedModel | None]:  # fmt: skip
-    """Load the target and its draft, which is on the first card: before it, or a head behind it, of which it shares
-    what lies around the layers. A draft proposes what is `shared`.
+    """Load the target and its draft, which is on the first card, and which proposes what is `shared`.
 
     `undo` ends the copies of both and gives their memory back, when loading fails or the runtime is closed.
     """
@@ -329,20 +328,15 @@ def load_models(
     load = partial(
         load_model, registrar=registrar, pinned_bytes=plan.limits.pinned_bytes, on_progress=on_progress, undo=undo
     )
-    draft, head = (
-        None,
-        None if plan.draft is None or not isinstance(plan.draft.config, HeadConfig) else plan.draft.config,
-    )
-    if draft_source and plan.draft and head is None:
-        draft = load(draft_source, plan.draft, cards[:1], name="draft")
     share = plan.request.cpu_share
     share = 0.0 if share is None and not on_gpu else share
     target = load(target_source, plan.target, cards, name="target", cpu_share=share)
-    runner = target.runner
-    if draft_source and plan.draft and head is not None:
+    runner, draft = target.runner, None
+    if draft_source and plan.draft:
         draft = load(draft_source, plan.draft, cards[:1], name="draft", lender=runner.decoder)
-        assert isinstance(draft.runner.decoder, HeadDecoder)
-        runner.taps = HiddenTaps(head.taps, head.width, draft.runner.decoder.tap, head.taps_in_place)
+        if isinstance(decoder := draft.runner.decoder, HeadDecoder):
+            head = decoder.head_config
+            runner.taps = HiddenTaps(head.taps, head.width, decoder.tap, head.taps_in_place)
     if on_gpu and plan.captured_bytes and not runner.streamer.num_streamed:
         runner.captured = CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.taps)
     return target, draft and replace(draft, shared=shared)

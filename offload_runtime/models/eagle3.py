@@ -6,11 +6,12 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 
 from offload_runtime.fields import Fields
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.heads import HeadConfig, join_tap
 from offload_runtime.models.layers import DecoderLayer, LayerWeights, Rows, Tensor, Weights
 from offload_runtime.models.reading import attention_of, mlp_of, num_layers, rope
@@ -92,9 +93,12 @@ class Eagle3Config(HeadConfig):
         """Return how many tokens the head has logits of."""
         return self.draft_vocab_size
 
-    def default_taps(self, num_layers: int) -> tuple[int, ...]:
-        """Return those that EAGLE-3 was published with; where there is no `fc`, the target's last rows."""
-        return (2, num_layers // 2, num_layers - 3) if self.fused else (num_layers,)
+    def fitted(self, target: ModelConfig) -> Self:
+        """As of all heads; what its configuration leaves out are the taps that EAGLE-3 was published with, or where
+        there is no `fc` the target's last rows."""
+        count = target.num_layers
+        usual = (2, count // 2, count - 3) if self.fused else (count,)
+        return super(Eagle3Config, replace(self, taps=self.taps or usual)).fitted(target)
 
     def own_tensors(self) -> Iterator[Tensor]:
         """`fc` [H, taps * T]; `final_norm` [H]; `d2t` [draft tokens], by how much the target's number of a token is

@@ -40,10 +40,9 @@ def _model(fields: Fields) -> ModelConfig:
 
 def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
     """llama.cpp counts layers that guess further tokens."""
-    further = fields.integer("nextn_predict_layers", 0, at_least=0)
+    count = fields.integer("block_count") - fields.integer("nextn_predict_layers", 0, at_least=0)
     return {
-        "num_hidden_layers": fields.integer("block_count") - further,
-        "num_nextn_predict_layers": further,
+        "num_hidden_layers": count,
         "attention_bias": "blk.0.attn_q.bias" in names,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in names,
         **experts_of_gguf(fields, "n_routed_experts"),

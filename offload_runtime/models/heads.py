@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
@@ -90,10 +90,6 @@ class HeadConfig(ModelConfig):
         """Return what stands before the names of a layer's tensors."""
         return f"layers.{number}."
 
-    def default_taps(self, num_layers: int) -> tuple[int, ...]:
-        """Return those of a target of so many layers where the head's configuration says nothing of them."""
-        return self.taps
-
     def fitted(self, target: ModelConfig) -> Self:
         """Return the head as it is beside its target.
 
@@ -107,19 +103,18 @@ class HeadConfig(ModelConfig):
                 f"the {self.title} head is about {self.vocab_size} tokens and the target has {target.vocab_size}: "
                 f"{remedy}"
             )
-        found = replace(self, taps=self.taps or self.default_taps(target.num_layers))
         size, count, own = target.hidden_size, target.num_layers, self.hidden_size
         lacks = " and ".join(part for part in ("embedding", "lm_head") if part not in self.owned)
         wrong = {
             f"reads rows of {self.target_size} channels, and the target's have {size}": self.target_size != size,
             f"has no {lacks}, rows of {own} channels, and the target's have {size}": own != size and bool(lacks),
-            f"reads the target below layers {found.taps}, and it has {count}, in order": (
-                [*found.taps] != sorted(found.taps) or max(found.taps) > count
+            f"reads the target below layers {self.taps}, which have to be in order and up to {count}": (
+                [*self.taps] != sorted(self.taps) or max(self.taps) > count
             ),
         }
         for what in (what for what, is_so in wrong.items() if is_so):
             raise CheckpointError(f"the {self.title} head {what}: {remedy}")
-        return found
+        return self
 
 
 def join_tap(fc: torch.Tensor, number: int, x: torch.Tensor, out: torch.Tensor) -> None:

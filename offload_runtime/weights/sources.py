@@ -235,13 +235,9 @@ def describe_model(reference: str | Path, *, draft: bool = False) -> DescribedMo
         repo_id = _HUB_PREFIX.sub("", str(reference)).removesuffix("/").removesuffix("/tree/main")
         vocabulary = cache(lambda: directory_vocabulary(download_model(repo_id, ("tokenizer.json",))))
     return DescribedModel(
-        found.config(),
-        found.native_dtype,
-        kinds=found.kinds,
-        read_vocabulary=vocabulary,
-        read_mtp=found.read_mtp,
+        found.config(), found.native_dtype, kinds=found.kinds, read_vocabulary=vocabulary, read_mtp=found.read_mtp,
         hit_exponent=found.hit_exponent,
-    )
+    )  # fmt: skip
 
 
 def draft_beside(
