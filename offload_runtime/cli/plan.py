@@ -293,8 +293,9 @@ def time_tables(plan: RunPlan, predicted: RunForecast) -> list[Table | str]:
     plain = predicted.plain
     speeds.add_row("plain", "1.00", "", "", _ms(plain.seconds), f"{predicted.plain_tok_per_s:.2f}", plain.bound_by)
     rows = {row.acceptance: row for row in (*predicted.steps, predicted.usual)}  # the usual one may be among them
+    usual = "assumed" if plan.draft is not None and plan.draft.is_head else "usual"
     for row in sorted(rows.values(), key=lambda row: row.acceptance):
-        name = f"{row.acceptance:.2f}" + (" (usual)" if row is predicted.usual else "")
+        name = f"{row.acceptance:.2f}" + (f" ({usual})" if row is predicted.usual else "")
         times = map(_ms, (row.drafting_s, row.hidden_s, row.seconds))
         speeds.add_row(name, f"{row.tokens:.2f}", *times, f"{row.tok_per_s:.2f}", row.bound_by)
     return [causes, speeds]

@@ -199,10 +199,10 @@ def _read_vector(tensor: StoredTensor) -> list[float]:
     return [float(value) for value in out.view(-1).tolist()]
 
 
-def _stored_names(header: GgufHeader, num_blocks: int) -> Callable[[str], str]:
-    """Return what turns transformers' name of a tensor into the file's, which has so many blocks of layers."""
+def _stored_names(header: GgufHeader) -> Callable[[str], str]:
+    """Return what turns transformers' name of a tensor into the file's."""
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == header.arch)
-    names = gguf.get_tensor_name_map(arch, num_blocks)
+    names = gguf.get_tensor_name_map(arch, header.of_model().integer("block_count"))
 
     def stored_name(name: str) -> str:
         if found := _EXPERT.fullmatch(name):
@@ -292,7 +292,7 @@ def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSo
     num_layers = config.num_layers
     of_drafter = tuple(f"blk.{n}." for n in range(num_layers, header.of_model().integer("block_count")))
     own = {name: one for name, one in header.tensors.items() if not name.startswith(of_drafter)}
-    found = _source(header, settings, config, own, num_layers, whole=whole)
+    found = _source(str(path), header, settings, config, own, whole=whole)
 
     def read_mtp() -> CheckpointSource | None:
         nextn = f"blk.{num_layers}.nextn."
@@ -302,8 +302,8 @@ def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSo
         shared = (f"{nextn}embed_tokens.", f"{nextn}shared_head_head.")  # which are the target's once more
         tensors = header.tensors.items()
         of_head = {name: one for name, one in tensors if name not in own and not name.startswith(shared)}
-        made = _source(header, settings, head, of_head, num_layers + 1, whole=whole)
-        return replace(made, reference=f"{reference}'s MTP layer", stored=(*of_head.values(),))
+        made = _source(f"{path}'s MTP layer", header, settings, head, of_head, whole=whole)
+        return replace(made, stored=(*of_head.values(),))
 
     tokenizer = cache(lambda: gguf_tokenizer(header.fields, path.parent))
     return replace(
@@ -314,14 +314,14 @@ def open_gguf(path: Path, *, reference: str, whole: bool = True) -> CheckpointSo
 
 
 def _source(
-    header: GgufHeader, settings: Mapping[str, Any], config: ModelConfig, stored: Mapping[str, StoredTensor],
-    num_blocks: int, *, whole: bool,
+    where: str, header: GgufHeader, settings: Mapping[str, Any], config: ModelConfig,
+    stored: Mapping[str, StoredTensor], *, whole: bool,
 ) -> CheckpointSource:  # fmt: skip
-    """Return the source of some tensors of a file, which has so many blocks of layers; without a tokenizer."""
-    where, fills, family = str(header.fields.where), dict[str, Fill](), family_named(settings["model_type"])
+    """Return the source of some tensors of a file; without a tokenizer."""
+    fills, family = dict[str, Fill](), family_named(settings["model_type"])
     count = header.of_model().integer("expert_count", 0, at_least=0)
     read = {part.name: part for one in _with_pairs(stored).values() for part in _of_experts(_with_dropped(one), count)}
-    tensors = match_tensors(where, read, config, _check_kind, _stored_names(header, num_blocks), whole=whole)
+    tensors = match_tensors(where, read, config, _check_kind, _stored_names(header), whole=whole)
     for name, tensor in tensors.items():
         # llama.cpp rotates neighbouring channels for these, so its converter interleaved the rows of q and k.
         permuted = family.gguf_interleaved and (".q_proj." in name or ".k_proj." in name)
