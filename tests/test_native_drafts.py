@@ -139,7 +139,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-SLOW = ("resident", "windows", "streamed mixture")
+SLOW = ("resident", "windows", "hybrid", "host KV", "streamed mixture")
 
 
 @pytest.fixture(

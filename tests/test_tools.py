@@ -108,7 +108,12 @@ def test_bad_input_is_one_line(
     ("shape", "given", "runtimes"),
     [
         ("tiny-hybrid", (), 1),
-        ("tiny-gpt-oss", ("--layers", 1, "--stored", "mxfp4", "--pools", "1,0.5", "--cpu-shares", "1"), 2),
+        pytest.param(
+            "tiny-gpt-oss",
+            ("--layers", 1, "--stored", "mxfp4", "--pools", "1,0.5", "--cpu-shares", "1"),
+            2,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_answers_are_exact(
@@ -122,6 +127,7 @@ def test_answers_are_exact(
     assert found == [alone, [*alone, ("runtimes", 3)]][:runtimes]
 
 
+@pytest.mark.slow
 def test_pools_of_experts_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--prompts", 20, "--tokens", 4, "--warm-up", 2, "--context", 128)
     pools = ("--pools", "auto,300KB", "--cpu-shares", 0)
