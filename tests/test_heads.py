@@ -86,7 +86,7 @@ def test_mtp_layers_of_gguf_files_are_the_same(family: str, layout: str, tmp_pat
     "options",
     [
         {}, {"draft_vocab": 90}, {"size": 40, "draft_vocab": 90}, {"norm_before_residual": True},
-        {"attention_bias": True, "mlp_bias": True}, {"taps": (0, 2)},
+        {"attention_bias": True, "mlp_bias": True}, {"taps": (0, 2)}, {"fc_norm": True, "norm_output": True},
     ],
 )  # fmt: skip
 def test_eagle3_heads_say_what_their_definition_does(options: dict[str, Any], tmp_path: Path) -> None:
@@ -186,8 +186,8 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
     eagle.tensors["d2t"][-1] = 400
     with pytest.raises(CheckpointError, match="d2t does not name tokens below 320"):
         open_checkpoint(eagle.write(tmp_path), draft=True)
-    for options in ({"eagle_config": {"norm_output": True}}, {"norm_output": True}):
-        with pytest.raises(CheckpointError, match="norm_output True, where false is needed"):
+    for options in ({"eagle_config": {"norm_before_fc": True}}, {"norm_before_fc": True}):
+        with pytest.raises(CheckpointError, match="norm_before_fc True, where false is needed"):
             open_checkpoint(Eagle3.of(model, **options).write(tmp_path), draft=True)
     other = Eagle3.of(model)
     other.tensors |= {"verifier_norm.weight": torch.zeros(40), "fc_norm.weight": torch.zeros(120)}

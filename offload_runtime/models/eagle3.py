@@ -19,8 +19,8 @@ from offload_runtime.models.registry import Head
 
 # What tools write of norms, of which only these values run.
 _USUAL_FLAGS = {
-    "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True,
-    **dict.fromkeys(("use_mtp_layernorm", "norm_before_fc", "fc_norm", "norm_output"), False),
+    "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
+    "norm_before_fc": False,
 }  # fmt: skip
 _LAYER_IDS, _USUAL_TAPS = "eagle_aux_hidden_state_layer_ids", 3
 _DEFAULTS = {"num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
@@ -66,15 +66,21 @@ class Eagle3Config(HeadConfig):
     Attributes:
         draft_vocab_size: Tokens that it has logits of; `d2t` says which.
         fused: Whether there is such an `fc`; else h is the only tap.
+        norms_taps: Whether each is normed first, as in EAGLE 3.1.
+        keeps_normed: Whether rows about the tokens that follow read the stream behind the final norm, likewise.
     """
 
     title: ClassVar[str] = "EAGLE-3"
     name: ClassVar[str] = "eagle3"
     draft_vocab_size: int = field(kw_only=True)
     fused: bool = True
+    norms_taps: bool = False
+    keeps_normed: bool = False
 
     def tap(self, number: int, x: torch.Tensor, shared: Weights, out: torch.Tensor) -> None:
         """Add this tap's product with its columns of `fc`."""
+        if self.norms_taps:
+            x = self.attention.norm(x, shared[f"fc_norm_{number}"].dense)
         if self.fused:
             join_tap(shared["fc"].dense, number, x, out)
         else:
@@ -85,8 +91,9 @@ class Eagle3Config(HeadConfig):
         return hidden.clone()
 
     def leave(self, residual: torch.Tensor, shared: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return normed rows, and the stream."""
-        return self.attention.norm(residual, shared["final_norm"].dense), residual
+        """Return normed rows, and these or the stream."""
+        normed = self.attention.norm(residual, shared["final_norm"].dense)
+        return normed, normed if self.keeps_normed else residual
 
     @property
     def logit_size(self) -> int:
@@ -101,10 +108,13 @@ class Eagle3Config(HeadConfig):
         return super(Eagle3Config, replace(self, taps=self.taps or usual)).fitted(target)
 
     def own_tensors(self) -> Iterator[Tensor]:
-        """`fc` [H, taps * T]; `final_norm` [H]; `d2t` [draft tokens], by how much the target's number of a token is
-        larger than the head's."""
+        """`fc` [H, taps * T]; norms of taps [T]; `final_norm` [H]; `d2t` [draft tokens], by how much the target's
+        number of a token is larger than the head's."""
+        count = len(self.taps) or (_USUAL_TAPS if self.fused else 1)
         if self.fused:
-            yield Tensor("fc", "fc.weight", (self.hidden_size, (len(self.taps) or _USUAL_TAPS) * self.target_size))
+            yield Tensor("fc", "fc.weight", (self.hidden_size, count * self.target_size))
+        for number in range(count if self.norms_taps else 0):
+            yield Tensor(f"fc_norm_{number}", f"fc_norm.{number}.weight", (self.target_size,))
         yield Tensor("final_norm", "norm.weight", (self.hidden_size,))
         if self.draft_vocab_size != self.vocab_size:
             yield Tensor("d2t", "d2t", (self.draft_vocab_size,), torch.int64)
@@ -122,7 +132,10 @@ def _config(fields: Fields, names: Collection[str]) -> Eagle3Config:
     attention = replace(attention_of(fields), qkv_bias=bias, o_bias=bias)
     later = DecoderLayer(attention, replace(mlp_of(fields), bias=fields.flag("mlp_bias")))
     wide = replace(attention, input_size=2 * attention.hidden_size)
-    first = FirstLayer(wide, later.mlp, normed_residual=fields.flag("norm_before_residual"))
+    normed, norms_taps, keeps_normed = (
+        own.flag(name, fields.flag(name)) for name in ("norm_before_residual", "fc_norm", "norm_output")
+    )
+    first = FirstLayer(wide, later.mlp, normed_residual=normed)
     # One format counts the layers below which the stream is read, the other those whose output it is.
     taps = fields.items(_LAYER_IDS, int, at_least=0) or [one + 1 for one in own.items(_LAYER_IDS, int, at_least=0)]
     size, parts = fields.integer("vocab_size"), {"embed_tokens.weight": "embedding", "lm_head.weight": "lm_head"}
@@ -134,6 +147,7 @@ def _config(fields: Fields, names: Collection[str]) -> Eagle3Config:
         max_position_embeddings=fields.integer("max_position_embeddings"), ropes=(rope(fields, attention.head_dim),),
         target_size=fields.integer("target_hidden_size", attention.hidden_size), taps=tuple(taps),
         draft_vocab_size=known, fused=own.flag("use_aux_hidden_state", default=True), owned=frozenset(owned),
+        norms_taps=norms_taps, keeps_normed=keeps_normed,
     )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ from offload_runtime.weights.tokenizer import directory_vocabulary
 if TYPE_CHECKING:
     from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 
-CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
+CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "mask_embedding.pt")
 CONFIGURATION_FILES = (
     "config.json", "adapter_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
 )  # fmt: skip

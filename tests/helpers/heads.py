@@ -123,6 +123,8 @@ class Eagle3:
         }  # fmt: skip
         shapes: dict[str, tuple[int, ...]] = {f"midlayer.{name}": shape for name, shape in of_layer.items()}
         shapes |= {"norm": (hidden,), "fc": (hidden, len(taps) * config.hidden_size), "lm_head": (known, hidden)}
+        if options.get("fc_norm"):
+            shapes |= {f"fc_norm.{number}": (config.hidden_size,) for number in range(len(taps))}
         if size is not None:
             shapes["embed_tokens"] = (config.vocab_size, hidden)
         tensors = dict[str, torch.Tensor]()
@@ -157,13 +159,15 @@ class Eagle3:
     def joined(self, target: Any, tokens: Sequence[int]) -> torch.Tensor:
         """What the head reads of a target's residual stream: [T, H]."""
         found = target.model(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False).hidden_states
-        taps = self.settings["eagle_aux_hidden_state_layer_ids"]
-        return torch.cat([found[tap][0] for tap in taps], dim=-1) @ self.tensors["fc.weight"].T
+        read = [found[tap][0] for tap in self.settings["eagle_aux_hidden_state_layer_ids"]]
+        if self.settings.get("fc_norm"):
+            read = [_normed(x, self.tensors[f"fc_norm.{number}.weight"], 1e-5) for number, x in enumerate(read)]
+        return torch.cat(read, dim=-1) @ self.tensors["fc.weight"].T
 
     @torch.no_grad()
     def logits(self, target: Any, tokens: Sequence[int], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Behind tokens of which `hidden` is about those before them: logits [T, V] of the target's tokens, and the
-        residual stream behind the layer."""
+        residual stream behind the layer, or what a head that says so gives on in its place."""
         own, eps, count = self.settings, self.settings["rms_norm_eps"], len(tokens)
         weight = {name.removesuffix(".weight"): tensor for name, tensor in self.tensors.items()}
 
@@ -195,6 +199,7 @@ class Eagle3:
         inner = functional.silu(projected("midlayer.mlp.gate_proj", x)) * projected("midlayer.mlp.up_proj", x)
         residual = residual + projected("midlayer.mlp.down_proj", inner)
         logits = normed("norm", residual) @ weight["lm_head"].T
+        residual = normed("norm", residual) if own.get("norm_output") else residual
         if "d2t" not in weight:
             return logits, residual
         whole = torch.full((count, own["vocab_size"]), -torch.inf)
