@@ -125,10 +125,11 @@ class HeadKVState(DraftKVState):
 
     def _restart(self, slot: int, start: int) -> None:
         """Begin with the row about token `start` of a prompt."""
+        # First, so that an interruption never leaves it longer than the cache.
+        self._cached[slot], self._waiting[slot] = [], []
         self._runner.cache.truncate(slot, 0)
-        self._starts[slot] = start
-        self._cached[slot], self._waiting[slot] = list(self._prompts[slot][:start]), []
-        self._agreed[slot] = 0
+        self._starts[slot], self._agreed[slot] = start, 0
+        self._cached[slot] = list(self._prompts[slot][:start])
 
     @torch.inference_mode()
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
