@@ -19,7 +19,8 @@ from tests.helpers.families import family_model
 from tests.helpers.heads import Eagle3, Mtp, add_random_mtp, write_mtp
 from tests.helpers.native_drafts import counting_head, counting_target
 from tests.test_conversation import say
-from tests.test_prefix_cache import SLOTS, alone, check, make_tasks
+from tests.test_prefix_cache import SLOTS, alone, block_bytes, check, make_tasks
+from tests.test_prefix_cache import say as answer
 from tests.test_sessions import check_goes_on
 
 TARGET = "two_layer_target"
@@ -172,3 +173,15 @@ def test_a_head_knows_prompts_that_were_scored(carrying: Path, dflash: Path, kin
             scored = runtime.generate(prompt, prompt_logprobs=0, **ASKED)
             assert scored.tokens == plain.tokens
             assert runtime.engine.draft.runner.cache.length(0) >= len(prompt)
+
+
+@pytest.mark.parametrize(("kind", "way"), KINDS)
+def test_stores_have_what_a_head_knows_of_prefixes(carrying: Path, dflash: Path, kind: str, way: str) -> None:
+    options: dict[str, Any] = {"draft": dflash if kind == "dflash" else kind, "context": CONTEXT, **WAYS[way]}
+    with load(carrying, **options) as runtime:
+        assert runtime.engine.draft is not None
+        texts = [[3 + (token * step) % 290 for token in range(600)] for step in (37, 41)]
+        with runtime.serving(prefix_cache_bytes=20 * block_bytes(runtime)) as engine:
+            for text in (*texts, texts[0]):
+                kept = answer(runtime, engine, text).num_kept
+        assert kept == 512 and runtime.engine.draft.runner.cache.length(0) > 590

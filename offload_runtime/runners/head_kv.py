@@ -1,12 +1,13 @@
-"""What a head's cache holds of each text, and the hidden states that its rows read.
+"""What the caches of heads hold of each text, and the hidden states that their rows read.
 
-The row about a token reads what the target made of the token before it, which a pass brings, or behind proposals what
-the head itself gave there. So a text is known as far as the target has read it, and a row is in the cache, or waits for
-the next step that feeds it.
+A text is known as far as the target has read it: of its tokens from some first one on there is a row in the cache, or
+the target's hidden state waits for the next step, which makes its row besides its own. The row of a head is about the
+token behind that, and behind proposals it reads what the head itself gave; that of a block drafter has no token.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -71,132 +72,182 @@ class HiddenStore:
         return [self.rows[at : min(at + count, end)], self.rows[first : max(first, first + at + count - end)]]
 
 
-class HeadKVState(DraftKVState):
-    """Knows the texts of all sequences as far as the target has read them, and which rows the head's cache has.
+class HiddenKVState(DraftKVState):
+    """Knows of which tokens of all texts there are the target's hidden states: of all that it has read while it was
+    asked to keep them, but for those before the first one of which it was not.
 
-    The cache holds rows about all tokens but the first, or about those behind the first of which the target's hidden
-    state was known, as `starts` says. Rows are told by `observe`, behind `prepare`; they wait in the store while they
-    are few, for a step that feeds them.
+    Indices in the cache count from that one. Everything is enqueued on the current stream.
 
     Args:
         runner: Of the head.
         batch: Sequences.
+        most_waiting: Hidden states of a sequence that may wait for a step.
+        capacity_tokens: Rows of a sequence that the cache has room for.
+        ahead: By how much the token that a row is about is behind that of its hidden state.
+
+    Attributes:
+        starts: Of every sequence the first token that there is a row about.
+        num_waiting: Of every sequence how many hidden states, the newest, wait.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, *, batch: int, most_waiting: int, capacity_tokens: int, ahead: int = 0
+    ) -> None:  # fmt: skip
+        super().__init__(runner, batch=batch)
+        self._most_waiting, self._capacity_tokens, self._ahead = most_waiting, capacity_tokens, ahead
+        self.starts = self._starts = [ahead] * batch
+        self.num_waiting = [0] * batch
+        self._texts: list[list[int]] = [[] for _ in range(batch)]
+
+    @abstractmethod
+    def _waiting(self, slot: int) -> list[torch.Tensor]:
+        """Return the hidden states that wait, [n, W], in parts."""
+
+    @abstractmethod
+    def _wait(self, slot: int, position: int, hidden: torch.Tensor) -> None:
+        """Put hidden states, [n, W], of tokens from a position on behind those that wait."""
+
+    @abstractmethod
+    def _write(self, slot: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        """Put rows behind those in the cache: hidden states [n, W], and the tokens that follow each."""
+
+    def end(self, slot: int) -> int:
+        """Return the position behind the last token that is known."""
+        return self._first_waiting(slot) + self.num_waiting[slot]
+
+    def _first(self, slot: int) -> int:
+        return self._starts[slot] - self._ahead
+
+    def _first_waiting(self, slot: int) -> int:
+        return self._first(slot) + self._runner.cache.length(slot)
+
+    def knows(self, slot: int, tokens: Sequence[int]) -> bool:
+        return self._first(slot) < self.end(slot) == len(tokens) - 1
+
+    def holds(self, slot: int, tokens: Sequence[int]) -> bool:
+        return self._first(slot) < self._first_waiting(slot) == len(tokens) - 1
+
+    def first_needed(self, slot: int, tokens: Sequence[int]) -> int:
+        known = self.num_known(slot, tokens)
+        return known if known > self._first(slot) else len(tokens)
+
+    def num_known(self, slot: int, tokens: Sequence[int]) -> int:
+        """Return the leading tokens of a text that are known, or come before those that are."""
+        return min(self._num_shared(slot, tokens), self.end(slot))
+
+    def _num_shared(self, slot: int, tokens: Sequence[int]) -> int:
+        text, most = self._texts[slot], min(len(self._texts[slot]), len(tokens))
+        if text[:most] == [*tokens[:most]]:  # as a whole: a prompt may have 120K tokens
+            return most
+        return next(place for place in range(most) if text[place] != tokens[place])
+
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        self._forget(slot, self.num_known(slot, tokens))
+        self._texts[slot] = list(tokens)
+
+    def _forget(self, slot: int, end: int) -> None:
+        """Know no token from position `end` on; none at all where what is before it is not known."""
+        cache, kept = self._runner.cache, end - self._first(slot)
+        if not 0 < kept <= cache.length(slot) + self.num_waiting[slot]:
+            kept = 0
+        self.num_waiting[slot] = max(0, min(self.num_waiting[slot], kept - cache.length(slot)))
+        if kept < cache.length(slot) and cache.truncate(slot, kept) < kept:
+            cache.truncate(slot, 0)  # windows reach what is not there any more
+        if self.end(slot) == self._first(slot):
+            self._starts[slot] = end + self._ahead
+
+    @torch.inference_mode()
+    def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        """Take the target's hidden states of tokens from `position` on, [n, W], and the tokens that follow each, in
+        place of whatever there was. Beyond what the cache has room for there is nothing to propose."""
+        self._forget(slot, position)
+        text, waiting, count = self._texts[slot], self.num_waiting[slot], len(hidden)
+        text[position + 1 :] = tokens
+        if self._runner.cache.length(slot) + waiting + count > self._capacity_tokens:
+            return
+        if waiting + count > self._most_waiting:
+            parts, self.num_waiting[slot] = [*self._waiting(slot), hidden[:-1]], 0
+            self._write(slot, text[position + 1 - waiting : position + count], torch.cat(parts))
+            position, hidden = position + count - 1, hidden[-1:]
+        self._wait(slot, position, hidden)
+        self.num_waiting[slot] += len(hidden)
+
+    def catch_up(self, slot: int, tokens: Sequence[int], most: int = REWRITTEN_TOKENS) -> Sequence[int]:
+        """As of a draft: of a text that it `knows`, or of none."""
+        if not tokens:
+            self._forget(slot, 0)
+            return ()
+        assert self.knows(slot, tokens)
+        if self.num_waiting[slot] > most:
+            self._write_first(slot, self.num_waiting[slot] - most)
+        if not self.num_waiting[slot]:  # steps ask about the last token
+            self._runner.cache.truncate(slot, self._runner.cache.length(slot) - 1)
+            self.num_waiting[slot] = 1
+        return tokens[-self.num_waiting[slot] :]
+
+    def _write_first(self, slot: int, count: int) -> None:
+        """Make rows of so many hidden states that wait, the oldest."""
+        first, hidden, left = self._first_waiting(slot), torch.cat(self._waiting(slot)), self.num_waiting[slot] - count
+        self.num_waiting[slot] = 0  # first, so that an interruption never leaves more than there is
+        self._write(slot, self._texts[slot][first + 1 : first + 1 + count], hidden[:count])
+        self.num_waiting[slot] = left
+
+    def learned(self, slot: int, newest: Sequence[int]) -> None:
+        """Note that a step has written the rows of as many of the hidden states that waited."""
+        self.num_waiting[slot] -= len(newest)
+        self._runner.cache.commit(slot, len(newest))
+
+    def num_held(self, slot: int, tokens: Sequence[int]) -> int:
+        """Return how many rows of a text the cache has, from its first one on, with those that waited. The last one may
+        have read another token behind the text than comes there, which costs a proposal at most."""
+        if self._first(slot):
+            return 0
+        if self.num_waiting[slot]:
+            if (device := self._runner.rope.device).type == "cuda":  # drafting may have a stream of its own
+                torch.cuda.synchronize(device)
+            self._write_first(slot, self.num_waiting[slot])
+        return min(self._num_shared(slot, tokens), self._runner.cache.length(slot))
+
+    def restored(self, slot: int, tokens: Sequence[int]) -> None:
+        self._runner.cache.truncate(slot, len(tokens))
+        self._starts[slot], self.num_waiting[slot], self._texts[slot] = self._ahead, 0, list(tokens)
+
+
+class HeadKVState(HiddenKVState):
+    """Knows the texts of a head, each of whose rows is about the token behind its hidden state: there is none about a
+    text's first token.
+
+    Args:
+        runner, batch: As above.
         hidden: What its rows read.
     """
 
     def __init__(self, runner: ModelRunner, *, batch: int, hidden: HiddenStore) -> None:
-        super().__init__(runner, batch=batch)
+        most, capacity = CATCH_UP_TOKENS, runner.cache.capacity_tokens
+        super().__init__(runner, batch=batch, most_waiting=most, capacity_tokens=capacity, ahead=1)
         self._hidden, self.is_shifted = hidden, True
-        self._starts = self.starts = [1] * batch
-        self._prompts: list[Sequence[int]] = [()] * batch
-        # The tokens behind those that the cache has, whose rows only have to be fed.
-        self._waiting: list[list[int]] = [[] for _ in range(batch)]
-
-    def knows(self, slot: int, tokens: Sequence[int]) -> bool:
-        return self._starts[slot] < len(tokens) == len(self._cached[slot]) + len(self._waiting[slot])
-
-    def first_needed(self, slot: int, tokens: Sequence[int]) -> int:
-        self._agreed[slot] = 0
-        known = self.num_known(slot, tokens)
-        return known - 1 if known > self._starts[slot] else len(tokens)
 
     def num_known(self, slot: int, tokens: Sequence[int]) -> int:
-        """Return the leading tokens of a text of which rows are in the cache or wait, or are before the first row."""
-        cached, waiting, cache = self._cached[slot], self._waiting[slot], self._runner.cache
         shared = self._num_shared(slot, tokens)
-        if shared < len(cached):
-            return shared
-        if shared < len(tokens) and cache.length(slot) + self._starts[slot] > shared:
-            cached.append(tokens[shared])  # it was restored, and so was the row about whatever came next
-            shared += 1
-        pairs = enumerate(zip(waiting, tokens[shared:], strict=False))
-        most = min(len(waiting), len(tokens) - shared)
-        return shared + next((place for place, (one, other) in pairs if one != other), most)
+        # The last row that was restored has read whatever came next.
+        if shared > self._first_waiting(slot) or shared == len(self._texts[slot]):
+            return min(shared, self.end(slot))
+        return max(0, shared - 1)
 
-    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        self._prompts[slot] = tokens
-        known, cached = self.num_known(slot, tokens), self._cached[slot]
-        if known < self._starts[slot]:
-            self._restart(slot, 1)
-            return
-        del self._waiting[slot][max(0, known - len(cached)) :]
-        del cached[known:]
-        self._set_length(slot, len(cached))
+    def _waiting(self, slot: int) -> list[torch.Tensor]:
+        return self._hidden.text(slot, self._first_waiting(slot), self.num_waiting[slot])
 
-    def _restart(self, slot: int, start: int) -> None:
-        """Begin with the row about token `start` of a prompt."""
-        # First, so that an interruption never leaves it longer than the cache.
-        self._cached[slot], self._waiting[slot] = [], []
-        self._runner.cache.truncate(slot, 0)
-        self._starts[slot], self._agreed[slot] = start, 0
-        self._cached[slot] = list(self._prompts[slot][:start])
+    def _wait(self, slot: int, position: int, hidden: torch.Tensor) -> None:
+        parts = self._hidden.text(slot, position, len(hidden))
+        for part, new in zip(parts, hidden.split([*map(len, parts)]), strict=True):
+            part.copy_(new)
 
     @torch.inference_mode()
-    def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
-        """Take the target's hidden states of tokens from `position` on, [n, width], and the tokens that follow each.
-
-        What lies behind these is forgotten. If those of tokens before it are not known the head begins anew here.
-        """
-        if position >= len(self._cached[slot]) + len(self._waiting[slot]):
-            if position >= len(self._prompts[slot]):
-                return
-            self._restart(slot, position + 1)
-        cached, waiting = self._cached[slot], self._waiting[slot]
-        del waiting[max(0, position + 1 - len(cached)) :]
-        known = max(0, len(cached) - 1 - position)  # the target has read again what is in the cache
-        tokens, hidden = tokens[known:], hidden[known:]
-        if len(cached) + len(waiting) + len(tokens) - self._starts[slot] > self._runner.cache.capacity_tokens:
-            return
-        if len(waiting) + len(tokens) > CATCH_UP_TOKENS:
-            parts = [*self._hidden.text(slot, len(cached) - 1, len(waiting)), hidden[:-1]]
-            self._read(slot, [*waiting, *tokens[:-1]], torch.cat(parts))
-            tokens, hidden = tokens[-1:], hidden[-1:]
-        if tokens:
-            parts = self._hidden.text(slot, len(cached) + len(waiting) - 1, len(tokens))
-            for part, new in zip(parts, hidden.split([*map(len, parts)]), strict=True):
-                part.copy_(new)
-            waiting += tokens
-
-    @torch.inference_mode()
-    def catch_up(self, slot: int, tokens: Sequence[int], most: int = REWRITTEN_TOKENS) -> Sequence[int]:
-        """As of a draft: of a text that it `knows`, or of none."""
-        if not tokens:
-            self._prompts[slot] = ()
-            self._restart(slot, 1)
-            return ()
-        assert self.knows(slot, tokens)
-        cached, waiting = self._cached[slot], self._waiting[slot]
-        if (count := len(tokens) - most - len(cached)) > 0:
-            self._read(slot, waiting[:count], torch.cat(self._hidden.text(slot, len(cached) - 1, count)))
-        if len(cached) == len(tokens):  # steps ask about the last token
-            waiting.append(cached.pop())
-        self._set_length(slot, len(cached))
-        return tokens[len(cached) :]
-
-    def learned(self, slot: int, newest: Sequence[int]) -> None:
-        super().learned(slot, newest)
-        del self._waiting[slot][: len(newest)]
-
-    def num_held(self, slot: int, tokens: Sequence[int]) -> int:
-        """Return how many rows of a text the cache has, from its first one on, with those that waited."""
-        if self._starts[slot] > 1:
-            return 0
-        cached, waiting = self._cached[slot], self._waiting[slot]
-        if waiting:
-            if self._hidden.rows.is_cuda:  # drafting has a stream of its own
-                torch.cuda.synchronize(self._hidden.rows.device)
-            self._read(slot, waiting[:], torch.cat(self._hidden.text(slot, len(cached) - 1, len(waiting))))
-        self._agreed[slot] = 0
-        return max(0, min(self._num_shared(slot, tokens) - 1, self._runner.cache.length(slot)))
-
-    @torch.inference_mode()
-    def _read(self, slot: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
-        """Put the rows about tokens behind those in the cache, of which the first ones waited."""
+    def _write(self, slot: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
         cache, runner, size = self._runner.cache, self._runner, self._runner.chunk_tokens
-        self._set_length(slot, len(self._cached[slot]))
         for first in range(0, len(tokens), size):
             piece = tokens[first : first + size]
             cache.begin_window([slot], [len(piece)], [slot])
             rows = runner.rows([TokenTree(tuple(self._clamped(piece)))], [cache.length(slot)], [slot])
             runner.write_rows(replace(rows, hidden=hidden[first : first + size]))
-            self.learned(slot, piece)
+            cache.commit(slot, len(piece))

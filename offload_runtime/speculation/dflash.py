@@ -149,13 +149,13 @@ class DFlashRunner:
         if self.device.type == "cuda":
             reach = graph_reach(reach, cache.max_tokens_with_draft)
         self._graphs.begin()
-        rows = [*last.values()], ends, news, slots, [texts.firsts[slot] for slot in slots]
+        rows = [*last.values()], ends, news, slots, [texts.starts[slot] for slot in slots]
         self._graphs.inputs_host[: _WORDS * len(slots)] = np.array(rows, dtype=np.int32).ravel()
         key = len(slots), reach, self._sampling.graph_key
         with self.recorder.span("draft block", slots=len(slots)) if self.recorder else nullcontext():
             self._graphs.run(key, partial(self._step, len(slots), reach))
-        for slot in slots:
-            texts.written(slot)
+        for slot, new in zip(slots, news, strict=True):
+            texts.learned(slot, range(new))
         self._graphs.wait()
         count = len(slots) * self.places * self._candidates
         tokens = self._graphs.outputs_host[:count].reshape(len(slots), self.places, -1)
@@ -220,7 +220,7 @@ class DFlashRunner:
                     self.blocks(dict.fromkeys(range(len(params)), 0))
                     for slot in range(len(params)):
                         self.leave(slot)
-                        self.texts.forget(slot, 0)
+                        self.texts.catch_up(slot, ())
 
 
 class DFlashDrafter(Drafter):
@@ -269,7 +269,6 @@ class DFlashDrafter(Drafter):
 
     def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
         for slot in budgets:
-            self.runner.texts.follow(slot, texts[slot])
             self._learn(slot, texts[slot])
         last = {
             slot: texts[slot][-1]

@@ -236,8 +236,8 @@ class DraftRunner:
         text, state = [0] * length, self.texts
         if isinstance(state, HeadKVState) and self.hidden is not None:
             state.prepare(slot, text)
-            known = state.num_known(slot, text)
-            state.observe(slot, known - 1, text[known:], self.hidden.rows.new_zeros(length - known, self.hidden.width))
+            end = state.end(slot)
+            state.observe(slot, end, text[end + 1 :], self.hidden.rows.new_zeros(length - 1 - end, self.hidden.width))
         return text
 
     def _forget(self) -> None:
