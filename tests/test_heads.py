@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import normalize
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError, VocabularyMismatchError
 from offload_runtime.models.eagle3 import Eagle3Config
@@ -87,6 +89,7 @@ def test_mtp_layers_of_gguf_files_are_the_same(family: str, layout: str, tmp_pat
     [
         {}, {"draft_vocab": 90}, {"size": 40, "draft_vocab": 90}, {"norm_before_residual": True},
         {"attention_bias": True, "mlp_bias": True}, {"taps": (0, 2)}, {"fc_norm": True, "norm_output": True},
+        {"norm_before_fc": True, "norm_before_residual": True},
     ],
 )  # fmt: skip
 def test_eagle3_heads_say_what_their_definition_does(options: dict[str, Any], tmp_path: Path) -> None:
@@ -96,7 +99,10 @@ def test_eagle3_heads_say_what_their_definition_does(options: dict[str, Any], tm
     target = make_runner(model)
     head = make_runner(source, target=target.runner)
     hidden = eagle.joined(model, TOKENS)
-    _close(tapped(head, _streams(model)), hidden)
+    kept = tapped(head, _streams(model))
+    of_rows = partial(normalize, dim=-1) if "norm_before_fc" in options else torch.clone  # which are normed again
+    _close(of_rows(kept), of_rows(hidden))
+    _close(run_head(head, TOKENS[1:], kept[:-1])[0], run_head(head, TOKENS[1:], hidden[:-1])[0])
     logits, residual = eagle.logits(model, TOKENS[1:], hidden[:-1])
     own, kept = run_head(head, TOKENS[1:], hidden[:-1])
     _close(own, logits)
@@ -186,9 +192,9 @@ def test_damaged_heads_are_refused(tmp_path: Path) -> None:
     eagle.tensors["d2t"][-1] = 400
     with pytest.raises(CheckpointError, match="d2t does not name tokens below 320"):
         open_checkpoint(eagle.write(tmp_path), draft=True)
-    for options in ({"eagle_config": {"norm_before_fc": True}}, {"norm_before_fc": True}):
-        with pytest.raises(CheckpointError, match="norm_before_fc True, where false is needed"):
-            open_checkpoint(Eagle3.of(model, **options).write(tmp_path), draft=True)
+    for name, value in (("use_last_layernorm", False), ("norm_before_fc", True)):
+        with pytest.raises(CheckpointError, match=r"has use_last_layernorm False|has norm_before_residual False"):
+            open_checkpoint(Eagle3.of(model, eagle_config={name: value}).write(tmp_path), draft=True)
     other = Eagle3.of(model)
     other.tensors |= {"verifier_norm.weight": torch.zeros(40), "fc_norm.weight": torch.zeros(120)}
     with pytest.raises(CheckpointError, match=r"has 1 tensors that EAGLE-3 heads have not \(fc_norm.weight\)"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import product
 from typing import ClassVar, Self
 
 import torch
@@ -18,10 +17,7 @@ from offload_runtime.models.reading import attention_of, mlp_of, num_layers, rop
 from offload_runtime.models.registry import Head
 
 # What tools write of norms, of which only these values run.
-_USUAL_FLAGS = {
-    "use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False,
-    "norm_before_fc": False,
-}  # fmt: skip
+_USUAL_FLAGS = {"use_input_layernorm_in_first_layer": True, "use_last_layernorm": True, "use_mtp_layernorm": False}
 _LAYER_IDS, _USUAL_TAPS = "eagle_aux_hidden_state_layer_ids", 3
 _DEFAULTS = {"num_hidden_layers": 1, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000.0,
              "max_position_embeddings": 2048}  # fmt: skip
@@ -67,6 +63,8 @@ class Eagle3Config(HeadConfig):
         draft_vocab_size: Tokens that it has logits of; `d2t` says which.
         fused: Whether there is such an `fc`; else h is the only tap.
         norms_taps: Whether each is normed first, as in EAGLE 3.1.
+        norms_all: Whether they are together. Only that norm's weights are applied: by how much all of a row are scaled
+            is lost in the first layer, which norms h as well (`FirstLayer.normed_residual`).
         keeps_normed: Whether rows about the tokens that follow read the stream behind the final norm, likewise.
     """
 
@@ -75,12 +73,15 @@ class Eagle3Config(HeadConfig):
     draft_vocab_size: int = field(kw_only=True)
     fused: bool = True
     norms_taps: bool = False
+    norms_all: bool = False
     keeps_normed: bool = False
 
     def tap(self, number: int, x: torch.Tensor, shared: Weights, out: torch.Tensor) -> None:
         """Add this tap's product with its columns of `fc`."""
         if self.norms_taps:
             x = self.attention.norm(x, shared[f"fc_norm_{number}"].dense)
+        if self.norms_all:
+            x = x * shared["input_norm"].dense.view(-1, self.target_size)[number]
         if self.fused:
             join_tap(shared["fc"].dense, number, x, out)
         else:
@@ -115,6 +116,8 @@ class Eagle3Config(HeadConfig):
             yield Tensor("fc", "fc.weight", (self.hidden_size, count * self.target_size))
         for number in range(count if self.norms_taps else 0):
             yield Tensor(f"fc_norm_{number}", f"fc_norm.{number}.weight", (self.target_size,))
+        if self.norms_all:
+            yield Tensor("input_norm", "input_norm.weight", (count * self.target_size,))
         yield Tensor("final_norm", "norm.weight", (self.hidden_size,))
         if self.draft_vocab_size != self.vocab_size:
             yield Tensor("d2t", "d2t", (self.draft_vocab_size,), torch.int64)
@@ -125,16 +128,17 @@ def _config(fields: Fields, names: Collection[str]) -> Eagle3Config:
     stated = {name: value for name, value in fields.values.items() if value is not None}
     fields = Fields(fields.where, {**_DEFAULTS, **fields.mapping("transformer_layer_config"), **stated})
     own = Fields(f"{fields.where}'s eagle_config", fields.mapping("eagle_config"))
-    for said, (name, usual) in product((own, fields), _USUAL_FLAGS.items()):
-        if said.flag(name, usual) is not usual:
-            said.refuse(name, not usual, str(usual).lower())
+    for name, usual in _USUAL_FLAGS.items():
+        if own.flag(name, usual) is not usual:
+            own.refuse(name, not usual, str(usual).lower())
     bias, count = fields.flag("attention_bias"), num_layers(fields)
     attention = replace(attention_of(fields), qkv_bias=bias, o_bias=bias)
     later = DecoderLayer(attention, replace(mlp_of(fields), bias=fields.flag("mlp_bias")))
     wide = replace(attention, input_size=2 * attention.hidden_size)
-    normed, norms_taps, keeps_normed = (
-        own.flag(name, fields.flag(name)) for name in ("norm_before_residual", "fc_norm", "norm_output")
-    )
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    normed, norms_all, norms_taps, keeps_normed = (own.flag(name, fields.flag(name)) for name in flags)
+    if norms_all and not normed:
+        fields.refuse("norm_before_residual", False, "true (beside norm_before_fc)")
     first = FirstLayer(wide, later.mlp, normed_residual=normed)
     # One format counts the layers below which the stream is read, the other those whose output it is.
     taps = fields.items(_LAYER_IDS, int, at_least=0) or [one + 1 for one in own.items(_LAYER_IDS, int, at_least=0)]
@@ -147,7 +151,7 @@ def _config(fields: Fields, names: Collection[str]) -> Eagle3Config:
         max_position_embeddings=fields.integer("max_position_embeddings"), ropes=(rope(fields, attention.head_dim),),
         target_size=fields.integer("target_hidden_size", attention.hidden_size), taps=tuple(taps),
         draft_vocab_size=known, fused=own.flag("use_aux_hidden_state", default=True), owned=frozenset(owned),
-        norms_taps=norms_taps, keeps_normed=keeps_normed,
+        norms_taps=norms_taps, norms_all=norms_all, keeps_normed=keeps_normed,
     )  # fmt: skip
 
 

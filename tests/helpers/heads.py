@@ -125,6 +125,8 @@ class Eagle3:
         shapes |= {"norm": (hidden,), "fc": (hidden, len(taps) * config.hidden_size), "lm_head": (known, hidden)}
         if options.get("fc_norm"):
             shapes |= {f"fc_norm.{number}": (config.hidden_size,) for number in range(len(taps))}
+        if options.get("norm_before_fc"):
+            shapes["input_norm"] = (len(taps) * config.hidden_size,)
         if size is not None:
             shapes["embed_tokens"] = (config.vocab_size, hidden)
         tensors = dict[str, torch.Tensor]()
@@ -162,7 +164,10 @@ class Eagle3:
         read = [found[tap][0] for tap in self.settings["eagle_aux_hidden_state_layer_ids"]]
         if self.settings.get("fc_norm"):
             read = [_normed(x, self.tensors[f"fc_norm.{number}.weight"], 1e-5) for number, x in enumerate(read)]
-        return torch.cat(read, dim=-1) @ self.tensors["fc.weight"].T
+        together = torch.cat(read, dim=-1)
+        if self.settings.get("norm_before_fc"):
+            together = _normed(together, self.tensors["input_norm.weight"], 1e-5)
+        return together @ self.tensors["fc.weight"].T
 
     @torch.no_grad()
     def logits(self, target: Any, tokens: Sequence[int], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
