@@ -55,13 +55,7 @@ from offload_runtime.stream import (
 from offload_runtime.stream.cpu_experts import CpuExperts
 from offload_runtime.stream.expert_pool import ExpertPool, ExpertUnits
 from offload_runtime.stream.queue import CardRing, LayerStreamer
-from offload_runtime.weights import (
-    EMBEDDING,
-    CheckpointSource,
-    HostWeights,
-    SharedVocabulary,
-    load_weights,
-)
+from offload_runtime.weights import EMBEDDING, CheckpointSource, HostWeights, SharedVocabulary, load_weights
 from offload_runtime.weights.encoding import StackedWeight
 from offload_runtime.weights.layout import ExpertBlocks
 

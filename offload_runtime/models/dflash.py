@@ -294,10 +294,8 @@ def _config(fields: Fields, names: Collection[str]) -> DFlashConfig:
         own.refuse("use_aux_hidden_state", False, "true (the target's hidden states go through fc)")
     if own.integer("draft_vocab_size", own.integer("vocab_size")) != own.integer("vocab_size"):
         own.refuse("draft_vocab_size", own.values["draft_vocab_size"], "as many tokens as in vocab_size")
-    block_size, mask = (
-        own.integer("block_size", 16, at_least=2, at_most=_MOST_BLOCK),
-        own.integer("mask_token_id", at_least=0),
-    )
+    block_size = own.integer("block_size", 16, at_least=2, at_most=_MOST_BLOCK)
+    mask = own.integer("mask_token_id", at_least=0)
     vocab_size, target_size = own.integer("vocab_size"), own.integer("target_hidden_size", own.integer("hidden_size"))
     if mask >= vocab_size:
         own.refuse("mask_token_id", mask, f"a token below vocab_size {vocab_size}")

@@ -10,10 +10,8 @@ from offload_runtime.models.registry import Family
 
 
 def _model(fields: Fields) -> ModelConfig:
-    plain, norms = (
-        attention_of(fields),
-        Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-    )
+    norms = Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
+    plain = attention_of(fields)
     rotary = rope(fields, plain.head_dim, partial=True)
     attention = replace(plain, qkv_bias=fields.flag("attention_bias"), rotation=rotary.rotation(interleaved=True))
     return decoder(fields, DecoderLayer(attention, replace(mlp_of(fields), fused=True), norms), ropes=(rotary,))

@@ -295,11 +295,8 @@ def _matrix_stages(
         decode in registers takes as long as reading what is stored, or as decoding it. And how many kernels decode
         matrices into memory.
     """
-    slices, element_s, hbm = (
-        -(-height // _SLICE_ROWS),
-        2 * height / machine.flops(DTYPE_NAMES[model.dtype]),
-        _hbm(machine),
-    )
+    slices, hbm = -(-height // _SLICE_ROWS), _hbm(machine)
+    element_s = 2 * height / machine.flops(DTYPE_NAMES[model.dtype])
     in_registers = height <= MOST_ROWS and not plan.on_cpu
     stages, decodings = list[tuple[int, float, float]](), 0
     for block, count in model.layout.multiplied(model.layers, head=model.has_head):

@@ -61,11 +61,8 @@ def _shape_settings(header: GgufHeader) -> dict[str, Any]:
         found = fields.values.get(f"{header.arch}.{name}")
         return found if isinstance(found, list) else size(name, default)
 
-    heads, hidden, num_layers = (
-        size("attention.head_count"),
-        size("embedding_length"),
-        size("block_count", at_most=MOST_LAYERS),
-    )
+    heads, hidden = size("attention.head_count"), size("embedding_length")
+    num_layers = size("block_count", at_most=MOST_LAYERS)
     head_dim = size("attention.key_length", hidden // heads)
     if (of_values := size("attention.value_length", head_dim)) != head_dim:
         raise UnsupportedArchitectureError(

@@ -18,13 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offload_runtime.errors import (
-    CheckpointError,
-    HubError,
-    OptionError,
-    StorageError,
-    UnsupportedArchitectureError,
-)
+from offload_runtime.errors import CheckpointError, HubError, OptionError, StorageError, UnsupportedArchitectureError
 from offload_runtime.fields import Fields, shortened, shown
 from offload_runtime.files import user_directory
 from offload_runtime.models.registry import head_kind, language_settings, require_family
