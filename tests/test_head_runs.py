@@ -169,7 +169,9 @@ def test_a_head_knows_prompts_that_were_scored(carrying: Path, dflash: Path, kin
     with load(carrying, draft=dflash if kind == "dflash" else kind, context=CONTEXT, **WAYS[way]) as runtime:
         assert runtime.engine.draft is not None
         for prompt in PROMPTS[:2]:
-            plain, scored = (runtime.generate(prompt, max_new_tokens=4, **asked) for asked in ({}, {"prompt_logprobs": 0}))
+            plain, scored = (
+                runtime.generate(prompt, max_new_tokens=4, **asked) for asked in ({}, {"prompt_logprobs": 0})
+            )
             assert scored.tokens == plain.tokens
             assert runtime.engine.draft.runner.cache.length(0) >= len(prompt)
 
