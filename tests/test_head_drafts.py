@@ -66,6 +66,7 @@ def plain(targets: dict[str, Path]) -> list[list[int]]:
         return answers(runtime)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("kind", "way"),
     [

@@ -87,7 +87,8 @@ def test_rows_of_all_places_are_those_that_a_draft_makes_one_by_one() -> None:
             hidden = torch.cat((hidden, stream[-1:]))
 
 
-@pytest.mark.parametrize("kind", ["mtp", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", train_head.KINDS)
 def test_a_head_learns_to_guess(kind: str, small: Path, book: Path, tmp_path: Path) -> None:
     out = tmp_path / "report.json"
     given = f"{kind} --source {small} --text {book} --code {book} --checkpoint {tmp_path / 'head'} --out {out}"

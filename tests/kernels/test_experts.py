@@ -271,6 +271,7 @@ def test_matrices_may_be_blocks(kind: str) -> None:
     assert torch.equal(problem.rows(), problem.decoded().rows())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "rows"), [("MXFP4", 1), ("Q6_K", 3), ("Q4_K", 6), ("MXFP4", 20), ("Q8_0", 20)])
 def test_kernels_decode_blocks(kind: str, rows: int) -> None:
     """A K that is no whole number of tiles, where blocks are that small."""
