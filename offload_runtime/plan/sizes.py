@@ -374,14 +374,19 @@ class RunPlan:
 
     @property
     def transfer_bytes(self) -> int:
-        """Page-locked memory that rows pass through: a buffer for each piece of a pass, and for each further card one
-        for where its rows are, which the allocator rounds up to powers of two. Several prompts of a pass have together
-        as many pieces as the longest, and all but one of them and the windows one more."""
+        """Page-locked memory that rows pass through: a buffer for each piece of a pass, for each further card one for
+        where its rows are, and one for each place on these that a head reads; the allocator rounds them up to powers of
+        two. Several prompts of a pass have together as many pieces as the longest, and all but one of them and the
+        windows one more."""
         if self.num_cards == 1 or not self.limits.transfers_through_host:
             return 0
         target, config = self.target, self.target.config
         rows = min(target.chunk_tokens, target.context_tokens)
-        sizes = [config.hidden_size * target.dtype.itemsize, *[8 * config.num_angles + 32] * (self.num_cards - 1)]
+        head = None if self.draft is None else self.draft.config
+        taps = [tap for tap in head.taps if tap < config.num_layers] if isinstance(head, HeadConfig) else []
+        streams = 1 + sum(target.owners[tap] > 0 for tap in taps)
+        sizes = [config.hidden_size * target.dtype.itemsize] * streams
+        sizes += [8 * config.num_angles + 32] * (self.num_cards - 1)
         cut = 2 if config.deltas else 0  # behind what comes before a prompt, and at the last anchor in it
         pieces = -(-target.context_tokens // rows) + (target.batch * (1 + cut) if target.mixes else cut)
         return pieces * sum(1 << (rows * size - 1).bit_length() for size in sizes)
