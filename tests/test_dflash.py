@@ -86,6 +86,14 @@ class Made:
         """Let the drafter have it."""
         self.drafter.texts.observe(slot, first, (), self.kept(slot, first, end))
 
+    def knowing(self, text: list[int]) -> DFlashDrafter:
+        """A drafter to which slot 0 has joined with a text, of which all but the last token was shown."""
+        drafter = DFlashDrafter(self.drafter, ngrams=NgramDrafter())
+        drafter.join(0, GREEDY)
+        drafter.prepare(0, text)
+        drafter.observe(0, 0, text[1:], self.kept(0, 0, len(text) - 1))
+        return drafter
+
     def defined(self, slot: int, end: int, last: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and normed rows of a block behind a context, by its definition."""
         of_target = self.model.model.embed_tokens.weight, self.model.lm_head.weight
@@ -163,10 +171,7 @@ def test_chooses_with_the_noise_of_the_target(kind: str, tmp_path: Path) -> None
 
 def test_proposes_the_most_probable_tree_and_what_ngrams_say(tmp_path: Path) -> None:
     made, text = Made.of("first", tmp_path), [*range(2, 30)]
-    drafter = DFlashDrafter(made.drafter, ngrams=NgramDrafter())
-    drafter.join(0, GREEDY)
-    drafter.prepare(0, text)
-    drafter.observe(0, 0, text[1:], made.kept(0, 0, len(text) - 1))
+    drafter = made.knowing(text)
     found = drafter.propose({0: text}, {0: DraftBudget("tree", 3, 9)})[0]
     logits, _ = made.defined(0, len(text) - 1, text[-1])
     best = [(row.topk(8).indices.tolist(), (row.topk(8).values.softmax(0) * 0.85).tolist()) for row in logits[:3]]
@@ -213,10 +218,7 @@ def test_proposes_nothing_where_it_knows_nothing(tmp_path: Path) -> None:
 
 def test_keeps_what_two_texts_of_a_slot_have_in_common(tmp_path: Path) -> None:
     made, text = Made.of("first", tmp_path), [*range(40)]
-    drafter = DFlashDrafter(made.drafter, ngrams=NgramDrafter())
-    drafter.join(0, GREEDY)
-    drafter.prepare(0, text)
-    drafter.observe(0, 0, text[1:], made.kept(0, 0, 39))
+    drafter = made.knowing(text)
     drafter.leave(0)
     for shared in (30, 20):  # as many as the target kept, or more than the texts share
         drafter.join(0, GREEDY)
@@ -230,10 +232,7 @@ def test_keeps_what_two_texts_of_a_slot_have_in_common(tmp_path: Path) -> None:
 
 def test_a_text_without_proposals_leaves_what_another_has_shown_in_its_slot(tmp_path: Path) -> None:
     made, text = Made.of("first", tmp_path), [*range(40)]
-    drafter = DFlashDrafter(made.drafter, ngrams=NgramDrafter())
-    drafter.join(0, GREEDY)
-    drafter.prepare(0, text)
-    drafter.observe(0, 0, text[1:], made.kept(0, 0, 39))
+    drafter = made.knowing(text)
     drafter.leave(0)
     drafter.observe(0, 20, [99], made.kept(1, 20, 21))  # a step of one that has not joined
     drafter.join(0, GREEDY)

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     OnPrefill = Callable[[int, int], None]
 
 # Names of those who propose, and of windows, where users call them otherwise.
-_PROPOSERS = {
+_DRAFTERS = {
     "ngram": "n-grams", "unigram": "n-grams", "copy": "copied", "retrieval": "TriForce", "mtp": "MTP",
     "eagle3": "EAGLE-3", "dflash": "DFlash",
 }  # fmt: skip
@@ -283,7 +283,7 @@ def show_stats(stats: GenerationStats, device: str) -> None:
 
 
 def _in_words(name: str) -> str:
-    return " ".join(_PROPOSERS.get(word, word) for word in name.split())
+    return " ".join(_DRAFTERS.get(word, word) for word in name.split())
 
 
 def link_figure(stats: GenerationStats) -> str:

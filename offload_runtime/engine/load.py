@@ -30,7 +30,6 @@ from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.bench import read_host_info
-from offload_runtime.models.heads import HeadConfig
 from offload_runtime.options import require
 from offload_runtime.plan import CardLimit, MemoryLimits, Placement, RunPlan
 from offload_runtime.plan.sizes import DTYPE_NAMES, PROCESS_BYTES
@@ -250,14 +249,11 @@ def _load(
     with device_errors(device), ExitStack() as undo:
         name, target_source = getattr(config.target, "reference", config.target), _opened(config.target)
         draft_source = _opened_draft(config, target_source, name)
-        is_model = draft_source is not None and not isinstance(draft_source.config(), HeadConfig)
         drafts = find_drafts(name, target_source, open_checkpoint) if config.finds_draft else None
         with ThreadPoolExecutor(1, "tokenizer") as pool, _PLANNING:
             # While a CUDA context is made: 128,000 tokens take 0.3 s, and what is imported for them another 0.5.
             reading = pool.submit(target_source.tokenizer)
-            comparing = (
-                pool.submit(share_vocabulary, target_source, draft_source) if draft_source and is_model else None
-            )
+            comparing = None if draft_source is None else pool.submit(share_vocabulary, target_source, draft_source)
             dtype = planning.resolve_dtype(config.dtype, target_source, device.type)
             for one in devices:
                 too_old = one.type == "cuda" and torch.cuda.get_device_capability(one) < (8, 0)

@@ -7,8 +7,8 @@ pass anything: passes attend to, and stream, the keys and values of the requests
 
 Stores have the target's blocks, and the draft's where its cache holds all of a text; of a head, whose rows each read
 the token behind theirs, too, the last row of a block may have read another than the text has, which costs a proposal at
-most. What a retrieval verifier knows of
-chunks is made anew of each block as it comes; a streaming draft reads the few tokens that it holds.
+most. What a retrieval verifier knows of chunks is made anew of each block as it comes; a streaming draft reads the few
+tokens that it holds.
 """
 
 from __future__ import annotations

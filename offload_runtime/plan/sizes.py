@@ -55,8 +55,7 @@ def describe_models(config: RuntimeConfig) -> RuntimeConfig:
     if request.draft != "the draft":
         return request
     draft = draft_beside(config.draft, request.target, describe_model, config.target)
-    if not isinstance(draft.config(), HeadConfig):
-        share_vocabulary(request.target, draft)
+    share_vocabulary(request.target, draft)
     return replace(request, draft=draft)
 
 
@@ -540,7 +539,7 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
     plan = replace(
         target, config=config, layout=layout, cache=cache,
         placements=(all_resident(range(config.num_layers)),), tree_nodes=tree_nodes,
-        step_rows=max(STEP_ROWS, target.batch), context_tokens=min(context, longest) if cache == "full" else context,
+        context_tokens=min(context, longest) if cache == "full" else context,
     )  # fmt: skip
     plan = replace(plan, step_rows=max(STEP_ROWS, target.batch * max(1, plan.block_rows)))
     kept, retrieves = plan.streaming_tokens, cache == "retrieval"

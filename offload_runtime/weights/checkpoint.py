@@ -203,12 +203,15 @@ def share_vocabulary(target: DescribedModel, draft: DescribedModel) -> SharedVoc
     that fill up a vocabulary may be others, or other many.
 
     Returns:
-        None where one of the two has no vocabulary to compare, which a description may lack, and they are as large.
+        None where one of the two has no vocabulary to compare, which a description may lack, and they are as large. Of
+        a head beside its target everything: it has no tokenizer, and `HeadConfig.fitted` has compared the sizes.
 
     Raises:
         CheckpointError: A checkpoint's tokenizer cannot be read.
         VocabularyMismatchError: Ids of ordinary tokens mean other text.
     """
+    if isinstance(draft.config(), HeadConfig):
+        return SharedVocabulary(target.config().vocab_size)
     of_target, of_draft = target.vocabulary(), draft.vocabulary()
     logits = {"draft": draft.config().vocab_size, "target": target.config().vocab_size}
     if of_target is None or of_draft is None or not (of_target.tokens and of_draft.tokens):

@@ -41,12 +41,14 @@ def _kept() -> dict[str, tuple[float, int]]:
 def _key(config: ModelConfig) -> str:
     """Return what models that route alike have in common."""
     of_layers = [layer.mlp for layer in config.layers if isinstance(layer.mlp, Experts)]
-    count = f"{of_layers[-1].chosen} of {of_layers[-1].num_experts}" if of_layers else "none"
+    count = f"{of_layers[-1].chosen} of {of_layers[-1].num_experts}"
     return f"{config.architecture}: {count} in {len(of_layers)} layers of {config.hidden_size}"
 
 
 def hit_exponent(config: ModelConfig) -> float:
-    """Return the exponent of a model, measured or published."""
+    """Return the exponent of a model, measured or published; of one without experts no file is asked."""
+    if not any(isinstance(layer.mlp, Experts) for layer in config.layers):
+        return PUBLISHED_EXPONENT
     return _kept().get(_key(config), (PUBLISHED_EXPONENT, 0))[0]
 
 

@@ -17,7 +17,6 @@ from typing import Any
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.registry import FAMILIES, model_config_from_json
 from offload_runtime.weights.checkpoint import MOST_PADDING, DescribedModel, SharedVocabulary, share_vocabulary
 from offload_runtime.weights.gguf_header import gguf_parts
@@ -121,10 +120,11 @@ def find_drafts(
     own, found, described = _path_of(reference), list[FoundDraft](), 0
     sized = sorted((_weight_bytes(path), path) for path in dict.fromkeys(_neighbours(own)) if _may_be_model(path))
     own_bytes, parameters = math.inf if own is None else _weight_bytes(own), num_parameters(target)
-    everything = SharedVocabulary(target.config().vocab_size)
     try:
         if (mtp := target.read_mtp()) is not None:
-            found.append(FoundDraft("the MTP layer that it carries", mtp, everything, num_parameters(mtp) / parameters))
+            shared, share = share_vocabulary(target, mtp), num_parameters(mtp) / parameters
+            assert shared is not None, "a head shares everything"
+            found.append(FoundDraft("the MTP layer that it carries", mtp, shared, share))
     except CheckpointError as error:
         logging.getLogger(__name__).warning("%s; it drafts with something else", error)
     # Beside a target that is a configuration alone drafts may be that, too.
@@ -134,11 +134,9 @@ def find_drafts(
         try:
             model = describe_model(path, draft=True).beside(target)
             described += 1
-            share, shared = num_parameters(model) / parameters, None
+            share = num_parameters(model) / parameters
             near = abs(model.config().vocab_size - target.config().vocab_size) <= MOST_PADDING
-            if near and share <= _MOST_SHARE:
-                is_head = isinstance(model.config(), HeadConfig)
-                shared = everything if is_head else share_vocabulary(target, model)
+            shared = share_vocabulary(target, model) if near and share <= _MOST_SHARE else None
             if shared is not None:
                 opened = read(str(path), draft=True).beside(target) if read else model
                 found.append(FoundDraft(_name(path), opened, shared, share))
