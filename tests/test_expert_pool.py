@@ -30,7 +30,7 @@ from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_config, family_model, write_family
 from tests.helpers.planning import made_up_machine
-from tests.test_server_load import free_port, is_ready, wait_until
+from tests.helpers.server import free_port, is_ready, wait_until
 
 COUNT, CHOSEN, LAYERS = 8, 3, 3
 EXPERT_BYTES = 12288  # with what lies between its matrices

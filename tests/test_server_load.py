@@ -9,8 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,18 +23,10 @@ from offload_runtime.config import ServerConfig
 from offload_runtime.errors import OptionError
 from offload_runtime.server.app import Server
 from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.server import MODEL, Served, events_of, serving
+from tests.helpers.server import MODEL, Served, events_of, free_port, is_ready, serving, wait_until
 
 # Longer than any test waits.
 ENDLESS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 16000, "ignore_eos": True, "temperature": 1.0, "seed": 1}
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    """Wait for what has to come, a minute at the most."""
-    end_s = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < end_s, "it did not come"
-        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
@@ -139,19 +130,6 @@ def test_a_server_that_stops_lets_answers_finish_or_ends_them(
 def test_a_port_that_is_taken_is_said(short_target: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OptionError, match="choose another --port"):
         Server(ServerConfig(port=taken.getsockname()[1]))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def is_ready(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
-    except httpx.TransportError:
-        return False
 
 
 def test_the_command_serves_until_sigterm(short_target: Path) -> None:

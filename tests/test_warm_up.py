@@ -16,6 +16,8 @@ from offload_runtime_kernels.select_chunks import different_counts, select_chunk
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.load_model import warm_up
 from offload_runtime.speculation import ModelDrafter, drafting
+from offload_runtime.weights import open_checkpoint
+from tests.helpers.dflash import config_of, random_tensors, settings, write_dflash
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.heads import add_random_mtp
 from tests.helpers.planning import load_streaming_kv
@@ -66,6 +68,7 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "a head for three": (
         {"draft": "mtp", "tree_nodes": 96, "max_batch": 3}, [{"tree_nodes": 96}, {"gamma": 6, "tree_nodes": 0}],
     ),
+    "blocks": ({"draft": "dflash", "tree_nodes": 96}, [{"tree_nodes": 96}, {"gamma": 6, "tree_nodes": 0}, {}]),
     "TriForce for three": (
         {"kv": "gpu", "max_batch": 3, "speculation": SpeculationOptions("triforce", "full", **LEVELS)}, [{"gamma": 12}],
     ),
@@ -141,6 +144,9 @@ def test_no_answer_compiles_a_kernel(
     options, windows = RUNS[name]
     if options.get("draft") == "mtp":
         target = add_random_mtp(target, tmp_path / "carrying")
+    if options.get("draft") == "dflash":
+        stated = settings(open_checkpoint(target).config(), second=True)
+        options = {**options, "draft": write_dflash(tmp_path / "blocks", stated, random_tensors(config_of(stated)))}
     options = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": 2400, **options}
     lengths = [length for length in LENGTHS if length <= options["context"] - 30]
     prompts = [[3 + (7 * i * i + i // 5) % 290 for i in range(length)] for length in lengths]

@@ -291,7 +291,6 @@ def _launch_perturb(
     logits: Tensor | None, positions: Tensor, slots: Tensor, keys: Tensor, *, vocab_size: int
 ) -> Tensor:
     require_triton("gumbel_perturb")
-    _check(logits, positions, slots, keys)
     out = torch.empty((positions.shape[0], vocab_size), dtype=torch.float32, device=positions.device)
     if out.numel() == 0:
         return out
@@ -318,7 +317,6 @@ def gumbel_perturb_triton(logits: Tensor, positions: Tensor, slots: Tensor, keys
 def gumbel_argmax_triton(logits: Tensor, positions: Tensor, slots: Tensor, keys: Tensor) -> Tensor:
     """Sample by the Triton kernels (noise and block maxima in one pass, then the merge), see `gumbel_argmax`."""
     require_triton("gumbel_argmax")
-    _check(logits, positions, slots, keys)
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, 4 * _COUNTERS_PER_PROGRAM)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -341,12 +339,14 @@ def gumbel_noise(positions: Tensor, slots: Tensor, keys: Tensor, *, vocab_size: 
     positions, slots: [R] int32/int64, contiguous. keys: [S, 4] int32 (`noise_keys`), none of those asked for greedy.
     Returns [R, V] fp32 on their device.
     """
+    _check(None, positions, slots, keys)
     run = gumbel_noise_triton if positions.is_cuda else gumbel_noise_reference
     return run(positions, slots, keys, vocab_size=vocab_size)
 
 
 def gumbel_perturb(logits: Tensor, positions: Tensor, slots: Tensor, keys: Tensor) -> Tensor:
     """logits / T + gumbel, whose argmax `gumbel_argmax` takes (T = 0: the logits); same arguments, -> [R, V] fp32."""
+    _check(logits, positions, slots, keys)
     run = gumbel_perturb_triton if logits.is_cuda else gumbel_perturb_reference
     return run(logits, positions, slots, keys)
 
@@ -360,5 +360,6 @@ def gumbel_argmax(logits: Tensor, positions: Tensor, slots: Tensor, keys: Tensor
     Enqueues on the current stream and never synchronises.
     Returns [R] int64, the lowest index of the maximum; -1 for a row with NaN or with nothing above -inf.
     """
+    _check(logits, positions, slots, keys)
     run = gumbel_argmax_triton if logits.is_cuda else gumbel_argmax_reference
     return run(logits, positions, slots, keys)

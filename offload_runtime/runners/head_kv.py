@@ -13,9 +13,11 @@ from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from offload_runtime_kernels.linear import TILE_ROWS
 
 from offload_runtime.core import TokenTree
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
+from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.model_runner import ModelRunner
 
 # Tokens that the first step of a chain feeds: what was accepted is read again, and few rows cost as much as one.
@@ -98,6 +100,15 @@ class HiddenKVState(DraftKVState):
         self.starts = self._starts = [ahead] * batch
         self.num_waiting = [0] * batch
         self._texts: list[list[int]] = [[] for _ in range(batch)]
+
+    def warm_up(self) -> None:
+        """Compile the kernels that read prompts, with every way to cut a product. Leaves the cache empty."""
+        decoder, cache = self._runner.decoder, self._runner.cache
+        assert isinstance(decoder, HeadDecoder)
+        longest = max(1, min(self._runner.chunk_tokens, self._capacity_tokens))
+        for count in sorted({longest, *(rows for rows in TILE_ROWS if rows < longest)}):
+            self._write(0, [0] * count, decoder.final_norm.new_zeros(count, decoder.head_config.width))
+            cache.truncate(0, 0)
 
     @abstractmethod
     def _waiting(self, slot: int) -> list[torch.Tensor]:

@@ -170,7 +170,7 @@ class DFlashRunner:
         graphs.fetch(_WORDS * batch)
         last, ends, news, slots, starts = (part[:, None] for part in graphs.inputs[: _WORDS * batch].view(_WORDS, -1))
         steps = torch.arange(size, dtype=torch.int32, device=self.device)
-        owners = slots.expand(-1, size).flatten()
+        owners = slots.repeat(1, size).flatten()
         before = (ends - news + steps).masked_fill(steps >= news, -1).flatten()
         context = texts.context(texts.waiting[slots[:, 0].long()].flatten(0, 1))
         positions = ends + steps  # [B, T]
@@ -180,7 +180,7 @@ class DFlashRunner:
         layers = self._runner.streamer.layers(len(tokens))
         residual = window_residual(self._decoder, layers, self._runner.cache, rows)
         logits, normed = self._decoder.outputs(residual.view(batch, size, -1)[:, 1:].flatten(0, 1))
-        ahead, owners = (starts + positions)[:, 1:].flatten(), slots.expand(-1, self.places).flatten()
+        ahead, owners = (starts + positions)[:, 1:].flatten(), slots.repeat(1, self.places).flatten()
         found, scores = self._choose(logits, normed, last, ahead, owners)
         graphs.show(found)
         graphs.show(scores, found.numel())
@@ -211,6 +211,7 @@ class DFlashRunner:
         samplings = [[params] for params in WARM_UP_SAMPLINGS[1:]]
         samplings += [list(WARM_UP_SAMPLINGS[:1]) * count for count in warm_up_batches(self._batch)]
         longest = self._runner.cache.capacity_tokens - self._config.block_size
+        self.texts.warm_up()
         with self._graphs.eager():
             for length in (1, *warm_up_lengths(longest)):
                 for params in samplings if length == 1 else samplings[-1:]:

@@ -207,6 +207,8 @@ class DraftRunner:
                     self._take_steps(WARM_UP_SAMPLINGS[:1], length)
             for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - self._first_rows + 1)):
                 self._catch_up_behind(length)
+        if isinstance(self.texts, HeadKVState):
+            self.texts.warm_up()
         if self._choosing is not None:
             self._choosing.warm_up()
         self._forget()

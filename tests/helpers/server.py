@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import socket
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,3 +69,24 @@ def events_of(response: httpx.Response) -> Iterator[Any]:
         if not is_done:
             yield json.loads(data)
     assert is_done
+
+
+def wait_until(reached: Callable[[], bool]) -> None:
+    """Wait for what has to come, a minute at the most."""
+    end_s = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < end_s, "it did not come"
+        time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", trust_env=False).status_code == 200
+    except httpx.TransportError:
+        return False
