@@ -47,8 +47,8 @@ _PIECES = 5  # of a prompt, at most
 _SCRIPT_TOKENS, _ACCURACY = 200, 0.9
 # By name, the rows of a window: in a row, and in all.
 _WINDOWS = {"chain of 8": (8, 0), "chain of 64": (64, 0), "tree of 64": (64, 64), "tree of 512": (64, 512)}
-# Of all seconds, what each part may take.
-_SHARES = {"turns": 0.5, "answers": 0.1, "prompts": 0.12, "tokens": 0.28}
+# Of all seconds, by when each part has to end: what one leaves is the next one's.
+_ENDS = {"turns": 0.45, "answers": 0.65, "prompts": 0.77, "tokens": 1.0}
 
 
 class Asked(NamedTuple):
@@ -119,9 +119,11 @@ class Checker:
         self._draw = random.Random(options.seed)
         self._turns = list[tuple[Asked, Answer]]()  # with what is said afresh
         self._between = Part("runtimes")
+        self._started_s = 0.0
 
     def parts(self) -> Iterator[Part]:
         """Compare, part by part."""
+        self._started_s = time.perf_counter()
         for compare in (self._compare_turns, self._compare_answers, self._compare_prompts, self._compare_tokens):
             part, started_s = Part(compare.__name__.removeprefix("_compare_")), time.perf_counter()
             # Every runtime is asked the same, however far the others came in the part before.
@@ -152,11 +154,10 @@ class Checker:
         return answer
 
     def _left(self, name: str, count: int) -> Iterator[int]:
-        """So many numbers, but no more than the seconds of a part allow."""
-        share_s = self._options.seconds * _SHARES[name]
-        started_s = time.perf_counter()
+        """So many numbers, but none when a part has to end."""
+        end_s = self._started_s + self._options.seconds * _ENDS[name]
         for number in range(count):
-            if time.perf_counter() - started_s > share_s:
+            if time.perf_counter() > end_s:
                 return
             yield number
 
