@@ -64,7 +64,10 @@ def test_packed_files_hold_what_gguf_makes_of_a_widened_model(words: Path, tmp_p
     assert rows.tensor_type == Q4_0 and np.array_equal(rows.data.reshape(8, 8, 2, -1), halves.swapaxes(1, 2))
 
 
-@pytest.mark.parametrize("shape", [WideShape(256, 512, 2, 4, 2, 64), SHAPES["tiny-hybrid"]], ids=["llama", "hybrid"])
+@pytest.mark.parametrize(
+    "shape", [WideShape(256, 512, 2, 4, 2, 64), SHAPES["tiny-hybrid"], SHAPES["tiny-gpt-oss"]],
+    ids=["llama", "hybrid", "gpt-oss"],
+)  # fmt: skip
 @pytest.mark.parametrize("mix", ["Q4_K_M", "Q8_0", "MXFP4"])
 def test_random_blocks_are_written_as_they_are(words: Path, tmp_path: Path, shape: WideShape, mix: str) -> None:
     source = open_checkpoint(words)

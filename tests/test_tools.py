@@ -89,6 +89,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("timeline", ["no-trace.json"], "no-trace.json cannot be read"),
         ("train_head", ["mtp", "--source", "no-model", "--text", "a", "--checkpoint", "x", "--taps", "1"], "of eagle3"),
         ("widen_model", ["--source", "no-model", "--shape", "tiny", "--out", "x"], "no-model"),
+        ("widen_model", ["--shape", "tiny", "--random", "--out", "x"], "give --stored, --vocab-size, --max-position"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(
@@ -134,6 +135,34 @@ def test_pools_of_experts_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
     assert call("bench_experts", "--shape", "tiny-gpt-oss", *ON_CPU, *pools, *sizes) == 0
     whole, some = json.loads(capsys.readouterr().out.splitlines()[-1])["pools"]
     assert whole["expert_hit_rate"] is None and 0 == whole["bytes_per_pass"] < some["bytes_per_pass"]
+
+
+_LLAMA_BENCH = """#!{python}
+import json, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+test = {{"build_commit": "abc", "backends": "CPU", "gpu_info": "", "cpu_info": "", "n_prompt": int(given["-p"])}}
+speed = 10.0 * (1 + int(given["-ncmoe"])) + (given.get("--repack") == "0")
+print(json.dumps([{{**test, "samples_ts": [100 * speed]}}, {{**test, "samples_ts": [speed, 3 * speed, speed]}}]))
+"""
+
+
+def test_llama_cpp_is_measured_by_its_own_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bench, model = tmp_path / "llama-bench", tmp_path / "model.gguf"
+    bench.write_text(_LLAMA_BENCH.format(python=sys.executable))
+    made = ("--random", "--vocab-size", 64, "--max-position", 64, "--stored", "mxfp4", "--layers", 2)
+    assert call("widen_model", "--shape", "tiny-gpt-oss", *made, "--out", model) == 0
+    given = ("--llama-bench", bench, "--target", model, "--device", "cpu", "--prompt-tokens", 50)
+    assert call("llama_cpp", *given) == 2
+    bench.chmod(0o755)
+    assert call("llama_cpp", *given, "--n-cpu-moe", "3") == 2
+    refused = capsys.readouterr().err.splitlines()[-2:]
+    assert "does not run (Permission denied)" in refused[0] and "only 2 layers have experts" in refused[1]
+    ways = ("--way", "--load-mode none", "--way", "--load-mode none --repack 0")
+    assert call("llama_cpp", *given, "--n-cpu-moe", "1,2", *ways) == 0
+    found = printed(capsys)
+    assert found["version"] == "abc" and [row["n_cpu_moe"] for row in found["rows"]] == [1, 2, 1, 2]
+    assert [row["tok_per_s"]["median"] for row in found["rows"]] == [20, 30, 21, 31]
+    assert found["best"]["tok_per_s"] == found["rows"][3] and found["rows"][0]["prompt_s"] == 50 / 2000
 
 
 def test_kernels_need_a_gpu_and_say_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,14 +9,18 @@
         --out random-70b.gguf
     python tools/widen_model.py --source demo --shape qwen3.6-27b --random --vocab-size 248320 --stored q8_0 \\
         --out random-27b.gguf
+    python tools/widen_model.py --shape gpt-oss-120b --random --vocab-size 32768 --max-position 16384 --stored mxfp4 \\
+        --out random-120b.gguf
 
 The result is a safetensors directory that transformers loads too, with the MTP layer of a source that carries one
 (`train_head.py`), widened with it. `--delta` applies a sparse fine-tune: files of new
 values, not differences, under transformers' names, which take the place of the source's; `--rope` is another rotary
 embedding. In a `--shape` the model costs what a large one does and has the small one's vocabulary, tokenizer and
 language, so the small model drafts for it; `--noise` sets how often the draft is right. With `--random` it has the
-vocabulary and the tokenizer only: a draft of which just the time of a step is measured. Benchmarks that need no files
-fill their memory from `widening.stretched.StretchedCheckpoint` and `widening.checkpoint.WidenedCheckpoint` directly.
+vocabulary and the tokenizer only: a draft of which just the time of a step is measured; in a file without a `--source`
+tokens are numbers that mean nothing, and weights are those of `bench_experts.py` of the same sizes and seed. Benchmarks
+that need no files fill their memory from `widening.stretched.StretchedCheckpoint` and
+`widening.checkpoint.WidenedCheckpoint` directly.
 """
 
 from __future__ import annotations
@@ -108,6 +112,12 @@ def made_model(arguments: argparse.Namespace) -> CheckpointSource:
     Raises:
         OptionError: Options do not go together; errors as of the checkpoints.
     """
+    if arguments.source is None:
+        return stored_model(
+            shape_named(arguments.shape, arguments.layers), arguments.stored, arguments.seed,
+            vocab_size=arguments.vocab_size, context_tokens=arguments.max_position,
+            reference=f"random {arguments.shape}",
+        )  # fmt: skip
     source, rope = open_source(arguments.source), parse_rope(arguments.rope)
     stretched = source
     if arguments.delta or rope is not None or arguments.max_position is not None:
@@ -120,7 +130,7 @@ def made_model(arguments: argparse.Namespace) -> CheckpointSource:
         if stretched is source and arguments.stored is None:
             raise OptionError("nothing would be made: name a --shape, or --delta, --rope, --max-position or --stored")
         return stretched
-    shape, device = shape_named(arguments.shape), resolve_device(arguments.device)
+    shape, device = shape_named(arguments.shape, arguments.layers), resolve_device(arguments.device)
     if not arguments.random:
         return WidenedCheckpoint(stretched, shape, arguments.noise, arguments.seed, device=device)
     if arguments.noise or stretched is not source:
@@ -144,13 +154,22 @@ def check(arguments: argparse.Namespace) -> None:
     """Refuse what other options leave without effect. Raises `OptionError`."""
     if arguments.vocab_size is not None and not (arguments.random and arguments.shape):
         raise OptionError("--vocab-size is of --random weights of a --shape: leave it out")
+    if arguments.layers is not None and arguments.shape is None:
+        raise OptionError("--layers cuts a --shape: name one, or leave it out")
+    if arguments.source is None:
+        needed = ("shape", "random", "stored", "vocab_size", "max_position")
+        if missing := [name for name in needed if not getattr(arguments, name)]:
+            options = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+            raise OptionError(f"without a --source a model has random weights and no words: give {options}, too")
+        if arguments.delta or arguments.rope or arguments.noise:
+            raise OptionError("--delta, --rope and --noise are of a --source: name one, or leave them out")
     if arguments.stored is None:
         return
     if arguments.dtype is not None:
         raise OptionError(f"--dtype {arguments.dtype} is of safetensors: leave it out, or --stored")
     if arguments.out.suffix != ".gguf":
         raise OptionError(f"--stored writes one file: name it like {arguments.out}.gguf")
-    if arguments.source != "demo" and Path(arguments.source).suffix != ".gguf":
+    if arguments.source not in (None, "demo") and Path(arguments.source).suffix != ".gguf":
         raise OptionError("--stored takes the tokenizer out of a GGUF file: name one with --source, or leave it out")
 
 
@@ -166,7 +185,7 @@ def write(arguments: argparse.Namespace) -> Path:
     mix, config = mix_named(arguments.stored), made.config()
     assert mix is not None
     kinds = stored_kinds(config, mix) if arguments.random else packed_kinds(config, mix)
-    words = fetch_demo_model() if arguments.source == "demo" else Path(arguments.source)
+    words = fetch_demo_model() if arguments.source == "demo" else arguments.source and Path(arguments.source)
     return write_gguf(made, arguments.out, kinds, words=words, on_progress=on_progress)
 
 
@@ -174,11 +193,12 @@ def write(arguments: argparse.Namespace) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 for what the user can mend."""
     parser = harness.make_parser(__doc__)
-    parser.add_argument("--source", required=True, help="safetensors directory, .gguf file, hub id, or demo")
+    parser.add_argument("--source", help="safetensors directory, .gguf file, hub id, or demo")
     parser.add_argument("--delta", type=Path, nargs="+", default=[], help="safetensors files of new values")
     parser.add_argument("--rope", help="transformers' rope_parameters as JSON; rope_theta may be left out")
     parser.add_argument("--max-position", type=int, help="longest context (default: what the rope scaling reaches)")
     parser.add_argument("--shape", help=", ".join(SHAPES) + "; left out, the source's own")
+    parser.add_argument("--layers", type=int, help="cut the --shape to so many (default: all)")
     parser.add_argument("--noise", type=float, default=0.0, help="relative, on the small model's matrices")
     parser.add_argument("--random", action="store_true", help="random weights, only the source's vocabulary")
     parser.add_argument("--seed", type=int, default=0, help="of the noise and of the surplus")

@@ -1,5 +1,6 @@
-"""Write any readable Llama as one GGUF file: its blocks where it has some, else packed by gguf's own quantiser. And a
-Qwen3.5 of random numbers, of which it does not matter that such a file has heads of values in another order.
+"""Write any readable Llama as one GGUF file: its blocks where it has some, else packed by gguf's own quantiser. And
+random numbers in the shape of gpt-oss or of a Qwen3.5, of which it does not matter that such a file has heads of values
+in another order.
 
 All or nothing, as a directory of safetensors: the file gets its name last.
 """
@@ -23,6 +24,7 @@ from widening.made import transformers_config_of
 
 from offload_runtime.errors import OptionError
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import GatedMLP
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors
 from offload_runtime.weights.encoding import format_of
@@ -33,19 +35,27 @@ PACKED = ("Q8_0", "Q4_0")  # that gguf packs, and llama.cpp's quantiser stores n
 _WRITERS = 16  # packing is what takes time, on one core each
 _PACKED_ELEMENTS = 1 << 22  # at a time: 16 MiB of fp32
 _PERMUTED = ("q_proj.weight", "k_proj.weight")  # of a Llama
+_ARCHITECTURES = {
+    "LlamaForCausalLM": gguf.MODEL_ARCH.LLAMA, "MistralForCausalLM": gguf.MODEL_ARCH.LLAMA,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35, "GptOssForCausalLM": gguf.MODEL_ARCH.GPT_OSS,
+}  # fmt: skip
+# Biases of gpt-oss' gates and ups take turns; a file has them apart.
+_TURNS = "gate_up_proj_bias"
 _SHIFTED = ("layernorm.weight", "_norm.weight", "model.norm.weight")  # norms of a Qwen3.5
 _ROPE_KINDS = ("default", "linear", "yarn")
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """One entry of the file: transformers' name of it, and where its bytes go."""
+    """What is written in one go: transformers' name of it, and where its bytes go, or of columns that take turns those
+    of one `turn`. A matrix of an expert is a part of one entry of the file."""
 
     name: str
     shape: tuple[int, ...]
     kind: str
     nbytes: int
     offset_bytes: int
+    turn: int | None = None
 
 
 def packed_kinds(config: ModelConfig, kind: str) -> dict[str, str]:
@@ -68,20 +78,21 @@ def packed_kinds(config: ModelConfig, kind: str) -> dict[str, str]:
 
 
 def write_gguf(
-    source: CheckpointSource, out: Path, kinds: Mapping[str, str], *, words: Path, on_progress: Progress | None = None
-) -> Path:
+    source: CheckpointSource, out: Path, kinds: Mapping[str, str], *, words: Path | None,
+    on_progress: Progress | None = None,
+) -> Path:  # fmt: skip
     """Write a model.
 
     Args:
-        source: What to write: a Llama, or a Qwen3.5 of random numbers.
+        source: What to write: a Llama, or random numbers in the shape of gpt-oss or of a Qwen3.5.
         out: New file; it appears only when it is complete.
         kinds: By transformers' name how matrices are stored. Those of the source itself are written as they are, and
             others packed; vectors are in fp32.
-        words: The GGUF file that the tokenizer is of.
+        words: The GGUF file that the tokenizer is of; None: its tokens are numbers that mean nothing.
         on_progress: Called with (bytes written, bytes of all weights).
 
     Raises:
-        OptionError: `out` exists, or the source's rotary embedding has no place in such a file.
+        OptionError: `out` exists, or the source's family or rotary embedding has no place in such a file.
         StorageError: Not enough space or no permission; nothing half-written stays behind.
     """
     target = out.expanduser().absolute()
@@ -104,26 +115,61 @@ def write_gguf(
 
 
 def _described(
-    source: CheckpointSource, kinds: Mapping[str, str], words: Path
+    source: CheckpointSource, kinds: Mapping[str, str], words: Path | None
 ) -> tuple[gguf.GGUFWriter, list[_Tensor]]:
-    """What the header says, and the tensors in the order of the file."""
+    """What the header says, and what is written, in the order of the file."""
     config = source.config()
-    arch = gguf.MODEL_ARCH.QWEN35 if config.deltas else gguf.MODEL_ARCH.LLAMA
+    arch = _ARCHITECTURES.get(config.architecture)
+    if arch is None:
+        raise OptionError(f"{config.architecture} is not written as GGUF: leave out --stored, or take another --shape")
     writer, described = gguf.GGUFWriter(None, gguf.MODEL_ARCH_NAMES[arch]), transformers_config_of(source)
     _add_shape(writer, config, described)
     if config.deltas:
         _add_deltas(writer, described)
-    _add_words(writer, words)
+    if words is None:
+        writer.add_tokenizer_model("none")
+    else:
+        _add_words(writer, words)
     names = gguf.get_tensor_name_map(arch, config.num_layers)
-    tensors, offset_bytes = list[_Tensor](), 0
-    for name, to in checkpoint_tensors(config).items():
-        kind, shape = kinds.get(name, "F32"), tuple(size for size in to.shape if size > 1)  # taps have three dimensions
-        nbytes = math.prod(shape[:-1]) * format_of(kind).file_bytes(shape[-1])
-        called = names.get_name(name.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
+    tensors, offset_bytes, of_experts = list[_Tensor](), 0, dict[str, int]()
+
+    def add(called: str, shape: tuple[int, ...], kind: str, nbytes: int) -> int:
+        """An entry of the file; returns where it begins."""
+        nonlocal offset_bytes
         writer.add_tensor_info(called, shape, torch.float32, nbytes, raw_dtype=gguf.GGMLQuantizationType[kind])
-        tensors.append(_Tensor(name, to.shape, kind, nbytes, offset_bytes))
+        start_bytes = offset_bytes
         offset_bytes += gguf.GGUFWriter.ggml_pad(nbytes, writer.data_alignment)
+        return start_bytes
+
+    for name, to in checkpoint_tensors(config).items():
+        kind = kinds.get(name, "F32")
+        nbytes = math.prod(to.shape[:-1]) * format_of(kind).file_bytes(to.shape[-1])
+        if to.expert is not None:
+            assert to.layer is not None
+            mlp = config.layers[to.layer].mlp
+            assert isinstance(mlp, Experts)
+            called = _called(names, name.replace(f".experts.{to.expert}.", ".experts."))
+            if called not in of_experts:
+                of_experts[called] = add(called, (mlp.num_experts, *to.shape), kind, mlp.num_experts * nbytes)
+            tensors.append(_Tensor(name, to.shape, kind, nbytes, of_experts[called] + to.expert * nbytes))
+        elif name.endswith(_TURNS):
+            rows, columns = to.shape
+            for turn, part in enumerate(("gate_proj.bias", "up_proj.bias")):
+                start_bytes = add(_called(names, name.replace(_TURNS, part)), (rows, columns // 2), kind, nbytes // 2)
+                tensors.append(_Tensor(name, to.shape, kind, nbytes // 2, start_bytes, turn))
+        else:
+            shape = tuple(size for size in to.shape if size > 1)  # taps have three dimensions
+            tensors.append(_Tensor(name, to.shape, kind, nbytes, add(_called(names, name), shape, kind, nbytes)))
     return writer, tensors
+
+
+def _called(names: gguf.TensorNameMap, name: str) -> str:
+    """What llama.cpp calls a tensor, by transformers' name."""
+    for end, bias in (("dt_bias", "dt_proj.bias"), ("_proj_bias", "_proj.bias"), (".sinks", ".sinks.weight")):
+        name = name.removesuffix(end) + bias if name.endswith(end) else name
+    called = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    assert called is not None, f"llama.cpp has no {name}"
+    return called
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, described: Any) -> None:
@@ -131,8 +177,14 @@ def _add_shape(writer: gguf.GGUFWriter, config: ModelConfig, described: Any) -> 
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     mlp = config.layers[0].mlp
-    assert isinstance(mlp, GatedMLP)
-    writer.add_feed_forward_length(mlp.intermediate_size)
+    assert isinstance(mlp, GatedMLP | Experts)
+    if isinstance(mlp, Experts):
+        writer.add_expert_count(mlp.num_experts)
+        writer.add_expert_used_count(mlp.chosen)
+        writer.add_expert_feed_forward_length(mlp.expert.intermediate_size)
+    writer.add_feed_forward_length(described.intermediate_size)
+    if window := next(filter(None, config.layer_windows), None):
+        writer.add_sliding_window(window)
     writer.add_head_count(config.attention.num_heads)
     writer.add_head_count_kv(config.attention.num_kv_heads)
     writer.add_key_length(config.attention.head_dim)
@@ -216,12 +268,13 @@ def _write_tensors(
 def _stored(source: CheckpointSource, tensor: _Tensor, config: ModelConfig) -> torch.Tensor:
     """A tensor's bytes as they lie in the file: uint8 [rows, bytes of a row], or fp32 of a vector and of taps."""
     fill = source.fills[tensor.name]
-    if len(tensor.shape) != 2:
+    if len(tensor.shape) != 2 or tensor.kind == "F32":
         values = torch.empty(tensor.shape)
         fill(values)
         if tensor.name.endswith("A_log"):
             return -values.exp()
-        return values + 1 if config.deltas and tensor.name.endswith(_SHIFTED) else values
+        values = values + 1 if config.deltas and tensor.name.endswith(_SHIFTED) else values
+        return values if tensor.turn is None else values[..., tensor.turn :: 2].contiguous()
     rows, columns = tensor.shape
     if source.kinds.get(tensor.name) == tensor.kind:
         kept = torch.empty(rows, format_of(tensor.kind).row_bytes(columns), dtype=torch.uint8)
@@ -235,7 +288,7 @@ def _stored(source: CheckpointSource, tensor: _Tensor, config: ModelConfig) -> t
         for part, packed in zip(values.split(step), out.split(step), strict=True):
             found = gguf.quantize(part.float().numpy(), gguf.GGMLQuantizationType[tensor.kind])
             packed.copy_(torch.from_numpy(found))
-    if tensor.name.endswith(_PERMUTED) and not config.deltas:
+    if tensor.name.endswith(_PERMUTED) and _ARCHITECTURES[config.architecture] is gguf.MODEL_ARCH.LLAMA:
         # llama.cpp rotates neighbouring channels: two halves are interleaved.
         head_dim = config.attention.head_dim
         halves = out.view(rows // head_dim, 2, head_dim // 2, -1)
