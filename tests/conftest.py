@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -33,6 +34,11 @@ settings.register_profile("search", settings.get_profile("short"), derandomize=F
 settings.load_profile("short")
 # Workers share the cores, and small tensors lose 30-fold to many threads where anything else runs.
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(4, os.cpu_count() or 1))
+
+# Shells without job control ignore Ctrl-C for what runs in the background, and so would all that tests start: whoever
+# interrupts a process presses Ctrl-C in its foreground.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _unfreeze = gc.unfreeze
 # Imports and collected tests stay: looking through them again and again took a quarter of the time of collecting.

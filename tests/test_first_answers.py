@@ -110,13 +110,17 @@ def test_verification_that_is_stopped_reports_what_there_is(target: Path) -> Non
 
 @pytest.mark.slow
 def test_a_verification_says_how_long_and_how_far_and_ctrl_c_ends_it_with_its_report(target: Path) -> None:
-    command = [sys.executable, "-m", "offload_runtime", "verify", "--target", str(target), "--device", "cpu",
-               "--context", "256", "--seeds", "100000", "--json"]  # fmt: skip
+    command = [sys.executable, "-X", "faulthandler", "-m", "offload_runtime", "verify", "--target", str(target),
+               "--device", "cpu", "--context", "256", "--seeds", "100000", "--json"]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
     assert process.stderr is not None
     lines = iter(process.stderr.readline, "")
     assert any("this takes about " in line and "Ctrl-C" in line for line in lines)
     assert any("identity: 1 of " in line for line in lines)  # where stderr is no terminal
     process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    try:
+        out, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # it ends with the stacks of its threads
+        pytest.fail(process.communicate()[1])
     assert process.returncode == 130 and json.loads(out)["interrupted"]
