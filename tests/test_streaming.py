@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -114,6 +115,45 @@ def test_a_pass_after_an_interrupted_one_starts_over(
             _interrupt(streamer, at)
         assert _run_pass(streamer) == list(range(7))
         assert _run_pass(streamer) == list(range(7))
+
+
+class _InterruptedEngine(ThreadCopyEngine):
+    """Ctrl-C is pressed in a call of it: the one of this name, behind as many others."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.call, self.others = call, -1
+
+    def _interrupt(self, call: str) -> None:
+        if call == self.call:
+            self.others -= 1
+            if self.others == -1:
+                raise _InterruptedError
+
+    def enqueue(self, *tensors: torch.Tensor, **others: Any) -> None:
+        super().enqueue(*tensors, **others)
+        self._interrupt("enqueue")
+
+    def compute_wait(self, ready: Any) -> None:
+        super().compute_wait(ready)
+        self._interrupt("compute_wait")
+
+    def compute_record(self, free: Any) -> None:
+        super().compute_record(free)
+        self._interrupt("compute_record")
+
+
+@pytest.mark.parametrize("call", ["enqueue", "compute_wait", "compute_record"])
+def test_no_buffer_is_lost_where_the_queue_itself_is_interrupted(call: str) -> None:
+    engine = _InterruptedEngine(call)
+    streamer = _streamer(engine, buffers=3)
+    for others in range(9):
+        engine.others = others
+        with pytest.raises(_InterruptedError):
+            while True:
+                _run_pass(streamer)
+        assert _run_pass(streamer) == list(range(7))
+    engine.close()
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -225,7 +225,7 @@ class CudaCopyEngine:
 Item = tuple[Label, torch.Tensor]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Buffer:
     """One device buffer: `ready` fires when its item has arrived, `free` after the item's last read."""
 
@@ -234,7 +234,6 @@ class _Buffer:
     free: Any
 
 
-@dataclass
 class _Lane:
     """A ring of buffers that items of one kind take in turn: each is idle, then its item arrives, then it is held until
     whoever reads it lets go of it.
@@ -242,13 +241,27 @@ class _Lane:
     In each state the oldest comes first, so that the buffers keep their order.
     """
 
-    idle: deque[_Buffer]  # every earlier user has let go of them
-    arriving: deque[_Buffer] = field(default_factory=deque)  # their items are queued, and not yet in use
-    held: deque[_Buffer] = field(default_factory=deque)  # in use
+    def __init__(self, buffers: Sequence[_Buffer]) -> None:
+        self.buffers = buffers
+        self.reset()
+
+    def reset(self) -> None:
+        """Make all buffers idle."""
+        self.idle = deque(self.buffers)  # every earlier user has let go of them
+        self.arriving = deque[_Buffer]()  # their items are queued, and not yet in use
+        self.held = deque[_Buffer]()  # in use
+
+    @property
+    def is_between_passes(self) -> bool:
+        """Return whether none is held, or was on its way from one state to the next when a pass was interrupted."""
+        return len(self.idle) + len(self.arriving) == len(self.buffers)
 
 
 class CopySchedule:
     """Queues the items of pass after pass as far ahead as there are buffers.
+
+    A pass may be interrupted anywhere: what it leaves shows where buffers and items are counted, as both are moved one
+    at a time, and an item is forgotten when its buffer has been moved.
 
     Args:
         engine: The copy queue.
@@ -262,14 +275,14 @@ class CopySchedule:
         self._engine = engine
         self._plan_pass = plan_pass
         self._lanes = {
-            name: _Lane(deque(_Buffer(data, engine.new_event(), engine.new_event()) for data in buffers))
+            name: _Lane([_Buffer(data, engine.new_event(), engine.new_event()) for data in buffers])
             for name, buffers in lanes.items()
         }
         self._left: deque[Item] = deque()  # of the running pass and the planned one, what has not been taken yet
         # Planned and not begun. Not more than one, because the state that it was planned from goes stale.
         self._planned: Sequence[Item] | None = None
         for lane in self._lanes.values():
-            for buffer in lane.idle:  # the allocator may hand out memory that queued kernels still use
+            for buffer in lane.buffers:  # the allocator may hand out memory that queued kernels still use
                 engine.compute_record(buffer.free)
 
     def begin_pass(self, *, is_valid: bool) -> Sequence[Item]:
@@ -280,18 +293,19 @@ class CopySchedule:
         Args:
             is_valid: Whether what was planned last still describes the pass.
         """
-        for ring in self._lanes.values():
-            while ring.held:  # kernels that are already queued may still read what an interrupted pass held
-                self._let_go(ring)
-        items = self._planned
-        if items is None or len(self._left) > len(items) or not is_valid:
+        items, rings = self._planned, self._lanes.values()
+        has_ended = all(ring.is_between_passes for ring in rings)
+        if items is None or len(self._left) > len(items) or not has_ended or not is_valid:
             # Copies run in order, so a buffer's next copy cannot overtake one that is dropped, and its `free` event
             # still guards reads. Planning may be interrupted, and then nothing is planned.
             self._planned = None
             self._left.clear()
-            for ring in self._lanes.values():
-                ring.idle.extend(ring.arriving)
-                ring.arriving.clear()
+            for ring in rings:
+                for buffer in ring.buffers:
+                    if buffer not in ring.idle and buffer not in ring.arriving:
+                        # Kernels that are already queued may still read what an interrupted pass held.
+                        self._engine.compute_record(buffer.free)
+                ring.reset()
             items = self._plan()
         self._planned = None
         return items
@@ -299,24 +313,23 @@ class CopySchedule:
     def take(self, lane: str, key: tuple[int, ...]) -> torch.Tensor:
         """The buffer of the pass's next item, which must be `key` of `lane`: uint8 [buffer_bytes], to be read by
         compute issued from now on, until `release`."""
-        (label, _), ring = self._left.popleft(), self._lanes[lane]
+        (label, _), ring = self._left[0], self._lanes[lane]
         assert label == (lane, key), f"{lane} {key} is not next: {label} is"
         assert ring.arriving, "every buffer is held: the item cannot arrive"
         buffer = ring.arriving.popleft()
         ring.held.append(buffer)
+        self._left.popleft()
         self._engine.compute_wait(buffer.ready)
         return buffer.data
 
     def release(self, lane: str) -> None:
-        """Let go of the buffer of `lane` that was taken first, and fill it again."""
-        self._let_go(self._lanes[lane])
-        self.fill()
-
-    def _let_go(self, ring: _Lane) -> None:
-        """Let go of the buffer of a ring that was taken first, behind the compute that has been issued so far."""
+        """Let go of the buffer of `lane` that was taken first, behind the compute that has been issued so far, and fill
+        it again."""
+        ring = self._lanes[lane]
         buffer = ring.held.popleft()
         self._engine.compute_record(buffer.free)
         ring.idle.append(buffer)
+        self.fill()
 
     def fill(self) -> None:
         """Queue copies as far ahead as there are buffers."""
@@ -335,8 +348,9 @@ class CopySchedule:
             ring.arriving.append(ring.idle.popleft())
 
     def _plan(self) -> Sequence[Item]:
-        self._planned = items = self._plan_pass()
+        items = self._plan_pass()
         self._left.extend(items)
+        self._planned = items
         return items
 
 
