@@ -243,11 +243,7 @@ class _Lane:
 
     def __init__(self, buffers: Sequence[_Buffer]) -> None:
         self.buffers = buffers
-        self.reset()
-
-    def reset(self) -> None:
-        """Make all buffers idle."""
-        self.idle = deque(self.buffers)  # every earlier user has let go of them
+        self.idle = deque(buffers)  # every earlier user has let go of them
         self.arriving = deque[_Buffer]()  # their items are queued, and not yet in use
         self.held = deque[_Buffer]()  # in use
 
@@ -301,11 +297,10 @@ class CopySchedule:
             self._planned = None
             self._left.clear()
             for ring in rings:
-                for buffer in ring.buffers:
-                    if buffer not in ring.idle and buffer not in ring.arriving:
-                        # Kernels that are already queued may still read what an interrupted pass held.
-                        self._engine.compute_record(buffer.free)
-                ring.reset()
+                held = [one for one in ring.buffers if one not in ring.idle and one not in ring.arriving]
+                for buffer in held:  # kernels that are already queued may still read what an interrupted pass held
+                    self._engine.compute_record(buffer.free)
+                ring.idle, ring.arriving, ring.held = deque([*ring.idle, *ring.arriving, *held]), deque(), deque()
             items = self._plan()
         self._planned = None
         return items
