@@ -7,6 +7,7 @@ import gc
 import importlib
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,10 +30,13 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def rest_of_the_program() -> None:
-    """What the main flow does for the next seconds unless it is interrupted."""
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        time.sleep(0.001)
+    """The main flow waits for others, which ends in twenty seconds unless it is interrupted."""
+    end, of_others = time.monotonic() + 20, threading.Lock()
+    of_others.acquire()
+    try:
+        of_others.acquire(timeout=20)
+    finally:
+        assert time.monotonic() < end, "it has waited until the end"
 
 
 class Interrupted:

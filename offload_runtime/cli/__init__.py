@@ -6,7 +6,6 @@ engine) is imported before a command needs it, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import _thread
 import signal
 import sys
 import threading
@@ -14,7 +13,8 @@ from types import FrameType
 
 
 def _interrupt_soon() -> None:
-    threading.Timer(0.05, _thread.interrupt_main).start()
+    # A signal of its own, for `_thread.interrupt_main` wakes nobody who waits for a lock or for a line of stdin.
+    threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
