@@ -29,6 +29,7 @@ from offload_runtime.weights.expert_hits import note_hits
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_config, family_model, write_family
+from tests.helpers.heads import add_random_mtp
 from tests.helpers.planning import made_up_machine
 from tests.helpers.server import free_port, is_ready, wait_until
 
@@ -100,6 +101,54 @@ def test_tokens_do_not_depend_on_what_the_cpu_computes(
         assert answers(runtime, ways.get("max_batch", 1)) == expected
         result = runtime.generate(PROMPTS[0], max_new_tokens=4, ignore_eos=True)
     assert share < 1 or result.stats.expert_hit_rate is None or result.stats.expert_cpu_share == 1
+
+
+@pytest.fixture(scope="module")
+def carrying(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a random MTP layer of as many experts."""
+    return add_random_mtp(mixture, tmp_path_factory.mktemp("carrying") / "mixture")
+
+
+def drafted(target: Path, **options: Any) -> list[tuple[Any, ...]]:
+    """The tokens of all requests, at once, and how many proposals of what depth were right: half of them, since what is
+    said so hot is decided by the noise, which head and target share, as much as by what either makes of the text."""
+    asked: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 2.0, "seed": 3}
+    with Runtime.load(target, context=300, max_batch=3, **options) as runtime:
+        results = runtime.generate_batch(PROMPTS, **asked)
+        is_whole = runtime.plan.placement.pool_buffers is None
+    assert all((one.stats.expert_hit_rate is None) == is_whole for one in results)
+    return [(list(one.tokens), one.stats.accepted_by_depth) for one in results]
+
+
+HEADS: dict[str, dict[str, Any]] = {
+    "chain": {"gamma": 4, "tree_nodes": 0}, "tree": {"gamma": 6, "tree_nodes": 24},
+}  # fmt: skip
+HEADS |= {"streamed": {"resident_layers": 1, **HEADS["tree"]}, "cards": {"device": "cpu,cpu", **HEADS["chain"]}}
+
+
+@pytest.fixture(scope="module")
+def of_all_experts(carrying: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """By way what is said where all experts are on the device, whose tokens are those of plain decoding."""
+    said = {way: drafted(carrying, draft="mtp", device="cpu", **HEADS[way]) for way in ("chain", "tree")}
+    plain = [tokens for tokens, _ in drafted(carrying, draft="none", device="cpu")]
+    for found in said.values():
+        assert [tokens for tokens, _ in found] == plain and min(sum(right) for _, right in found) > 5
+    return said | {"streamed": said["tree"], "cards": said["chain"]}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("buffers", "way", "share"),
+    [
+        (CHOSEN, "streamed", 0), (CHOSEN + 1, "chain", 1.0), (COUNT, "tree", 0), (2 * COUNT + 1, "cards", 0.4),
+        ((LAYERS + 1) * COUNT, "streamed", 0),
+    ],
+)  # fmt: skip
+def test_a_head_says_the_same_whatever_of_its_experts_is_in_the_pool(
+    buffers: int, way: str, share: float, carrying: Path, of_all_experts: dict[str, list[tuple[Any, ...]]]
+) -> None:
+    options: dict[str, Any] = {"device": "cpu", "cpu_share": share, **HEADS[way]}
+    assert drafted(carrying, draft="mtp", expert_pool=buffers * EXPERT_BYTES, **options) == of_all_experts[way]
 
 
 @needs_compiler
@@ -213,6 +262,20 @@ def test_on_a_gpu_tokens_do_not_depend_on_the_pool(buffers: int, mixture: Path) 
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("way", HEADS)
+def test_on_a_gpu_a_head_says_the_same_whatever_of_its_experts_is_in_the_pool(way: str, carrying: Path) -> None:
+    """Its steps are graphs with the host between, or none where a pool is too small for what they may choose."""
+    options: dict[str, Any] = {"dtype": "bf16", **HEADS[way], "device": "cuda:0", "vram": "8GB"}
+    if way == "cards":
+        options |= {"device": "cuda:0,cuda:0", "vram": "4GB,4GB"}
+    plain, found = drafted(carrying, **options, draft="none"), drafted(carrying, **options, draft="mtp")
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
+    for buffers, share in ((CHOSEN, 0), (COUNT, 1.0), (2 * COUNT + 1, None)):
+        options |= {"expert_pool": buffers * EXPERT_BYTES // 2, "cpu_share": share}
+        assert drafted(carrying, **options, draft="mtp") == found
+
+
+@pytest.mark.gpu
 def test_pools_on_two_gpus_say_what_one_says(mixture: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU is here")
@@ -306,6 +369,15 @@ def test_plans_expect_what_runs_have_measured(
     kept.unlink()
     kept.mkdir()
     assert run() == (expected, measured) and "how often experts were on the card is not kept" in caplog.text
+
+
+def test_prompts_bring_a_heads_experts_once(carrying: Path) -> None:
+    """Behind the target's, for all of its pieces; one more token then brings what it needs of each layer."""
+    prompt = [5 + (3 * i * i + i // 7) % 280 for i in range(600)]
+    with load(carrying, context=640, draft="mtp", tree_nodes=0, expert_pool=2 * COUNT * EXPERT_BYTES) as runtime:
+        runtime.generate(prompt, max_new_tokens=2, ignore_eos=True)
+        brought = runtime.engine.target.runner.streamer.bytes_begun / runtime.plan.target.expert_bytes
+    assert 0 <= brought - (LAYERS + 1) * COUNT <= LAYERS * CHOSEN
 
 
 @pytest.mark.parametrize("buffers", [CHOSEN, COUNT - 1, COUNT, 2 * COUNT + 1])

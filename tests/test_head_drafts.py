@@ -86,7 +86,7 @@ def test_answers_are_those_of_plain_decoding(
 
 @pytest.mark.slow
 def test_a_mixture_of_deepseeks_layout_drafts_with_what_it_carries(tmp_path: Path) -> None:
-    """Its experts, too, are in a pool of their own."""
+    """Its experts, too, are in the pool of the target."""
     mtp = Mtp.of("glm4_moe", family_model("glm4_moe", 2), 2)
     target = write_mtp(tmp_path / "m", mtp, "deepseek", "num_nextn_predict_layers")
     byte_level_tokenizer(VOCABULARY).save_pretrained(target)

@@ -127,7 +127,7 @@ class Engine:
         self.device, self._num_slots = self.budgets[0].device, self.plan.target.batch
         self.waiting, self.running = deque[Request](), dict[int, Request]()
         self.owner: object | None = None
-        self._meter = PassMeter(self.target, self.recorder)
+        self._meter = PassMeter(self.target, self.draft, self.recorder)
         self.begin()
 
     def begin(self, owner: object | None = None, *, stores: Sequence[BlockStore] = ()) -> None:
@@ -388,12 +388,14 @@ class PassMeter:
 
     Args:
         target: The model whose passes are measured.
+        draft: Its draft, if there is one, of which experts may be in host memory, too.
         recorder: Of a trace, if there is one.
     """
 
-    def __init__(self, target: LoadedModel, recorder: TraceRecorder | None) -> None:
+    def __init__(self, target: LoadedModel, draft: LoadedModel | None, recorder: TraceRecorder | None) -> None:
         self._target, self._recorder, self._passes = target, recorder, _Passes()
-        self._link_peak_gbps, self._pinned_bytes = target.link_peak_gbps, target.pinned_bytes  # they stay as they are
+        self._link_peak_gbps = target.link_peak_gbps  # which stays as it is, as does what is page-locked of weights
+        self._pinned_bytes = target.pinned_bytes + (0 if draft is None else draft.pinned_bytes)
         # Those that carry something, whose mean counts.
         streaming = [card for card in target.cards if card.link_peak_gbps is not None]
         self._links = [card.engines for card in streaming or target.cards]

@@ -6,14 +6,14 @@ What could not be page-locked (`StagedMemory`) crosses rings: layers spread amon
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 
 import torch
-from offload_runtime_kernels.experts_cpu import ExpertsCpu, HostExperts, NoCpuShare, load_experts_library
+from offload_runtime_kernels.experts_cpu import ExpertsCpu, NoCpuShare, load_experts_library
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import TILE_ROWS
 
@@ -259,9 +259,11 @@ class LoadedCard:
         return [self.engine] if demand is None else [self.engine, demand]
 
     def end_copies(self) -> None:
-        """Before anything that is copied is let go of."""
+        """Before anything that is copied, or computed with, is let go of."""
         for engine in self.engines:
             engine.close()
+        if self.pool is not None and self.pool.cpu is not None:
+            self.pool.cpu.finish()
 
 
 @dataclass(frozen=True)
@@ -301,6 +303,10 @@ class LoadedModel:
         weights = self.weights
         return sum(arena.pinned_bytes for arena in (*weights.arenas.values(), *weights.experts.values(), *rings))
 
+    def pool_for(self, head: ModelPlan) -> ExpertPool | None:
+        """Return the pool that has the experts of a head of this model, too; None where they are not in one."""
+        return self.cards[0].pool if head.placement.pool_buffers == 0 else None
+
     def end_copies(self) -> None:
         """Before anything that is copied is let go of."""
         for card in self.cards:
@@ -327,7 +333,7 @@ def load_models(
     target = load(target_source, plan.target, cards, name="target", cpu_share=share)
     runner, draft = target.runner, None
     if draft_source and plan.draft:
-        draft = load(draft_source, plan.draft, cards[:1], name="draft", lender=runner.decoder)
+        draft = load(draft_source, plan.draft, cards[:1], name="draft", lender=target)
         if isinstance(decoder := draft.runner.decoder, HeadDecoder):
             head = decoder.head_config
             runner.taps = HiddenTaps(head.taps, head.width, decoder.tap, head.taps_in_place)
@@ -339,10 +345,11 @@ def load_models(
 def load_model(
     source: CheckpointSource, plan: ModelPlan, cards: Sequence[OpenCard], *, name: str, registrar: Registrar | None,
     on_progress: LoadProgress | None, undo: ExitStack, pinned_bytes: int | None = None, cpu_share: float | None = 0,
-    lender: Decoder | None = None,
+    lender: LoadedModel | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Read the weights and connect the parts of one model, which `undo` gives back again. `cpu_share` is that of the
-    missing experts which the CPU computes; None: by measured rates. A head has what it has not of the `lender`."""
+    missing experts which the CPU computes; None: by measured rates. A head has what it has not of the `lender`, its
+    target, and perhaps a place in the pool of this."""
     report = None if on_progress is None else partial(on_progress, f"{name} weights")
     # Only what is streamed is copied asynchronously; systems that lock little memory can keep the rest.
     pin = set() if registrar is None else set(plan.placement.streamed_layers) - set(plan.placement.staged_layers)
@@ -356,6 +363,8 @@ def load_model(
         if own.placement.pool_buffers is None:
             counts = [one.num_experts for one in own.experts.values()]
             experts |= zip(own.experts, buffers.split(counts), strict=True)
+    if lender is not None and (pool := lender.pool_for(plan)) is not None and pool.is_whole:
+        experts = {layer: pool.held(lender.config.num_layers + layer) for layer in plan.experts}
     # What stays on a device, by layer, that of None for the head: uint8 each.
     held: dict[int | None, torch.Tensor] = {}
     for one, own in zip(cards, plan.cards, strict=False):  # a draft is on the first
@@ -438,7 +447,7 @@ def make_pool(
 
     Args:
         weights: Of the model.
-        experts: By layer.
+        experts: By layer, those of a head behind the model's own.
         buffers: Of the pool. They hold all experts where there is no `engine`.
         engine: Brings experts.
         most_rows: That a layer is given at once.
@@ -447,26 +456,36 @@ def make_pool(
     """
     if not experts:
         return None
-    host = {layer: None if engine is None else weights.experts_of(layer) for layer in experts}
-    layers = {layer: ExpertUnits(one.num_experts, one.chosen, host[layer]) for layer, one in experts.items()}
-    config, layout, share = weights.config, weights.layout, None
-    chosen = max(one.chosen for one in experts.values())
+    layers = {layer: ExpertUnits(one.num_experts, one.chosen) for layer, one in experts.items()}
+    share, chosen = None, max(one.chosen for one in experts.values())
     if engine is not None and cpu.threads is not None:
-        on_cpu = dict[int, HostExperts]()
-        for layer, one in experts.items():
-            views = layout.layers[layer].views(held[layer] if layer in held else weights.block(layer))
-            mixer = config.layers[layer].mlp
+        x = torch.empty(0, weights.config.hidden_size, dtype=weights.layout.dtype, device=buffers.device)
+        share = CpuExperts(cpu.threads, cpu.share, engine, num_chosen=chosen, x=x)
+    pool = ExpertPool(buffers, layers, engine, most_choices=most_rows * chosen, cpu=share)
+    add_experts(pool, weights, experts.keys() & weights.layout.experts, cpu=cpu, held=held)
+    return pool
+
+
+def add_experts(
+    pool: ExpertPool, weights: HostWeights, layers: Iterable[int], *, cpu: CpuThreads,
+    held: Mapping[int | None, torch.Tensor], first: int = 0,
+) -> None:  # fmt: skip
+    """Let experts of some layers of a model be fetched into a pool, which calls its first layer `first`, and computed
+    on the CPU, unless the pool has all. Arguments as of `make_pool`."""
+    for layer in () if pool.is_whole else layers:
+        on_cpu, layout = None, weights.layout
+        if cpu.threads is not None:
+            mixer = weights.config.layers[layer].mlp
             assert isinstance(mixer, Experts)
-            on_cpu[layer] = mixer.on_cpu(cpu.threads.library, one.places, views)
-        x = torch.empty(0, config.hidden_size, dtype=layout.dtype, device=buffers.device)
-        share = CpuExperts(cpu.threads, on_cpu, cpu.share, engine, num_chosen=chosen, x=x)
-    return ExpertPool(buffers, layers, engine, most_choices=most_rows * chosen, cpu=share)
+            views = layout.layers[layer].views(held[layer] if layer in held else weights.block(layer))
+            on_cpu = mixer.on_cpu(cpu.threads.library, layout.experts[layer].places, views)
+        pool.add(first + layer, weights.experts_of(layer), on_cpu)
 
 
 def connect_model(
     weights: HostWeights, held: Mapping[int | None, torch.Tensor], experts: Sequence[torch.Tensor], plan: ModelPlan,
     cards: Sequence[OpenCard], *, name: str, registrar: Registrar | None, undo: ExitStack, limited: bool,
-    cpu: CpuThreads = NO_CPU, lender: Decoder | None = None,
+    cpu: CpuThreads = NO_CPU, lender: LoadedModel | None = None,
 ) -> LoadedModel:  # fmt: skip
     """Connect loaded weights, those on the host and those `held` on devices, with buffers of `experts` on each card,
     and build the runner. Where page-locked memory is `limited` all of it is for what passes stream.
@@ -487,15 +506,20 @@ def connect_model(
         kv_buffers.append(_ring(one.budget, f"{name}: KV ring", num_kv_buffers, own.kv_piece_bytes))
     cache = make_cache(plan, cards, f"{name}: KV cache", memories, None if limited else registrar)
     undo.callback(cache.close)
-    pools = [
-        make_pool(
-            weights, own.experts, of_card, None if own.placement.pool_buffers is None else one.queues.demand,
-            most_rows=max(own.chunk_tokens, own.batch * own.window_tokens), cpu=cpu, held=held,
-        )
-        for of_card, own, one in zip(experts, plan.cards, cards, strict=True)
-    ]  # fmt: skip
+    pools, pool_first = list[ExpertPool | None](), 0
+    if lender is not None and (joined := lender.pool_for(plan)) is not None:
+        pools, pool_first = [joined], lender.config.num_layers
+        add_experts(joined, weights, plan.experts, cpu=lender.cpu, held=held, first=pool_first)
+    else:
+        pools = [
+            make_pool(
+                weights, own.experts, of_card, None if own.placement.pool_buffers is None else one.queues.demand,
+                most_rows=max(own.chunk_tokens, own.batch * own.window_tokens), cpu=cpu, held=held,
+            )
+            for of_card, own, one in zip(experts, plan.cards, cards, strict=True)
+        ]  # fmt: skip
     stores = {
-        layer: ExpertStore(one.matrices(pool.buffers), partial(pool.fetch, layer))
+        layer: ExpertStore(one.matrices(pool.buffers), partial(pool.fetch, pool_first + layer))
         for pool, own in zip(pools, plan.cards, strict=True)
         if pool is not None
         for layer, one in own.experts.items()
@@ -503,7 +527,7 @@ def connect_model(
     loaded = list[LoadedCard]()
     for one, memory, pool, *rings in zip(cards, memories, pools, buffers, kv_buffers, strict=True):
         with current_device(one.budget.device):
-            peak_gbps = _measure_link(weights, [*chain(*rings)], one.queues.h2d, memory, pool)
+            peak_gbps = _measure_link(weights, [*chain(*rings)], one.queues.h2d, memory, None if pool_first else pool)
         loaded.append(LoadedCard(memory.queue(one.queues.h2d), memory, peak_gbps, pool))
         undo.callback(loaded[-1].end_copies)
     nothing, arenas = torch.empty(0, dtype=torch.uint8), weights.layers
@@ -520,12 +544,13 @@ def connect_model(
         {index: held[index] for index in plan.placement.resident_layers},
         [CardRing(one.engine, layers, kv, pool) for one, layers, kv, pool in parts],
         owners=owners, make_views=make_views, kv=cache if isinstance(cache, HostKVCache) and any(kv_buffers) else None,
+        pool_first=pool_first,
     )  # fmt: skip
     embedding = held[EMBEDDING] if EMBEDDING in held else weights.block(EMBEDDING)
     shared = layout.shared.views(held[None], scratches[0]) | layout.embedding.views(embedding)
     if isinstance(plan.config, HeadConfig):
         assert lender is not None, "a head is loaded behind its target"
-        around = {**lent_to_head(lender, scratches[0]), **shared}
+        around = {**lent_to_head(lender.runner.decoder, scratches[0]), **shared}
         decoder: Decoder = HeadDecoder(plan.config, around, partition)
     else:
         decoder = Decoder(plan.config, shared, partition)
@@ -557,8 +582,7 @@ def _measure_link(
 ) -> float | None:  # fmt: skip
     """Return the peak of the link into a buffer, from page-locked memory of a card's layers; None when nothing is
     streamed, and no expert is brought."""
-    if not buffers and pool is not None and not pool.is_whole:
-        unit = pool.host_unit
+    if not buffers and pool is not None and not pool.is_whole and (unit := pool.host_unit) is not None:
         return measure_link_gbps(engine, pool.buffers[0, : unit.nbytes], unit)
     if not buffers:
         return None

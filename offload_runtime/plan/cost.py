@@ -352,8 +352,10 @@ def draft_step_s(plan: RunPlan, machine: MachineProfile, *, rows: int = 1) -> fl
         kept = draft.options.sink_tokens + draft.recent_tokens
     elif draft.cache == "retrieval":
         kept = min(kept, draft.options.budget_tokens + 2 * BLOCK_TOKENS)
-    kv_bytes = draft.batch * kept * draft.kv_bytes_of(draft.layers, 1)
-    return _step_s(plan, draft, machine, rows=max(rows, draft.batch), kv_bytes=kv_bytes)
+    kv_bytes, rows = draft.batch * kept * draft.kv_bytes_of(draft.layers, 1), max(rows, draft.batch)
+    of_experts = sum(one.used(rows) * one.block.total_bytes for one in plan.target.head_experts)
+    demand_s = of_experts * (1 - plan.target.expected_hits) / _demand(plan, machine)
+    return _step_s(plan, draft, machine, rows=rows, kv_bytes=kv_bytes) + demand_s
 
 
 def verifier_step_s(plan: RunPlan, machine: MachineProfile) -> float:

@@ -55,7 +55,7 @@ class Placement:
     `staged_layers` are those of the others whose host memory is not page-locked; they cross the page-locked `h2d_ring`
     on their way. `resident_kv_layers` and `staged_kv_layers` are the same of a KV cache on the host, which passes
     through `kv_ring_buffers`, and crosses the `d2h_ring` on its way there (of no pieces where nothing goes there).
-    `pool_buffers` are those of experts; None: of all that the layers have.
+    `pool_buffers` are those of experts; None: of all that the layers have; 0: they are in the target's pool.
     """
 
     layers: tuple[int, ...]
@@ -94,7 +94,8 @@ class ModelPlan:
     `cache` is `full` (on the device), `host` (in host memory, but for the layers that the placement keeps) or, of a
     draft, `retrieval` or `streaming`, whose sizes are those of `options`, as are those of what a retrieval verifier
     reads of a target's. A prefill that `borrows` may take the memory of retrieved chunks. An `embedding_on_host`, which
-    is not the head too, is page-locked, and passes read its rows there. `hit_exponent` is of `expected_hits`.
+    is not the head too, is page-locked, and passes read its rows there. `hit_exponent` is of `expected_hits`. The pool
+    of a target's first card also has the `head_experts`, of the layers of a head, which are numbered behind its own.
     """
 
     config: ModelConfig
@@ -113,6 +114,7 @@ class ModelPlan:
     card: int = 0
     embedding_on_host: bool = False
     hit_exponent: float = PUBLISHED_EXPONENT
+    head_experts: tuple[ExpertBlocks, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -227,8 +229,9 @@ class ModelPlan:
 
     @cached_property
     def experts(self) -> dict[int, ExpertBlocks]:
-        """Those of the layers that have some, by layer."""
-        return {layer: one for layer, one in self.layout.experts.items() if layer in self.placement.layers}
+        """Those of the layers that have some, by layer, and of a head's that are in the same pool."""
+        own = {layer: one for layer, one in self.layout.experts.items() if layer in self.placement.layers}
+        return own | dict(enumerate(self.head_experts if self.card == 0 else (), self.config.num_layers))
 
     @cached_property
     def num_experts(self) -> int:
@@ -262,7 +265,7 @@ class ModelPlan:
         return {layer: one for experts in partial for layer, one in experts.items()}
 
     def missed_bytes(self, rows: int) -> int:
-        """What so many rows are expected to bring to one card, or all, of experts."""
+        """What so many rows are expected to bring to one card, or all, of experts; a head reads each of them, too."""
         if len(self.placements) > 1:  # each of which has a share of its own
             return sum(card.missed_bytes(rows) for card in self.cards)
         used_bytes = sum(one.used(rows) * one.block.total_bytes for one in self.experts.values())
@@ -310,10 +313,11 @@ class ModelPlan:
             return ""
         widened = sum(not one.as_stored for one in self.experts.values())
         dtype = DTYPE_KINDS[self.dtype].lower()
+        experts = f"{self.num_experts} experts" + (" with the head's" if self.head_experts else "")
         kept = f", those of {counted(widened, 'layer')} in {dtype} and not as they are stored" if widened else ""
         if self.placement.pool_buffers is None:
-            return f"all {self.num_experts} experts on the device{kept}"
-        room = f"room for {self.placement.pool_buffers} of {self.num_experts} experts on the device"
+            return f"all {experts} on the device{kept}"
+        room = f"room for {self.placement.pool_buffers} of {experts} on the device"
         expected = f"among which {self.expected_hits:.0%} of what a token needs is expected"
         return f"{room} ({self.pool_share:.0%}), {expected}{kept}"
 

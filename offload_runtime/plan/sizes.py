@@ -481,6 +481,10 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
         hit_exponent=request.target.hit_exponent or PUBLISHED_EXPONENT,
     )  # fmt: skip
     draft = _plan_draft(request, target, tree_nodes) if request.proposed_by == "the draft" else None
+    # A head's experts join the target's where its buffers hold them; larger ones would leave room for fewer of all.
+    if draft is not None and draft.is_head and 0 < draft.expert_bytes <= target.expert_bytes:
+        target = replace(target, head_experts=tuple(draft.experts.values()))
+        draft = replace(draft, placements=(replace(draft.placement, pool_buffers=0),))
     plans = [(request.target, target), *([] if draft is None else [(request.draft, draft)])]
     passing = max(passing_bytes(source, plan.layout) for source, plan in plans)
     return RunPlan(request, limits, target, draft, tree_room=tree_nodes, passing_bytes=passing)

@@ -73,7 +73,6 @@ class StepGraphs:
     Args:
         device: Where steps begin and end. On the CPU every run is an ordinary one.
         others: Devices that steps cross to.
-        captures: Whether steps can be captured: a graph cannot wait for weights that are on their way.
         input_words, output_words: The most integers that steps fetch and show.
         most_graphs: More are not held; the one that was not used for longest is dropped.
 
@@ -83,14 +82,14 @@ class StepGraphs:
     """
 
     def __init__(
-        self, device: torch.device, others: Sequence[torch.device] = (), *, captures: bool = True,
-        input_words: int = 0, output_words: int = 0, most_graphs: int = MOST_GRAPHS,
+        self, device: torch.device, others: Sequence[torch.device] = (), *, input_words: int = 0,
+        output_words: int = 0, most_graphs: int = MOST_GRAPHS,
     ) -> None:  # fmt: skip
         self._most_graphs = most_graphs
         self._graphs: dict[Hashable, list[_Part] | None] = {}  # None: has run once; oldest use first
         self._cut: Callable[[Callable[[], None]], None] | None = None  # of the capture that is going on
-        self._device, locked = device, device.type == "cuda"
-        self._replays = locked and captures
+        self._device = device
+        self._replays = locked = device.type == "cuda"
         self.inputs = torch.zeros(input_words, dtype=torch.int32, device=device)
         self._inputs_pinned, self._outputs_pinned = (
             torch.zeros(words, dtype=torch.int32, pin_memory=locked and words > 0)

@@ -121,9 +121,7 @@ class DFlashRunner:
         self.recorder: TraceRecorder | None = None  # of a trace, if there is one
         self._sampling = SlotSampling(batch, self.device)
         outputs = batch * self.places * self._candidates * (1 + self._choices)
-        self._graphs = StepGraphs(
-            self.device, captures=runner.streamer.has_all, input_words=_WORDS * batch, output_words=outputs
-        )
+        self._graphs = StepGraphs(self.device, input_words=_WORDS * batch, output_words=outputs)
 
     def join(self, slot: int, params: SamplingParams) -> None:
         """Let a sequence begin in a slot, whose tokens are chosen so."""

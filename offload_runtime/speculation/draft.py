@@ -136,6 +136,8 @@ class DraftRunner:
         head: Which head it is; None of other drafts.
         hidden: What a head's rows read; None of other drafts, whose nodes may be asked about with their parents.
         most_depth: Deepest node of a tree.
+        on_demand: Whether steps fetch experts into a pool that passes of the target use, too: in the middle of a step
+            the host acts, and all of this takes turns with those passes, on their stream.
     """
 
     def __init__(
@@ -186,8 +188,9 @@ class DraftRunner:
         self._last_outputs = torch.zeros(batch, 2 * self._children, dtype=torch.int32, device=device)
         count = rows + MOST_GREEDY_STEPS * batch if rows else 0
         self._outputs = torch.zeros(count, 2 * self._children, dtype=torch.int32, device=device)
+        self.on_demand = not runner.streamer.has_all
         self._graphs = StepGraphs(
-            device, captures=runner.streamer.has_all, input_words=tree_input_words(batch) if rows else 0,
+            device, input_words=tree_input_words(batch) if rows else 0,
             output_words=self._outputs.numel(), most_graphs=MOST_GRAPHS * (2 if rows else 1),
         )  # fmt: skip
 
@@ -267,10 +270,10 @@ class DraftRunner:
                     self.join(slot, params)
                 for make, shape in steps:
                     self._lay_out(nothing, greedy, shape)
-                    self._run(make, shape)  # a greedy step goes by what the nodes' before it has fetched
+                    self._run_over(make, shape)  # a greedy step goes by what the nodes' before it has fetched
         for slot in range(count):
             self.leave(slot)  # without filters
-        for make, shape in steps:
+        for make, shape in () if self.on_demand else steps:  # where the host acts, what is captured is run, too
             self._graphs.capture(self._key(make, shape), partial(make, shape))
         if not self.rereads:
             cache.adopt(0, self._spare[:1], 0)
@@ -372,7 +375,8 @@ class DraftRunner:
             for number, level in enumerate(levels):
                 choice = None if self._choosing is None else self._choosing.begin_step(first=number == 0)
                 key = level, self.window.num_rows, reach, choice, cache.step_lag, self._sampling.graph_key
-                self._graphs.run(key, partial(self._grow_step, level, reach))
+                rows = self.window.num_rows * len(level.layout.cache_positions)
+                self._run(key, partial(self._grow_step, level, reach), rows)
 
     def _grow_step(self, level: Level, reach: int) -> None:
         """Feed the rows of a level and write what they name into the window. Captured: no tensor of the host."""
@@ -411,8 +415,9 @@ class DraftRunner:
         """Feed rows that read the hidden states of these numbers: logits as of `_pass`, and what they give in turn."""
         runner, head, hidden = self._runner, self._decoder, self.hidden
         assert head is not None and hidden is not None
-        rows = replace(rows, hidden=hidden.rows.index_select(0, sources))
-        logits, given = head.outputs(window_residual(head, runner.streamer.layers(), runner.cache, rows))
+        rows = replace(rows, hidden=hidden.rows.index_select(0, sources), host_action=self._graphs.host_action)
+        layers = runner.streamer.layers(rows.num_rows)
+        logits, given = head.outputs(window_residual(head, layers, runner.cache, rows))
         return self._proposable(logits), given
 
     def _proposable(self, logits: torch.Tensor) -> torch.Tensor:
@@ -462,9 +467,9 @@ class DraftRunner:
         recorder, asked_rows = self.recorder, [len(line.tokens) for line in lines]
         with recorder.span("tree step", rows=asked_rows, greedy_steps=further) if recorder else nullcontext():
             self._lay_out(lines, greedy, shape)
-            self._run(self._nodes_step, shape)
+            self._run_over(self._nodes_step, shape)
             for _ in range(further):
-                self._run(self._greedy_step, shape)
+                self._run_over(self._greedy_step, shape)
         self._graphs.wait()
         outputs = self._graphs.outputs_host.reshape(len(self._outputs), -1)[: shape.num_rows + further * shape.batch]
         tokens = outputs[:, : self._children].tolist()
@@ -564,8 +569,17 @@ class DraftRunner:
     def _key(self, make: Callable[[BatchShape], None], shape: BatchShape) -> Hashable:
         return make.__name__, shape, self._runner.cache.step_lag, self._sampling.graph_key
 
-    def _run(self, make: Callable[[BatchShape], None], shape: BatchShape) -> None:
-        self._graphs.run(self._key(make, shape), partial(make, shape))
+    def _run(self, key: Hashable, step: Callable[[], None], rows: int) -> None:
+        """Run a step of so many rows; not as graphs where these may choose more experts than have room."""
+        streamer = self._runner.streamer
+        if self.on_demand:
+            streamer.begin_pass(rows)
+        with nullcontext() if not self.on_demand or streamer.can_capture(rows) else self._graphs.eager():
+            self._graphs.run(key, step)
+
+    def _run_over(self, make: Callable[[BatchShape], None], shape: BatchShape) -> None:
+        """Run a step over trees."""
+        self._run(self._key(make, shape), partial(make, shape), shape.num_rows)
 
     def _nodes_step(self, shape: BatchShape) -> None:
         """Fetch what the step is about, feed the rows and write their best children into `_outputs`. Captured: no

@@ -312,7 +312,9 @@ class ModelDrafter(Drafter):
     them, and chains for the others.
 
     Where trees grow all of the draft's work on CUDA is on a stream of its own, which waits for the target's only when a
-    request joins: draft and target share nothing that either of them writes.
+    request joins: draft and target share nothing that either of them writes. If they share a pool of experts the draft
+    is on the target's stream, and does not go on beside a pass: that one has ended for the host, which acts in all of
+    its layers, when it has ended for the device but for a layer.
 
     Args:
         runner: Of the draft.
@@ -327,7 +329,7 @@ class ModelDrafter(Drafter):
     def __init__(self, runner: DraftRunner, *, ngrams: NgramDrafter, worth: StepWorth) -> None:
         self.runner, self._ngrams, self._worth = runner, ngrams, worth
         self.name: str = DRAFT if runner.head is None else runner.head.name
-        own_stream = runner.device.type == "cuda" and runner.num_places > 0
+        own_stream = runner.device.type == "cuda" and runner.num_places > 0 and not runner.on_demand
         self._stream = drafting_stream(runner.device) if own_stream else None
         self._joined: set[int] = set()
         # How tokens are chosen, but for the noise, since a request joined that was alone: how scores differ.
@@ -411,7 +413,7 @@ class ModelDrafter(Drafter):
     def ahead(self, pending: Callable[[], bool]) -> None:
         """Expand the trees past their windows, one step at a time, as far as there are places for what is found."""
         with self._at_work():
-            while self._verified and pending():
+            while self._verified and not self.runner.on_demand and pending():
                 started_s = time.perf_counter()
                 # So deep that a window behind the deepest of this one is full.
                 asked, greedy_steps = self._next_step(

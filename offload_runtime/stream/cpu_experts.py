@@ -6,7 +6,7 @@ been eight times slower elsewhere. Where an expert is computed changes no bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from offload_runtime_kernels.copy_words import copy_words
@@ -43,18 +43,20 @@ class CpuExperts:
 
     Args:
         threads: That compute; several cards may share them.
-        layers: What these compute with, by layer.
         share: Of the missing experts, that of the CPU; None: by rates measured while serving.
         engine: Brings the others.
         num_chosen: Most experts of a row.
         x: Like the rows of a pass: their dtype, width and device.
+
+    Attributes:
+        layers: What they compute with, by layer.
     """
 
     def __init__(
-        self, threads: ExpertsCpu, layers: Mapping[int, HostExperts], share: float | None, engine: CopyEngine, *,
-        num_chosen: int, x: torch.Tensor,
+        self, threads: ExpertsCpu, share: float | None, engine: CopyEngine, *, num_chosen: int, x: torch.Tensor
     ) -> None:  # fmt: skip
-        self._threads, self._layers, self.share, self._engine = threads, layers, share, engine
+        self._threads, self.share, self._engine = threads, share, engine
+        self.layers = dict[int, HostExperts]()
         self._x_host, y_host = (
             torch.zeros(rows, x.shape[1], dtype=x.dtype, pin_memory=x.is_cuda)
             for rows in (MOST_CPU_ROWS, MOST_CPU_ROWS * num_chosen)
@@ -109,7 +111,7 @@ class CpuExperts:
         out = self._y_host[: choices.numel() * self._x_host.shape[1]].view(*choices.shape, -1)
         wanted = [(number, unit.data_ptr()) for number, unit in units]
         self._is_busy = True
-        self._threads.submit(self._layers[layer], self._x_host[:rows], choices, wanted, out)
+        self._threads.submit(self.layers[layer], self._x_host[:rows], choices, wanted, out)
 
     def finish(self) -> None:
         """Wait until the CPU has computed what it was given."""

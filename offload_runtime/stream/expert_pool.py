@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from offload_runtime_kernels.copy_words import copy_words
+from offload_runtime_kernels.experts_cpu import HostExperts
 
 from offload_runtime.stream.copy_engine import CopyEngine
 from offload_runtime.stream.cpu_experts import MOST_CPU_ROWS, CpuExperts
@@ -31,11 +32,11 @@ _CHOICES_OF_ALL = 2
 
 class ExpertUnits(NamedTuple):
     """Has the experts of a layer: how many there are, how many of them a row chooses, and uint8 [E, bytes of one],
-    host; None where all are in the pool."""
+    host; None where all are in the pool, and until they are added."""
 
     num_experts: int
     chosen: int
-    host: torch.Tensor | None
+    host: torch.Tensor | None = None
 
 
 class PoolCounts(NamedTuple):
@@ -55,7 +56,8 @@ class ExpertPool:
     Args:
         buffers: uint8 [S, bytes of the largest expert], on the card. Where all experts are there, those of the first
             layer come first, by their numbers.
-        layers: Those of the card that have experts, by their numbers, in the order of a pass.
+        layers: Those of the card that have experts, by their numbers, in the order of a pass; those of a head, whose
+            passes are others, have numbers behind them.
         engine: Copies what is missing; None where nothing is.
         most_choices: Of the rows that a layer is given at once.
         cpu: Computes some of what is missing; None: all of it is fetched.
@@ -66,7 +68,7 @@ class ExpertPool:
         most_choices: int = 0, cpu: CpuExperts | None = None,
     ) -> None:  # fmt: skip
         self.buffers, self.engine, self.cpu, self.counts = buffers, engine, cpu, PoolCounts()
-        self._layers, most_chosen = layers, max(one.chosen for one in layers.values())
+        self._layers, most_chosen = dict(layers), max(one.chosen for one in layers.values())
         locked, most = buffers.is_cuda and engine is not None, max(one.num_experts for one in layers.values())
         # By layer and expert, the number of the buffer that a pass finds it in: written by the host, and on the card.
         self._buffers_of_host = torch.full((len(layers), most), -1, dtype=torch.int32, pin_memory=locked)
@@ -86,6 +88,7 @@ class ExpertPool:
         self._cached: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = [*range(len(buffers))]
         self._prefetches_layers = False  # whether the running pass does
+        self._pass = range(0)  # the numbers of its layers
         self._arriving: dict[int, dict[int, int]] = {}  # by layer, buffers of experts on their way
         self._demand_ready, self._always_free, self._prefetched_ready = (engine.new_event() for _ in range(3))
         # One buffer is for an expert that the CPU computes and the idle link prefetches for later passes.
@@ -99,12 +102,23 @@ class ExpertPool:
         """Return whether all experts are there."""
         return self.engine is None
 
+    def add(self, layer: int, host: torch.Tensor, on_cpu: HostExperts | None = None) -> None:
+        """Let a layer's experts be fetched from host memory, uint8 [E, bytes of one], or computed on the CPU there."""
+        self._layers[layer] = self._layers[layer]._replace(host=host)
+        if self.cpu is not None and on_cpu is not None:
+            self.cpu.layers[layer] = on_cpu
+
+    def held(self, layer: int) -> torch.Tensor:
+        """Return the buffers of a layer's experts, by their numbers, in a pool of all: uint8 [E, bytes of a buffer]."""
+        assert self.is_whole
+        first = int(self._buffers_of_host[self._row_of[layer], 0])
+        return self.buffers[first : first + self._layers[layer].num_experts]
+
     @property
-    def host_unit(self) -> torch.Tensor:
-        """Return one of the experts in host memory, of a pool that is not whole."""
+    def host_unit(self) -> torch.Tensor | None:
+        """Return one of the experts in host memory; None where there are none yet."""
         host = next(iter(self._layers.values())).host
-        assert host is not None
-        return host[0]
+        return None if host is None else host[0]
 
     @property
     def bytes_begun(self) -> int:
@@ -132,15 +146,15 @@ class ExpertPool:
 
     # --- a pass
 
-    def begin_pass(self, rows: int) -> None:
-        """Begin a pass of so many rows. What an interrupted one has left on its way is dropped: copies are made in
-        order, so that a buffer's next one cannot overtake it."""
+    def begin_pass(self, rows: int, layers: range) -> None:
+        """Begin a pass of so many rows through layers of these numbers. What an interrupted one has left on its way is
+        dropped: copies are made in order, so that a buffer's next one cannot overtake it."""
         if self.engine is None:
             return
         self._arriving.clear()
         if len(self._free) + len(self._cached) + len(self._prefetched) < len(self.buffers):
             self._free = [*{*range(len(self.buffers))}.difference(self._cached.values(), self._prefetched.values())]
-        self._whole_layer, self._prefetches_layers = None, self.prefetches_layers(rows)
+        self._whole_layer, self._prefetches_layers, self._pass = None, self.prefetches_layers(rows), layers
         if self._prefetches_layers and self._prefetched:
             self._take_prefetched()
         for free in self._layer_free.values() if self._prefetches_layers else ():
@@ -162,7 +176,7 @@ class ExpertPool:
         copy_words(*self._buffers_of_layer(layer))
         self._whole_layer = layer
         following = next(islice(self._layers, self._row_of[layer] + 1, None), None)
-        if following is not None:
+        if following is not None and following in self._pass:
             self._prefetch_layer(following, keep=(layer, following))
 
     def leave(self, layer: int) -> None:

@@ -396,13 +396,16 @@ class LayerStreamer:
         owners: The card of each layer by its number; empty: all are on the first.
         make_views: Turns a layer's index and its packed buffer into its named weights without copying.
         kv: A KV cache whose pieces cross the links in the same order, or None.
+        pool_first: What the pools of experts call the first layer.
     """
 
     def __init__(
         self, layers_host: Sequence[torch.Tensor], resident: Mapping[int, torch.Tensor], rings: Sequence[CardRing], *,
         make_views: Callable[[int, torch.Tensor], LayerViews], owners: Sequence[int] = (), kv: StreamedKV | None = None,
+        pool_first: int = 0,
     ) -> None:  # fmt: skip
         self.num_layers = len(layers_host)
+        self._in_pools = range(pool_first, pool_first + self.num_layers)
         self._owners = owners or (0,) * self.num_layers
         streamed = [index for index in range(self.num_layers) if index not in resident]
         for card, ring in enumerate(rings):
@@ -461,7 +464,7 @@ class LayerStreamer:
         """A pass of so many rows begins, which asks for one `layer` after the other."""
         for pool in self._pools:
             if pool is not None:
-                pool.begin_pass(rows)
+                pool.begin_pass(rows, self._in_pools)
         for card, (kv, schedule) in enumerate(zip(self._kv, self._schedules, strict=True)):
             items = schedule.begin_pass(is_valid=kv is None or kv.is_valid(self._snapshots[card]))
             self._planned_bytes_begun += sum(source.nbytes for _, source in items)
@@ -482,11 +485,11 @@ class LayerStreamer:
         if recorder is not None:
             tracing = recorder.span(f"layer {index}", row=COMPUTE, layer=index, streamed=streamed)
         if pool is not None:
-            pool.enter(index)
+            pool.enter(self._in_pools[index])
         with tracing:
             yield weights
         if pool is not None:
-            pool.leave(index)
+            pool.leave(self._in_pools[index])
         if streamed:
             # Not in a `finally`: an abandoned pass ends whenever the garbage collector finds it, in the middle of a
             # later one.
