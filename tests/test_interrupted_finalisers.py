@@ -1,5 +1,5 @@
 """What finalisers raise Python prints and forgets, and libraries what is raised while they are imported: a Ctrl-C that
-lands there interrupts the command all the same."""
+lands there interrupts the command all the same. One that lands where a lock is taken leaves it to others."""
 
 from __future__ import annotations
 
@@ -71,6 +71,27 @@ def test_in_an_import_that_forgets_it(tmp_path: Path, monkeypatch: pytest.Monkey
         library = importlib.import_module("careless_library")
         rest_of_the_program()
     assert not hasattr(library, "LOST")
+
+
+class Locked:
+    """A lock's context, as Python's own conditions and pools have them: Ctrl-C is pressed while it is entered."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.lock.acquire()
+        signal.raise_signal(signal.SIGINT)
+
+    def __exit__(self, *_: object) -> None:
+        self.lock.release()
+
+
+def test_where_a_context_is_entered() -> None:
+    locked = Locked()
+    with pytest.raises(KeyboardInterrupt), locked:
+        rest_of_the_program()
+    assert not locked.lock.locked()
 
 
 def test_a_ctrl_c_that_the_shell_has_ignored_stays_ignored() -> None:

@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Column, Table
 
-from offload_runtime.cli import terminal
+from offload_runtime.cli import interrupt, terminal
 from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions, LoadOptions, refuse_early
 from offload_runtime.cli.plan import print_explanation
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
@@ -159,9 +160,9 @@ def _stoppable(options: LoadOptions) -> Iterator[tuple[threading.Event, terminal
     """
     stop = threading.Event()
 
-    def interrupt_again(*_: object) -> None:
+    def interrupt_again(number: int, frame: FrameType | None) -> None:
         if stop.is_set():
-            raise KeyboardInterrupt
+            interrupt(number, frame)
         stop.set()
 
     def on_prefill(done_layers: int, layers: int) -> None:
