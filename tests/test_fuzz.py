@@ -37,11 +37,11 @@ from tests.helpers.fuzzing import (
     ODD_NUMBERS,
     ODD_TEXTS,
     Judge,
+    gguf_bytes,
     json_bytes,
     limited_memory,
     mutate_bytes,
     mutate_gguf,
-    mutate_gguf_tensors,
     mutate_json,
     odd_text,
     small_gguf,
@@ -94,7 +94,7 @@ def safetensors_headers(scratch: Path, stack: ExitStack) -> Part:
             if kind < 0.1:
                 names.append(_overlap(random, changed))
             text = json_bytes(changed)
-            stated = len(text) if kind < 0.6 else random.choice([int(n) for n in ODD_NUMBERS[:15]]) % (1 << 64)
+            stated = len(text) if kind < 0.6 else random.choice([int(n) for n in ODD_NUMBERS[:20]]) % (1 << 64)
             content = struct.pack("<Q", stated) + text + data
         elif kind < 0.85:
             content, names = mutate_bytes(random, valid)
@@ -193,7 +193,7 @@ def gguf_headers(scratch: Path, stack: ExitStack) -> Part:
     file = scratch / "damaged.gguf"
     valid = {arch: small_gguf(arch) for arch in ("llama", "qwen2")}
     for whole in valid.values():
-        file.write_bytes(whole.encode())
+        file.write_bytes(gguf_bytes(whole))
         _open_and_load(file)
 
     def one(random: Random, judge: Judge) -> None:
@@ -201,8 +201,9 @@ def gguf_headers(scratch: Path, stack: ExitStack) -> Part:
         if kind < 0.5:
             changed, names = mutate_gguf(random, valid[arch], random.choice(("general.", f"{arch}.", "")))
         else:
-            changed, names = mutate_gguf_tensors(random, valid[arch])
-        content = changed.encode(random if 0.4 < kind < 0.6 else None)
+            tensors, names = mutate_json(random, valid[arch]["tensors"], times=2)
+            changed = {**valid[arch], "tensors": tensors}
+        content = gguf_bytes(changed, random if 0.4 < kind < 0.6 else None)
         if kind > 0.8:
             content, more = mutate_bytes(random, content)
             names += more
@@ -232,7 +233,7 @@ def tokenizers(scratch: Path, stack: ExitStack) -> Part:
     template = (directory / "chat_template.jinja").read_text()
     _use_tokenizer(source)
     for whole in valid:
-        file.write_bytes(whole.encode())
+        file.write_bytes(gguf_bytes(whole))
         _use_tokenizer(open_checkpoint(file))
 
     def of_directory(random: Random, judge: Judge) -> None:
@@ -253,7 +254,7 @@ def tokenizers(scratch: Path, stack: ExitStack) -> Part:
             of_directory(random, judge)
             return
         changed, names = mutate_gguf(random, random.choice(valid), "tokenizer.")
-        file.write_bytes(changed.encode())
+        file.write_bytes(gguf_bytes(changed))
         judge.run(", ".join(names), lambda: _use_tokenizer(open_checkpoint(file)))
 
     return one

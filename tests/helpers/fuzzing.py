@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import resource
 import struct
 import sys
@@ -129,8 +130,9 @@ def nested(depth: int) -> Any:
 
 
 ODD_NUMBERS = (
-    0, 1, -1, 2, 3, 7, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, 1 << 63, 1 << 64, -(1 << 63),
-    10**400, 0.0, -0.0, 0.5, -1.5, 1e-300, 5e-324, 1e300, 1e6, float("nan"), float("inf"), float("-inf"),
+    0, 1, -1, 2, 3, 7, 12, 14, 31, 33, 41, 255, 1 << 16, 1 << 31, (1 << 32) - 1, 1 << 40, (1 << 63) - 1, 1 << 63,
+    1 << 64, -(1 << 63), 10**400, 0.0, -0.0, 0.5, -1.5, 1e-300, 5e-324, 1e300, 1e6, float("nan"), float("inf"),
+    float("-inf"),
 )  # fmt: skip
 ODD_TEXTS = (
     "", " ", "x", "0", "-1", "1e999", "nan", "null", "auto", "\0", "a\0b", "\x1b[2J\x1b]0;x\x07", "\r\n", "\u2028",
@@ -232,249 +234,148 @@ def mutate_bytes(random: Random, data: bytes) -> tuple[bytes, list[str]]:
     return changes[name](), [f"{name} at {place}"]
 
 
-# --- GGUF
+# --- GGUF, as a document that is changed as JSON is
 
 GGUF_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
 FLOAT32, Q8_0 = 0, 8  # of tensors
-GgufValue = tuple[int, Any]  # a type of the format, and a value of it; of an array the type of its items and a list
+GgufValue = list[Any]  # a type of the format, and a value of it; of an array the type of its items and a list
 
 
-@dataclass
-class GgufFile:
-    """What a GGUF file says, in its order: `metadata` of key and value, `tensors` of name, shape (the fastest first),
-    type and offset, and as many zeros as `data_bytes`."""
-
-    metadata: list[tuple[str, GgufValue]]
-    tensors: list[tuple[str, list[int], int, int]]
-    data_bytes: int
-
-    def encode(self, random: Random | None = None) -> bytes:
-        """The file; with `random` a few counts and lengths of it are odd."""
-        out = _GgufWriter()
-        out.add(b"GGUF")
-        for form, number in (("<I", 3), ("<Q", len(self.tensors)), ("<Q", len(self.metadata))):
-            out.number(form, number)
-        for key, (kind, value) in self.metadata:
-            out.text(key)
-            out.number("<I", kind)
-            out.value(kind, value)
-        for name, shape, kind, offset in self.tensors:
-            out.text(name)
-            out.number("<I", len(shape))
-            for size in shape:
-                out.number("<Q", size)
-            out.number("<I", kind)
-            out.number("<Q", offset)
-        data = bytearray(b"".join(out.parts))
-        for _ in range(0 if random is None else random.randint(1, 2)):
-            assert random is not None
-            place, form = random.choice(out.numbers)
-            most = (1 << 8 * struct.calcsize(form)) - 1
-            odd = random.choice((*(int(n) for n in ODD_NUMBERS if n == n and abs(n) < 1e19), random.randrange(1 << 16)))
-            struct.pack_into(form, data, place, odd & most)
-        return bytes(data) + bytes(-len(data) % gguf.GGUF_DEFAULT_ALIGNMENT + self.data_bytes)
-
-    def add_tensor(self, name: str, shape: Sequence[int], kind: int) -> None:
-        """Append a tensor of zeros; `shape` as torch writes it."""
-        elements, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
-        size = 1
-        for count in shape:
-            size *= count
-        self.tensors.append((name, list(reversed(shape)), kind, self.data_bytes))
-        nbytes = size // elements * block_bytes
-        self.data_bytes += nbytes + -nbytes % gguf.GGUF_DEFAULT_ALIGNMENT
+def _packed(form: str, value: Any) -> bytes:
+    """A number of the format; of one that it does not hold, and of what is none, some bits."""
+    try:
+        return struct.pack(form, value)
+    except (struct.error, OverflowError):
+        size = struct.calcsize(form)
+        return ((value if isinstance(value, int) else len(str(value))) % (1 << 8 * size)).to_bytes(size, "little")
 
 
-class _GgufWriter:
-    """Bytes so far, and where among them numbers lie that say how long something is, or of which type."""
+def gguf_bytes(file: dict[str, Any], random: Random | None = None) -> bytes:
+    """A GGUF file; with `random` a few counts and lengths of it are odd.
 
-    def __init__(self) -> None:
-        self.parts: list[bytes] = []
-        self.numbers: list[tuple[int, str]] = []
-        self._size = 0
+    Args:
+        file: `metadata` of values by key, `tensors` of shape (the fastest first), type and offset by name, and as many
+            zeros as `data_bytes`. What is of another form is written as if it were of this.
+        random: Decides.
+    """
+    data, numbers = bytearray(b"GGUF"), list[tuple[int, str]]()
+    metadata, tensors = (one if isinstance(one := file.get(name), dict) else {} for name in ("metadata", "tensors"))
 
-    def add(self, data: bytes) -> None:
-        self.parts.append(data)
-        self._size += len(data)
+    def number(form: str, value: Any) -> None:
+        numbers.append((len(data), form))
+        data.extend(_packed(form, value))
 
-    def number(self, form: str, value: int) -> None:
-        self.numbers.append((self._size, form))
-        self.add(struct.pack(form, value))
+    def text(value: Any) -> None:
+        raw = value if isinstance(value, bytes) else str(value).replace(_AGAIN, "").encode("utf-8", "surrogatepass")
+        number("<Q", len(raw))
+        data.extend(raw)
 
-    def text(self, text: str | bytes) -> None:
-        data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-        self.number("<Q", len(data))
-        self.add(data)
-
-    def value(self, kind: int, value: Any) -> None:
+    def put(kind: Any, value: Any) -> None:
         if kind == STRING:
-            self.text(value)
+            text(value)
         elif kind == ARRAY:
-            of, items = value
-            self.number("<I", of)
-            self.number("<Q", len(items))
-            if of in GGUF_SCALARS:
-                self.add(struct.pack(f"<{len(items)}{GGUF_SCALARS[of][1]}", *items))
-            else:
-                for item in items:
-                    self.value(of, item)
-        elif kind in GGUF_SCALARS:
-            self.add(struct.pack(GGUF_SCALARS[kind], value))
+            of, items = value if isinstance(value, list) and len(value) == 2 else (4, value)
+            number("<I", of)
+            number("<Q", len(items := items if isinstance(items, list) else [items]))
+            for item in items:
+                put(of, item)
         else:
-            self.add(bytes(8))
+            form = GGUF_SCALARS.get(kind) if isinstance(kind, int) else None
+            data.extend(bytes(8) if form is None else _packed(form, value))
+
+    for form, count in (("<I", 3), ("<Q", len(tensors)), ("<Q", len(metadata))):
+        number(form, count)
+    for key, entry in metadata.items():
+        kind, value = entry if isinstance(entry, list) and len(entry) == 2 else (STRING, entry)
+        text(key)
+        number("<I", kind)
+        put(kind, value)
+    for name, entry in tensors.items():
+        shape, kind, offset = entry if isinstance(entry, list) and len(entry) == 3 else (entry, 99, 0)
+        text(name)
+        number("<I", len(shape := shape if isinstance(shape, list) else [shape]))
+        for size in shape:
+            number("<Q", size)
+        number("<I", kind)
+        number("<Q", offset)
+    for _ in range(0 if random is None else random.randint(1, 2)):
+        assert random is not None
+        place, form = random.choice(numbers)
+        odd = random.choice((*(int(n) for n in ODD_NUMBERS if n == n and abs(n) < 1e19), random.randrange(1 << 16)))
+        data[place : place + struct.calcsize(form)] = _packed(form, odd)
+    nbytes = file["data_bytes"] if isinstance(file.get("data_bytes"), int) else 0
+    return bytes(data) + bytes(-len(data) % gguf.GGUF_DEFAULT_ALIGNMENT + min(max(nbytes, 0), 1 << 20))
 
 
-def odd_gguf_value(random: Random) -> GgufValue:
-    """A value of any type of the format, or of none."""
-    texts = [text for text in ODD_TEXTS if len(text) < 10_000]
-    choices: tuple[GgufValue, ...] = (
-        (4, random.choice((0, 1, 2, 3, 1000, (1 << 31) - 1, 1 << 31, (1 << 32) - 1))),
-        (5, random.choice((-1, -(1 << 31), 0, 7))),
-        (10, random.choice((0, 1 << 31, 1 << 40, 1 << 63, (1 << 64) - 1))),
-        (11, random.choice((-1, -(1 << 63), (1 << 63) - 1))),
-        (6, random.choice((0.0, -1.0, float("nan"), float("inf"), 1e-38, 3e38))),
-        (12, random.choice((0.5, 1e300, -1e300, float("nan"), 5e-324))),
-        (7, random.random() < 0.5),
-        (STRING, random.choice((*texts, b"\xff\xfe", b"\xc3"))),
-        (ARRAY, (4, random.choice(([], [0], [1] * 50, list(range(100_000)))))),
-        (ARRAY, (STRING, random.choice(([], ["a"], ["a"] * 400, texts)))),
-        (ARRAY, (6, [float("nan")] * 50)),
-        (ARRAY, (ARRAY, [(4, [1])])),
-        (ARRAY, (77, [])),
-        (random.choice((13, 99, (1 << 32) - 1)), None),
-    )
-    return random.choice(choices)
-
-
-def mutate_gguf(random: Random, file: GgufFile, prefix: str) -> tuple[GgufFile, list[str]]:
+def mutate_gguf(random: Random, file: dict[str, Any], prefix: str = "") -> tuple[dict[str, Any], list[str]]:
     """A copy with one to three changes of the metadata whose keys begin with `prefix`, and their names."""
-    metadata, names = list(file.metadata), []
-    for _ in range(random.randint(1, 3)):
-        places = [place for place, (key, _) in enumerate(metadata) if key.startswith(prefix)]
-        if not places:
-            break
-        place = random.choice(places)
-        key, (kind, value) = metadata[place]
-        what = random.choice(("replace", "replace", "drop", "again", "items", "rename", "text"))
-        names.append(f"{what} {key}")
-        if what == "drop":
-            del metadata[place]
-        elif what == "again":
-            metadata.append((key, odd_gguf_value(random)))
-        elif what == "rename":
-            metadata[place] = (odd_text(random, key), (kind, value))
-        elif what == "items" and kind == ARRAY and value[1] and value[0] != ARRAY:
-            metadata[place] = (key, (ARRAY, (value[0], _odd_items(random, value[0], value[1]))))
-        elif what == "text" and isinstance(value, str):
-            metadata[place] = (key, (STRING, odd_text(random, value)))
-        else:
-            metadata[place] = (key, odd_gguf_value(random))
-            names[-1] += f" by {repr(metadata[place][1])[:60]}"
-    return GgufFile(metadata, list(file.tensors), file.data_bytes), names
+    chosen = {key: entry for key, entry in file["metadata"].items() if key.startswith(prefix)}
+    changed, names = mutate_json(random, chosen)
+    rest = {key: entry for key, entry in file["metadata"].items() if key not in chosen}
+    return {**file, "metadata": {**rest, **changed} if isinstance(changed, dict) else rest}, names
 
 
-def _odd_items(random: Random, kind: int, items: Sequence[Any]) -> list[Any]:
-    """A list of the same type that is shorter, longer, in another order, or has an odd item."""
-    changed = list(items)
-    place = random.randrange(len(changed))
-    what = random.randrange(5)
-    if what == 0:
-        return changed[:place]
-    if what == 1:
-        return changed + changed
-    if what == 2:
-        random.shuffle(changed)
-    elif what == 3:
-        changed[place] = changed[random.randrange(len(changed))]
-    else:
-        odd = {STRING: [text for text in ODD_TEXTS if len(text) < 10_000], 6: [float("nan"), -1e30, float("inf")]}
-        changed[place] = random.choice(odd.get(kind, [0, 1, 2, 5, 6, 100]))
-    return changed
+def _typed(value: Any) -> GgufValue:
+    """A value with its type; integers of lists have a sign."""
+    if isinstance(value, list):
+        return [ARRAY, [5 if isinstance(value[0], int) else _typed(value[0])[0], value]]
+    kinds = {str: STRING, bool: 7, int: 4, float: 6}
+    return [kinds[type(value)], value]
 
 
-def mutate_gguf_tensors(random: Random, file: GgufFile) -> tuple[GgufFile, list[str]]:
-    """A copy with one or two changes of the table of tensors, and their names."""
-    tensors, names = list(file.tensors), []
-    for _ in range(random.randint(1, 2)):
-        place = random.randrange(len(tensors))
-        name, shape, kind, offset = tensors[place]
-        what = random.choice(("drop", "again", "name", "shape", "rank", "kind", "offset"))
-        names.append(f"{what} {name[:40]}")
-        if what == "drop" and len(tensors) > 1:
-            del tensors[place]
-        elif what == "again":
-            tensors.append(random.choice(tensors))
-        elif what == "name":
-            tensors[place] = (random.choice((odd_text(random, name), random.choice(tensors)[0])), shape, kind, offset)
-        elif what == "shape":
-            sizes = (0, 1, 31, 33, 64, 1 << 20, 1 << 31, 1 << 32, 1 << 62, 1 << 63, (1 << 64) - 1)
-            shape = [random.choice(sizes) if random.random() < 0.5 else size for size in shape]
-            tensors[place] = (name, shape, kind, offset)
-        elif what == "rank":
-            shape = random.choice(([], [*shape, 1], [*shape, *shape], [1] * 9, shape[:1], list(reversed(shape))))
-            tensors[place] = (name, shape, kind, offset)
-        elif what == "kind":
-            tensors[place] = (name, shape, random.choice((0, 1, 2, 3, 8, 12, 14, 16, 26, 30, 41, 99)), offset)
-        else:
-            moved = random.choice((0, offset + 1, offset + 32, 1 << 31, 1 << 63, (1 << 64) - 32, (1 << 64) - 1))
-            tensors[place] = (name, shape, kind, moved % (1 << 64))  # one that is moved twice may be past the end
-    return GgufFile(list(file.metadata), tensors, file.data_bytes), names
-
-
-def _byte_level() -> list[tuple[str, GgufValue]]:
+def _byte_level() -> dict[str, Any]:
     """The tokenizer of the other tests."""
     vocabulary = json.loads(byte_level_tokenizer().backend_tokenizer.to_str())["model"]
     tokens = sorted(vocabulary["vocab"], key=vocabulary["vocab"].get)
-    merges = [" ".join(merge) for merge in vocabulary["merges"]]
-    types = [3 if token.startswith("<|") else 1 for token in tokens]
-    return [
-        ("tokenizer.ggml.model", (STRING, "gpt2")), ("tokenizer.ggml.pre", (STRING, "gpt-2")),
-        ("tokenizer.ggml.tokens", (ARRAY, (STRING, tokens))), ("tokenizer.ggml.token_type", (ARRAY, (5, types))),
-        ("tokenizer.ggml.merges", (ARRAY, (STRING, merges))), ("tokenizer.ggml.add_bos_token", (7, False)),
-        ("tokenizer.ggml.bos_token_id", (4, 0)), ("tokenizer.ggml.eos_token_id", (4, 1)),
-        ("tokenizer.ggml.eot_token_id", (4, 1)), ("tokenizer.chat_template", (STRING, TEMPLATE)),
-    ]  # fmt: skip
+    return {
+        "model": "gpt2", "pre": "gpt-2", "tokens": tokens,
+        "token_type": [3 if token.startswith("<|") else 1 for token in tokens],
+        "merges": [" ".join(merge) for merge in vocabulary["merges"]], "add_bos_token": False, "bos_token_id": 0,
+        "eos_token_id": 1, "eot_token_id": 1,
+    }  # fmt: skip
 
 
-def _sentencepiece() -> list[tuple[str, GgufValue]]:
+def _sentencepiece() -> dict[str, Any]:
     """Bytes, a few pieces and control tokens."""
     controls, pieces = ["<unk>", "<s>", "</s>"], ["\u2581", "\u2581the", "th", "e", "t", "h", "\u2581t", "o"]
-    tokens = [*controls, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    types = [2, 3, 3, *[6] * 256, *[1] * len(pieces)]
-    scores = [0.0] * 259 + [-float(place) for place in range(len(pieces))]
-    return [
-        ("tokenizer.ggml.model", (STRING, "llama")), ("tokenizer.ggml.pre", (STRING, "default")),
-        ("tokenizer.ggml.tokens", (ARRAY, (STRING, tokens))), ("tokenizer.ggml.token_type", (ARRAY, (5, types))),
-        ("tokenizer.ggml.scores", (ARRAY, (6, scores))), ("tokenizer.ggml.add_bos_token", (7, True)),
-        ("tokenizer.ggml.add_space_prefix", (7, True)), ("tokenizer.ggml.bos_token_id", (4, 1)),
-        ("tokenizer.ggml.eos_token_id", (4, 2)), ("tokenizer.ggml.unknown_token_id", (4, 0)),
-        ("tokenizer.ggml.padding_token_id", (4, 0)), ("tokenizer.chat_template", (STRING, TEMPLATE)),
-    ]  # fmt: skip
-
-
-def small_gguf(arch: str, *, sentencepiece: bool = False) -> GgufFile:
-    """A model of one layer, with a tokenizer of one of the two kinds."""
-    tokenizer = _sentencepiece() if sentencepiece else _byte_level()
-    tokens = dict(tokenizer)["tokenizer.ggml.tokens"][1][1]
-    sizes = {"context_length": 128, "embedding_length": 32, "block_count": 1, "feed_forward_length": 64,
-             "attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": len(tokens)}  # fmt: skip
-    file = GgufFile([("general.architecture", (STRING, arch)), ("general.alignment", (4, 32))], [], 0)
-    file.metadata += [(f"{arch}.{name}", (4, size)) for name, size in sizes.items()]
-    file.metadata += [
-        (f"{arch}.attention.layer_norm_rms_epsilon", (6, 1e-5)), (f"{arch}.rope.freq_base", (6, 1e4)),
-        (f"{arch}.rope.scaling.type", (STRING, "yarn")), (f"{arch}.rope.scaling.factor", (6, 2.0)),
-        (f"{arch}.rope.scaling.original_context_length", (4, 64)), (f"{arch}.rope.dimension_count", (4, 8)),
-        (f"{arch}.attention.sliding_window", (4, 0)), (f"{arch}.expert_count", (4, 0)), ("split.count", (2, 0)),
-        *tokenizer,
-    ]  # fmt: skip
-    shapes: dict[str, tuple[int, ...]] = {
-        "token_embd": (len(tokens), 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,),
-        "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32), "blk.0.attn_output": (32, 32),
-        "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32), "blk.0.ffn_down": (32, 64),
+    return {
+        "model": "llama", "pre": "default", "tokens": [*controls, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces],
+        "token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)],
+        "scores": [0.0] * 259 + [-float(place) for place in range(len(pieces))], "add_bos_token": True,
+        "add_space_prefix": True, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "padding_token_id": 0,
     }  # fmt: skip
-    for name, shape in shapes.items():
-        file.add_tensor(f"{name}.weight", shape, FLOAT32 if len(shape) == 1 else Q8_0)
-        if arch == "qwen2" and name.endswith(("_q", "_k", "_v")):
-            file.add_tensor(f"{name}.bias", shape[:1], FLOAT32)
-    return file
+
+
+def small_gguf(arch: str, *, sentencepiece: bool = False) -> dict[str, Any]:
+    """A model of one layer, with a tokenizer of one of the two kinds, as `gguf_bytes` takes it."""
+    tokenizer, tensors, offset = _sentencepiece() if sentencepiece else _byte_level(), dict[str, Any](), 0
+    own = {
+        "context_length": 128, "embedding_length": 32, "block_count": 1, "feed_forward_length": 64,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": len(tokenizer["tokens"]),
+        "attention.layer_norm_rms_epsilon": 1e-5, "rope.freq_base": 1e4, "rope.scaling.type": "yarn",
+        "rope.scaling.factor": 2.0, "rope.scaling.original_context_length": 64, "rope.dimension_count": 8,
+        "attention.sliding_window": 0, "expert_count": 0,
+    }  # fmt: skip
+    metadata = {"general.architecture": arch, "general.alignment": 32, "split.count": 0}
+    metadata |= {f"{arch}.{name}": value for name, value in own.items()}
+    metadata |= {f"tokenizer.ggml.{name}": value for name, value in tokenizer.items()}
+    metadata["tokenizer.chat_template"] = TEMPLATE
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd": (len(tokenizer["tokens"]), 32), "output_norm": (32,), "blk.0.attn_norm": (32,),
+        "blk.0.ffn_norm": (32,), "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32),
+        "blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32),
+        "blk.0.ffn_down": (32, 64),
+    }  # fmt: skip
+    named = {f"{name}.weight": shape for name, shape in shapes.items()}
+    if arch == "qwen2":
+        named |= {f"blk.0.attn_{name}.bias": shapes[f"blk.0.attn_{name}"][:1] for name in "qkv"}
+    for name, shape in named.items():
+        kind = FLOAT32 if len(shape) == 1 else Q8_0
+        elements, block_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(kind)]
+        tensors[name] = [list(reversed(shape)), kind, offset]
+        nbytes = math.prod(shape) // elements * block_bytes
+        offset += nbytes + -nbytes % gguf.GGUF_DEFAULT_ALIGNMENT
+    return {
+        "metadata": {key: _typed(value) for key, value in metadata.items()}, "tensors": tensors, "data_bytes": offset
+    }  # fmt: skip
