@@ -42,23 +42,6 @@ def expected(plain: Runtime) -> list[list[int]]:
     return tokens
 
 
-def assert_same(runtime: Runtime, expected: list[list[int]], **options: Any) -> list[float]:
-    """Compare all ways of sampling; returns tokens per pass."""
-    results = [
-        runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **sampling, **options) for sampling in SAMPLINGS
-    ]
-    assert [result.tokens for result in results] == expected
-    return [result.stats.tokens_per_pass for result in results]
-
-
-def test_ngram_lookup_saves_passes_where_the_text_repeats(plain: Runtime, target: Path) -> None:
-    prompt = [5, 6, 7, 8] * 6
-    with load(target) as runtime:
-        result = runtime.generate(prompt, max_new_tokens=90, ignore_eos=True, gamma=7)
-    assert result.tokens == plain.generate(prompt, max_new_tokens=90, ignore_eos=True).tokens
-    assert result.stats.tokens_per_pass > 1.2  # this model stammers a token for a while
-
-
 def test_stream_gives_what_generate_gives(speculative: Runtime) -> None:
     for sampling in SAMPLINGS:
         whole = speculative.generate(PROMPT, max_new_tokens=COUNT, **sampling)
@@ -85,15 +68,6 @@ def test_exactly_as_many_tokens_as_asked(speculative: Runtime, expected: list[li
         assert result.tokens == expected[0][:count]
         assert result.finish_reason == "length"
         assert result.stats.new_tokens == count
-
-
-@pytest.mark.slow
-def test_the_context_can_be_filled_to_the_last_token(target: Path, draft: Path, expected: list[list[int]]) -> None:
-    with load(target, draft="none") as runtime:
-        length = len(runtime.encode(PROMPT))
-    for options in ({"draft": "ngram"}, {"draft": draft}):
-        with load(target, context=length + COUNT, **options) as runtime:
-            assert_same(runtime, expected, gamma=39)
 
 
 def test_figures_add_up(speculative: Runtime) -> None:

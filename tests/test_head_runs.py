@@ -46,7 +46,7 @@ def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(at / "target")
     path = add_random_mtp(at / "target", at / "with a head")
     tensors = load_file(path / "model.safetensors")
-    counting_head(by_hidden=True, vocabulary=len(tokenizer))(tensors)
+    counting_head(vocabulary=len(tokenizer))(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     return path
 

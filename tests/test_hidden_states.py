@@ -13,24 +13,14 @@ import torch
 from offload_runtime import Runtime
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.runners import CapturedPasses, HiddenTaps, ModelRunner
-from offload_runtime.weights import open_checkpoint
-from tests.helpers.assembly import HostKV, make_runner
+from tests.helpers.assembly import make_runner
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.families import family_model
+from tests.helpers.kv_runners import RUNNERS, runner_of
 from tests.helpers.models import random_model
 
 CAPACITY, TEXT = 400, [3 + number * 37 % 90 for number in range(330)]
 # Some of a prompt; then a window and a tree, of each what is committed of it.
 PROMPT_TOKENS = 300
-MODELS = {
-    "plain": ("llama-gqa", {}),
-    "streamed": ("llama-gqa", {"buffers": 2}),
-    "host KV": ("llama-gqa", {"host_kv": HostKV()}),
-    "windows": ("mistral-window", {}),
-    "hybrid": ("qwen3_5_text", {}),
-    "mixture": ("qwen3_moe", {}),
-    "streamed mixture": ("qwen3_moe", {"buffers": 2, "pool_buffers": 6}),
-}
 
 
 def tapping(config: Any, layers: Sequence[int]) -> HiddenTaps:
@@ -84,14 +74,9 @@ def step_by_step(runner: ModelRunner) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=RUNNERS)
 def runner(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ModelRunner]:
-    name, options = MODELS[request.param]
-    model = random_model(name) if "-" in name else family_model(name, 1)
-    if name.endswith("moe"):  # whose experts are stored one by one
-        model.save_pretrained(tmp_path)
-        model = open_checkpoint(tmp_path)
-    made = make_runner(model, capacity_tokens=CAPACITY, **options)
+    made = runner_of(request.param, tmp_path, capacity_tokens=CAPACITY)
     yield made.runner
     made.close()
 

@@ -106,17 +106,6 @@ def test_a_prompt_that_breaks_off_leaves_no_states() -> None:
         one.close()
 
 
-def test_a_path_alone_leads_over_the_end_of_a_chunk() -> None:
-    #      0 - 1 - 2 - 3    and a path beside it: 4 - 5, which ends where the first goes on
-    tree = TokenTree(tuple(range(8)), (-1, 0, 1, 2, 0, 4, 5, 3), ("x",) * 8)
-    assert tree.through_gates(10, 64) == list(range(8))
-    assert tree.through_gates(62, 64) == [0, 1, 2, 3, 4, 7]  # nodes 1 and 4 end a chunk
-    assert tree.through_gates(63, 64) == list(range(8))  # the root does
-    assert tree.through_gates(64, 64) == list(range(8))
-    chain = TokenTree.chain(range(200), "x")
-    assert chain.through_gates(5, 64) == list(range(200))
-
-
 def _check_undo(runtime: Runtime) -> list[tuple[int, ...]]:
     """Return two answers, which are those of before when others were undone, and when the slot was another's."""
     chat = runtime.conversation()
@@ -147,24 +136,6 @@ def test_undo_is_exact_however_little_memory_can_be_page_locked(hybrid: Path, ru
         cache, stats = staged.engine.target.runner.cache, staged.generate("a", **GREEDY).stats
         assert stats.pinned_bytes == registrar.locked_bytes and cache.pinned_bytes < cache.anchor_bytes
     assert not registrar.locked
-
-
-def test_answers_do_not_know_of_their_neighbours(hybrid: Path, runtime: Runtime) -> None:
-    prompts = [LONG[at : at + 10 + 60 * at] for at in range(6)]
-    alone = [runtime.generate(prompt, **GREEDY).tokens for prompt in prompts]
-    with Runtime.load(hybrid, draft="ngram", max_batch=6, kv="host", resident_layers=0, **ASKED) as other:
-        assert [one.tokens for one in other.generate_batch(prompts, **GREEDY)] == alone
-
-
-def test_a_session_goes_on_behind_its_last_state(hybrid: Path, runtime: Runtime, tmp_path: Path) -> None:
-    chat = runtime.conversation()
-    _say(chat, LONG)
-    chat.save(tmp_path / "chat.json")
-    expected = _say(chat, "and then?")
-    with Runtime.load(hybrid, draft="none", **ASKED) as other:
-        reply = _say(other.load_conversation(tmp_path / "chat.json"), "and then?")
-    assert reply.tokens == expected.tokens
-    assert reply.stats.kept_tokens > 300 and not reply.stats.kept_tokens % 64
 
 
 @pytest.mark.parametrize("behind", ["undo", pytest.param("regenerate", marks=pytest.mark.slow)])

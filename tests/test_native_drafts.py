@@ -6,7 +6,6 @@ import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,11 +15,10 @@ from offload_runtime.core import Batch, DraftBudget
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import ModelDrafter
-from offload_runtime.weights import open_checkpoint
-from tests.helpers.assembly import HostKV, make_runner
+from tests.helpers.assembly import make_runner
 from tests.helpers.dflash import counting_dflash2, dflash2_of
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.families import family_model
+from tests.helpers.kv_runners import RUNNERS, runner_of
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.native_drafts import (
     PLAIN,
@@ -109,53 +107,15 @@ def test_a_head_begins_at_the_first_token_that_it_knows() -> None:
             step_anew(decoding, head, 0, start=start)
 
 
-@pytest.mark.parametrize("by_hidden", [False, True], ids=["by tokens", "by hidden states"])
-@pytest.mark.parametrize("params", [PLAIN, NOISY], ids=["greedy", "noisy"])
-@pytest.mark.parametrize("steps", [0, 8])
-def test_a_head_that_is_right_is_believed(steps: int, by_hidden: bool, params: SamplingParams) -> None:
-    """Its proposals are all accepted, in chains and trees, also where it drafts ahead: it reads the hidden states of
-    the tokens before its own, and draws with the noise of the positions behind them."""
-    target = make_runner(counting_target(), capacity_tokens=400).runner
-    head = make_head(target, change=counting_head(by_hidden=by_hidden))
-    prompt = random_tokens(60)
-    expected = plainly(target, prompt, 120, params)
-    drafter = drafter_of(head)
-    decoding = Decoding.of(SlowRunner(target, drafter, steps), drafter, {0: prompt}, params)
-    chain, tree = DraftBudget("chain", 6), DraftBudget("tree", 10, tree_nodes=12)
-    for budget, least in ((chain, 6), (tree, 8), (chain, 6), (PLAINLY, 0), (tree, 8), (tree, 8)):
-        output = decoding.step({0: budget})[0]
-        assert least <= len(output.path) <= 12, budget
-    text = decoding.texts[0]
-    assert text == expected[: len(text)] and len(text) > 100
-
-
-TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
-    "resident": ("llama-gqa", {}),
-    "streamed": ("llama-gqa", {"buffers": 2}),
-    "host KV": ("llama-gqa", {"host_kv": HostKV()}),
-    "windows": ("mistral-window", {}),
-    "hybrid": ("qwen3_5_text", {}),
-    "streamed mixture": ("qwen3_moe", {"buffers": 2, "pool_buffers": 6}),
-}
-
-
-SLOW = ("resident", "windows", "hybrid", "host KV", "streamed mixture")
-
-
 @pytest.fixture(
-    params=[*(pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in TARGETS), "two cards"]
+    params=[*(pytest.param(name, marks=[pytest.mark.slow] * (name != "streamed")) for name in RUNNERS), "two cards"]
 )
 def target(request: pytest.FixtureRequest, tmp_path: Path, short_target: Path) -> Iterator[ModelRunner]:
     if request.param == "two cards":
         with Runtime.load(short_target, draft="none", device="cpu,cpu", resident_layers=2, max_batch=3) as runtime:
             yield runtime.engine.target.runner
         return
-    name, options = TARGETS[request.param]
-    model = random_model(name) if "-" in name else family_model(name, 1)
-    if name.endswith("moe"):
-        model.save_pretrained(tmp_path)
-        model = open_checkpoint(tmp_path)
-    made = make_runner(model, capacity_tokens=400, **options)
+    made = runner_of(request.param, tmp_path, capacity_tokens=400)
     yield made.runner
     made.close()
 
@@ -201,13 +161,13 @@ def test_whatever_a_head_proposes_the_tokens_are_the_targets(target: ModelRunner
 def test_a_head_stays_right_whatever_happens(seed: int) -> None:
     """It reads what belongs before each token, in slots that texts come to and leave."""
     target = make_runner(counting_target(), capacity_tokens=400).runner
-    random_history(target, make_head(target, change=counting_head(by_hidden=True)), seed, least=4)
+    random_history(target, make_head(target, change=counting_head()), seed, least=4)
 
 
 def test_texts_that_a_head_has_no_room_for_are_decoded_plainly() -> None:
     """Before they grow so long, and of what comes after them, nothing is lost."""
     target = make_runner(counting_target(), capacity_tokens=400).runner
-    head = make_head(target, change=counting_head(by_hidden=True), capacity_tokens=256)
+    head = make_head(target, change=counting_head(), capacity_tokens=256)
     decoding = Decoding.of(target, drafter_of(head), {})
     for length in (240, 300, 250, 100):
         prompt = random_tokens(length, seed=length)

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from offload_runtime.runners import ModelRunner
-from tests.helpers.assembly import Assembled, make_runner
+from offload_runtime.weights import open_checkpoint
+from tests.helpers.assembly import Assembled, HostKV, make_runner
+from tests.helpers.families import family_model
 from tests.helpers.models import random_model
 
 CAPACITY = 1600
+# One of each kind of layers and of each place of what they need: a model, and options of `make_runner`.
+RUNNERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "resident": ("llama-gqa", {}), "streamed": ("llama-gqa", {"buffers": 2}),
+    "host KV": ("llama-gqa", {"host_kv": HostKV()}), "windows": ("mistral-window", {}),
+    "hybrid": ("qwen3_5_text", {}), "mixture": ("qwen3_moe", {}), "streamed mixture": ("qwen3_moe", {"buffers": 2, "pool_buffers": 6}),
+}  # fmt: skip
+
+
+def runner_of(kind: str, directory: Path, **options: Any) -> Assembled:
+    """One of `RUNNERS`; a directory is for mixtures, whose experts are stored one by one."""
+    name, own = RUNNERS[kind]
+    model = random_model(name) if "-" in name else family_model(name, 1)
+    if name.endswith("moe"):
+        model.save_pretrained(directory)
+        model = open_checkpoint(directory)
+    return make_runner(model, **own, **options)
 
 
 def assemble(name: str, **options: Any) -> Assembled:

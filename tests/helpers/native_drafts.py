@@ -120,24 +120,18 @@ def counting_target(*, size: int = 128, vocabulary: int = VOCAB_SIZE) -> LlamaFo
     return model
 
 
-def counting_head(*, by_hidden: bool, vocabulary: int = VOCAB_SIZE) -> Change:
-    """Makes an MTP layer of such a model right everywhere: by the tokens, or by the hidden states alone."""
+def counting_head(*, vocabulary: int = VOCAB_SIZE) -> Change:
+    """Makes an MTP layer of such a model right everywhere, by the hidden states alone."""
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for name, tensor in tensors.items():
-            if not name.startswith("mtp."):
-                continue
-            if name.endswith("norm.weight") or "norm_" in name:
+            if name.startswith("mtp.") and (name.endswith("norm.weight") or "norm_" in name):
                 tensor.fill_(1)
-            elif "o_proj" in name or "down_proj" in name:
+            elif name.startswith("mtp.") and ("o_proj" in name or "down_proj" in name):
                 tensor.zero_()
         fc = tensors["mtp.fc.weight"].zero_()
-        size = len(fc)
-        if by_hidden:
-            for token in range(vocabulary):
-                fc[(token + 37) % vocabulary, size + token] = 1
-        else:
-            fc[:, :size] = torch.eye(size)
+        for token in range(vocabulary):
+            fc[(token + 37) % vocabulary, len(fc) + token] = 1
 
     return change
 
