@@ -7,7 +7,9 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,6 @@ import torch
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-from tests.helpers.card import one_card
 from tests.helpers.covering import few
 
 if not torch.cuda.is_available():
@@ -112,12 +113,28 @@ def draft(target: Path, noisy_copy_of: Callable[[Path], Path]) -> Path:
     return noisy_copy_of(target)
 
 
+@contextmanager
+def _one_card(*, alone: bool) -> Iterator[None]:
+    """Use the machine's GPU beside others who ask like this, or alone.
+
+    Who wants it alone keeps nobody from taking it, and waits until nobody happens to.
+    """
+    import fcntl  # there is none where there is no fork
+
+    with open(Path(tempfile.gettempdir()) / f"offload-runtime-gpu-{os.getuid()}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        try:
+            yield
+        finally:
+            fcntl.flock(lock, fcntl.LOCK_UN)  # a process that outlives the test may have it, too
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # around fixtures of every scope, and before time is counted
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Workers share a GPU, but for tests that measure its time or memory: they have it for themselves (`alone`)."""
     if "PYTEST_XDIST_WORKER" not in os.environ or not torch.cuda.is_available():
         return (yield)
-    with one_card(alone=item.get_closest_marker("alone") is not None):
+    with _one_card(alone=item.get_closest_marker("alone") is not None):
         answer = yield
         gc.collect()
         torch.cuda.empty_cache()

@@ -73,15 +73,11 @@ def test_a_stop_string_waits_as_well(alone: Runtime) -> None:
     assert later.tokens[:8] == plain.tokens[:8]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens 9 is more than the 8"),
-        ({"min_tokens": 1, "json_schema": {"type": "object"}}, "drop min_tokens"),
-        ({"stop_token_ids": [100_000]}, "outside the vocabulary"),
-        ({"stop_token_ids": [-1]}, "below 0"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens 9 is more than the 8"),
+    ({"min_tokens": 1, "json_schema": {"type": "object"}}, "drop min_tokens"),
+    ({"stop_token_ids": [100_000]}, "outside the vocabulary"), ({"stop_token_ids": [-1]}, "below 0"),
+])  # fmt: skip
 def test_what_makes_no_sense_is_refused(alone: Runtime, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         alone.generate(PROMPT, **options)

@@ -186,11 +186,9 @@ def test_what_is_no_session_is_refused_and_left_alone(runtime: FakeRuntime, tmp_
     assert sorted(os.listdir(tmp_path)) == ["chat.kv", "file"] and path.read_text() == content
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"{", b"\xff\xfe", b"3", b"[" * 100_000, b'{"messages": "\xe9"}', b"9" * 9000],
-    ids=lambda raw: repr(raw[:9]),
-)
+@pytest.mark.parametrize("content", [
+    b"", b"{", b"\xff\xfe", b"3", b"[" * 100_000, b'{"messages": "\xe9"}', b"9" * 9000,
+], ids=lambda raw: repr(raw[:9]))  # fmt: skip
 def test_files_that_are_no_conversation(runtime: FakeRuntime, tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)

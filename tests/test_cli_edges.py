@@ -182,36 +182,26 @@ NO_TEXT = "is not Unicode text: character 1 is the lone surrogate U+DCE9: write 
 NUMBER = "9" * 400
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["generate", *ANSWER, "--prompt", LATIN], f"--prompt {NO_TEXT}"),
-        (["generate", *ANSWER, "--prompt", "Hi", "--stop", "a", "--stop", LATIN], f"--stop {NO_TEXT}"),
-        (["chat", *ANSWER, "--system", LATIN], f"--system {NO_TEXT}"),
-        (["demo", "--prompt", LATIN], f"--prompt {NO_TEXT}"),
-        (["generate", *ANSWER, "--prompt-file", LATIN], "cannot be read: No such file"),
-        (["generate", *ANSWER, "--prompt-file", "\ud800"], "cannot be found"),
-        (["generate", *ANSWER, "--prompt", "a\0b"], "holds a NUL character"),
-        (["plan", "--target", "a\0b"], "holds a NUL character"),
-        (["profile", "--save", "a\0b"], "holds a NUL character"),
-        (["generate", *ANSWER, "--prompt", "Hi", "--seed", NUMBER], "--seed must be in [0, 2**64)"),
-        (
-            ["generate", *ANSWER, "--prompt", "Hi", "--max-new-tokens", NUMBER],
-            "--max-new-tokens must be less than 2**63",
-        ),
-        (["generate", *ANSWER, "--prompt", "Hi", "--top-k", "9" * 9000], "--top-k must be a whole number"),
-        ([*PLAN, "--batch", NUMBER], "--batch must be less than 2**63"),
-        (
-            [*PLAN, "--speculation", "triforce", "--draft", "none", "--refresh-steps", NUMBER],
-            "--refresh-steps must be less",
-        ),
-        ([*PLAN, "--dtype", "x" * 100_000], "is not one of"),
-        ([*PLAN, "--gamma", "x" * 100_000], "--gamma must be auto or a count of at least 1"),
-        (["generate", *ANSWER, "x" * 100_000], "unexpected extra argument"),
-        (["x" * 100_000], "No such command"),
-    ],
-    ids=lambda value: value[:24] if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["generate", *ANSWER, "--prompt", LATIN], f"--prompt {NO_TEXT}"),
+    (["generate", *ANSWER, "--prompt", "Hi", "--stop", "a", "--stop", LATIN], f"--stop {NO_TEXT}"),
+    (["chat", *ANSWER, "--system", LATIN], f"--system {NO_TEXT}"), (["demo", "--prompt", LATIN], f"--prompt {NO_TEXT}"),
+    (["generate", *ANSWER, "--prompt-file", LATIN], "cannot be read: No such file"),
+    (["generate", *ANSWER, "--prompt-file", "\ud800"], "cannot be found"),
+    (["generate", *ANSWER, "--prompt", "a\0b"], "holds a NUL character"),
+    (["plan", "--target", "a\0b"], "holds a NUL character"), (["profile", "--save", "a\0b"], "holds a NUL character"),
+    (["generate", *ANSWER, "--prompt", "Hi", "--seed", NUMBER], "--seed must be in [0, 2**64)"),
+    (["generate", *ANSWER, "--prompt", "Hi", "--max-new-tokens", NUMBER], "--max-new-tokens must be less than 2**63"),
+    (["generate", *ANSWER, "--prompt", "Hi", "--top-k", "9" * 9000], "--top-k must be a whole number"),
+    ([*PLAN, "--batch", NUMBER], "--batch must be less than 2**63"),
+    (
+        [*PLAN, "--speculation", "triforce", "--draft", "none", "--refresh-steps", NUMBER],
+        "--refresh-steps must be less",
+    ),
+    ([*PLAN, "--dtype", "x" * 100_000], "is not one of"),
+    ([*PLAN, "--gamma", "x" * 100_000], "--gamma must be auto or a count of at least 1"),
+    (["generate", *ANSWER, "x" * 100_000], "unexpected extra argument"), (["x" * 100_000], "No such command"),
+], ids=lambda value: value[:24] if isinstance(value, str) else "")  # fmt: skip
 def test_words_that_are_no_text_or_far_too_large(arguments: list[str], words: str) -> None:
     assert_refused(invoke(*arguments), words)
 

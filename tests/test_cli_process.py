@@ -84,38 +84,6 @@ def test_files_in_one_batch(target: Path, tmp_path: Path) -> None:
     assert text == "".join(f"== {result['name']} ==\n{result['text']}\n" for result in results)
 
 
-def assert_one_line(code: int, out: str, err: str, words: str) -> None:
-    """A refusal: exit code 2, nothing on stdout, one error with these words as the last line of stderr."""
-    assert (code, out) == (2, ""), err
-    assert "Traceback" not in err
-    errors = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and words in errors[0] and err.splitlines()[-1] == errors[0]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--target", "/no/such/model", "--prompt", "a"], "/no/such/model"),
-        (["--target", "{model}", "--prompt", "a", "--context", "16", "--max-new-tokens", "90"], "--max-new-tokens"),
-        (["--target", "{model}", "--prompt", "a", "--gamma", "99999"], "99999 proposals in a window are more than"),
-        (["--target", "{model}", "--prompt", "a", "--trace", "{model}"], "is not a regular file"),
-        # What typer itself refuses.
-        (
-            ["--target", "{model}", "--kv", "disk"],
-            "'disk' is not one of 'auto', 'gpu', 'host'; offload-runtime generate",
-        ),
-        (["--target", "{model}", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, not 0"),
-        (["--prompt", "a"], "Missing option '--target'; offload-runtime generate --help lists the options"),
-        (["--drafft", "a"], "No such option: --drafft"),
-    ],
-)
-def test_so_is_whatever_else_it_refuses(target: Path, arguments: list[str], words: str) -> None:
-    """Without a process of its own for each."""
-    given = ["generate", "--device", "cpu", *(part.format(model=target) for part in arguments)]
-    result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})
-    assert_one_line(result.exit_code, result.stdout, result.stderr, words)
-
-
 def test_without_a_command_the_help_is_shown() -> None:
     assert "verify" in CliRunner().invoke(app, []).stdout
 

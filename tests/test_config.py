@@ -197,18 +197,13 @@ def test_devices_are_names_with_commas_between_them() -> None:
     assert RuntimeConfig("m").vram_of_cards(3) == (None, None, None)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"device": "cuda:0,"}, "an empty name"),
-        ({"device": ""}, "an empty name"),
-        ({"device": "cuda:0,,cuda:1"}, "an empty name"),
-        ({"device": "cpu,cuda:0"}, "mixes cpu and cuda"),
-        ({"device": "auto,cuda:0"}, "auto among others"),
-        ({"device": "cpu,cpu", "vram": (GB,)}, r"1 size and there are 2 cards"),
-        ({"device": "cpu", "vram": (GB, GB)}, r"2 sizes and there is 1 card"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"device": "cuda:0,"}, "an empty name"), ({"device": ""}, "an empty name"),
+    ({"device": "cuda:0,,cuda:1"}, "an empty name"), ({"device": "cpu,cuda:0"}, "mixes cpu and cuda"),
+    ({"device": "auto,cuda:0"}, "auto among others"),
+    ({"device": "cpu,cpu", "vram": (GB,)}, r"1 size and there are 2 cards"),
+    ({"device": "cpu", "vram": (GB, GB)}, r"2 sizes and there is 1 card"),
+])  # fmt: skip
 def test_cards_that_do_not_go_together(options: dict[str, Any], said: str) -> None:
     with pytest.raises(OptionError, match=said):
         RuntimeConfig("m", **options)

@@ -274,17 +274,14 @@ def test_reads_what_public_checkpoints_are_called_and_shaped() -> None:
     }.items()  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("stated", "error", "message"),
-    [
-        ({"num_target_layers": 36}, CheckpointError, "DFlash head was made for a target of 36 layers, and it has 3"),
-        ({"vocab_size": 500}, VocabularyMismatchError, "is about 500 tokens and the target has 320"),
-        ({"target_hidden_size": 64}, CheckpointError, "reads rows of 64 channels, and the target's have 40"),
-        ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [2, 1]}}, CheckpointError, "an ascending list"),
-        ({"dflash_config": {"mask_token_id": 320, "target_layer_ids": [1]}}, CheckpointError, "below vocab_size 320"),
-        ({"transformer_layer_config": {}}, CheckpointError, "take one with a dflash_config, such as z-lab's"),
-    ],
-)
+@pytest.mark.parametrize(("stated", "error", "message"), [
+    ({"num_target_layers": 36}, CheckpointError, "DFlash head was made for a target of 36 layers, and it has 3"),
+    ({"vocab_size": 500}, VocabularyMismatchError, "is about 500 tokens and the target has 320"),
+    ({"target_hidden_size": 64}, CheckpointError, "reads rows of 64 channels, and the target's have 40"),
+    ({"dflash_config": {"mask_token_id": 1, "target_layer_ids": [2, 1]}}, CheckpointError, "an ascending list"),
+    ({"dflash_config": {"mask_token_id": 320, "target_layer_ids": [1]}}, CheckpointError, "below vocab_size 320"),
+    ({"transformer_layer_config": {}}, CheckpointError, "take one with a dflash_config, such as z-lab's"),
+])  # fmt: skip
 def test_drafters_of_other_targets_are_refused(
     stated: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:

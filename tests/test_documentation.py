@@ -1,10 +1,13 @@
-"""What the documents name is there: files, headings, options, commands, and every figure beside the JSON it is from."""
+"""What the documents name is there: files, headings, options, commands, fields of requests, every figure beside the
+JSON that it is from; and the programs of examples/ run."""
 
 from __future__ import annotations
 
 import json
 import re
+import runpy
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -13,11 +16,14 @@ from typing import Any
 
 import pytest
 import typer
+from option_table import with_table
 
 from offload_runtime.cli.app import app
+from offload_runtime.cli.chat import COMMANDS as OF_A_CHAT
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.hardware import load_profile
 from offload_runtime.plan import forecast, plan_run
+from offload_runtime.server.schema import ChatBody, CompletionBody
 from offload_runtime.weights import describe_model
 from offload_runtime.weights.neighbours import stored_kinds
 
@@ -166,3 +172,56 @@ def test_the_readme_predicts_what_plan_does(row: str, draft: bool) -> None:
     predicted = forecast(plan_run(request, card), card)
     found = predicted.usual.tok_per_s if draft else predicted.plain_tok_per_s
     assert float(speeds[draft]) == pytest.approx(found, rel=0.05)
+
+
+GUIDE, SERVER = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("guide.md", "server.md"))
+
+
+def test_the_guide_lists_the_options_of_today() -> None:
+    assert with_table(GUIDE) == GUIDE, "run `python tools/option_table.py docs/guide.md`"
+
+
+def test_the_guide_lists_the_commands_of_a_chat() -> None:
+    for name, one in OF_A_CHAT.items():
+        assert f"| `{name} {one.argument.strip('[]')}".rstrip() + "` |" in GUIDE
+
+
+def test_the_page_of_the_server_names_every_field() -> None:
+    for body in (ChatBody, CompletionBody):
+        for field in {*body.model_fields, *body.harmless} - {"messages", "prompt"}:
+            assert re.search(rf"`{field}\b", SERVER), field
+
+
+TARGET = "long_target"
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+def printed(name: str, words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """What an example prints when it is called with some words."""
+    monkeypatch.setattr(sys, "argv", [name, *words])
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return capsys.readouterr().out
+
+
+SAYS = {
+    "plan.py": "2048 tokens: 0 of 5 layers over the link",
+    "generate.py": "the same tokens: True",
+    "long_context.py": "tokens read in",
+    "batch.py": "== Dear Sir or Madam,",
+    "stream.py": "> And in the evening?",
+}
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", SAYS)
+def test_an_example_runs(
+    target: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text("the quick brown fox jumps over the lazy dog and " * 100)
+    words = [str(target), *([str(book)] if name == "long_context.py" else [])]
+    assert SAYS[name] in printed(name, words, monkeypatch, capsys)
+
+
+def test_every_example_is_run() -> None:
+    assert {path.name for path in EXAMPLES.glob("*.py")} == SAYS.keys()

@@ -1,16 +1,29 @@
-"""Generation with a small random model: the same tokens whatever drafts, fits, streams or came before."""
+"""Generation with a small random model: the same tokens whatever drafts, fits, streams or came before, of one prompt
+and of several at once; and the path of a token, by calls before its first kernel and files that it enters."""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
+from offload_runtime import GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime
-from tests.helpers.engine import NUM_LAYERS, PROMPT, load, one_thread  # noqa: F401
+from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
+from offload_runtime.plan import RunPlan
+from tests.helpers.engine import (  # noqa: F401
+    NUM_LAYERS,
+    PROMPT,
+    FailingRunner,
+    load,
+    one_thread,
+)
 
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -70,6 +83,16 @@ def test_exactly_as_many_tokens_as_asked(speculative: Runtime, expected: list[li
         assert result.stats.new_tokens == count
 
 
+@pytest.mark.slow
+def test_the_context_can_be_filled_to_the_last_token(
+    plain: Runtime, target: Path, draft: Path, expected: list[list[int]]
+) -> None:
+    for drafts in ("ngram", draft):
+        with load(target, context=len(plain.encode(PROMPT)) + COUNT, draft=drafts) as runtime:
+            result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=39)
+        assert result.tokens == expected[0]
+
+
 def test_figures_add_up(speculative: Runtime) -> None:
     engine = speculative.engine.target.cards[0].engine
     engine.drain()
@@ -124,3 +147,140 @@ def test_closing_ends_the_copies_and_may_be_repeated(target: Path) -> None:
         runtime.generate(PROMPT, max_new_tokens=2)
         runtime.close()
         assert threading.active_count() == before
+
+
+PROMPTS = [PROMPT, "the lazy dog", [5 + (3 * i * i) % 280 for i in range(300)], "and the quick brown fox jumps"]
+LONG = 40
+
+
+@pytest.mark.parametrize(("asked", "message"), [
+    ({"params": [GenerationParams()]}, "1 params for 2 prompts: give one for each, or one for all"),
+    ({"params": []}, "0 params for 2 prompts"),
+    ({"params": SamplingParams(0.5)}, "params is a GenerationParams for all prompts, or a sequence"),
+    ({"params": [GenerationParams(), SamplingParams()]}, "params is a GenerationParams"),
+    ({"params": GenerationParams(), "temperature": 0.5}, "options are given twice, by name and as params"),
+    ({"params": [GenerationParams()] * 2, "noise_ids": [1]}, "1 noise_ids for 2 prompts"),
+    ({"params": [GenerationParams(), GenerationParams(gamma=1000)]}, "gamma 1000 exceeds the"),
+])  # fmt: skip
+def test_options_of_a_batch_that_make_no_sense(target: Path, asked: dict[str, Any], message: str) -> None:
+    with load(target, max_batch=2) as runtime:
+        with pytest.raises(OptionError, match=message):
+            runtime.generate_batch(["a", "b"], **asked)
+        long = [GenerationParams(3), GenerationParams(100_000)]
+        with pytest.raises(ContextLengthError, match=r"prompt 2 of 2: .* 100000 new ones exceed the context"):
+            runtime.generate_batch(["a", "b"], params=long)
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) -> None:
+    """Before the third pass: one answer is done, the others are what they are, and the runtime goes on."""
+    with load(target, draft=draft, max_batch=3, kv="host") as runtime:
+        whole = runtime.generate_batch(PROMPTS[:3], max_new_tokens=LONG, ignore_eos=True, gamma=2)
+        first = whole[0].text[:4]
+        layers: list[tuple[int, int]] = []
+        passes: list[tuple[int, int]] = []
+        stopped = runtime.generate_batch(
+            PROMPTS[:3], max_new_tokens=LONG, ignore_eos=True, gamma=2, stop=first,
+            on_prefill=lambda done, total: layers.append((done, total)),
+            on_progress=lambda done, total: passes.append((done, total)), should_stop=lambda: len(passes) == 3,
+        )  # fmt: skip
+        assert [result.finish_reason for result in stopped] == ["stop", "interrupted", "interrupted"]
+        for result, other in zip(stopped[1:], whole[1:], strict=True):
+            assert 1 <= len(result.tokens) <= 1 + 2 * 3
+            assert result.tokens == other.tokens[: len(result.tokens)] and other.text.startswith(result.text)
+            assert result.stats.passes == 2
+        assert layers == [(done, 15) for done in range(1, 16)]
+        nothing = runtime.generate_batch(PROMPTS[:2], max_new_tokens=LONG, ignore_eos=True, should_stop=lambda: True)
+        assert [len(result.tokens) for result in nothing] == [1, 1]
+        again = runtime.generate_batch(PROMPTS[:3], max_new_tokens=LONG, ignore_eos=True, gamma=2)
+        assert [result.tokens for result in again] == [result.tokens for result in whole]
+
+
+def test_batches_that_make_no_sense(target: Path) -> None:
+    with load(target, max_batch=2) as runtime:
+        with pytest.raises(OptionError, match="3 prompts for a runtime loaded for 1 to 2"):
+            runtime.generate_batch(["a", "b", "c"])
+        with pytest.raises(OptionError):
+            runtime.generate_batch([])
+        with pytest.raises(ContextLengthError, match="prompt 1 of 2: "):
+            runtime.generate_batch(["a", "b"], max_new_tokens=100_000)
+        with pytest.raises(OptionError, match=r"prompt 2 of 2: .*empty"):
+            runtime.generate_batch(["a", ""], max_new_tokens=3)
+        assert len(runtime.generate_batch(["a", "b"], max_new_tokens=3)) == 2
+
+
+def test_as_many_sequences_as_stream_no_more_are_chosen(short_target: Path) -> None:
+    """Where device memory is short of a layer with one sequence more; where it is not, 16."""
+
+    def plan_of(count: int | str, vram: int | None) -> RunPlan:
+        with load(short_target, draft="none", context=512, max_batch=count, vram=vram) as runtime:
+            return runtime.plan
+
+    assert plan_of("auto", None).target.batch == 16
+    whole = plan_of(4, None)
+    vram = whole.cards[0].device_bytes
+    chosen = plan_of("auto", vram)
+    assert not chosen.streamed_bytes and 4 <= chosen.target.batch < 16
+    assert chosen.target.context_tokens == 512
+    with suppress(BudgetError):
+        assert plan_of(chosen.target.batch + 1, vram).streamed_bytes > 0
+
+
+MOST_FRAMES = 14
+OURS = ("/offload_runtime/", "/offload_runtime_kernels/")
+
+
+def traced(runtime: Runtime, note: Callable[[FrameType], None], count: int, **options: Any) -> None:
+    """Generate so many tokens, with `note` called for each call of a Python function of this thread."""
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call":
+            note(frame)
+
+    sys.setprofile(profile)
+    try:
+        runtime.generate(PROMPT, max_new_tokens=count, ignore_eos=True, **options)
+    finally:
+        sys.setprofile(None)
+
+
+def callers_of_kernels(runtime: Runtime) -> list[list[str]]:
+    """The functions from `generate` on that each call of a layer's first kernel is behind, those of torch included."""
+    found: list[list[str]] = []
+
+    def note(frame: FrameType) -> None:
+        code = frame.f_code
+        if code.co_name != "rms_norm" or Path(code.co_filename).name != "rms_norm.py":
+            return
+        callers, caller = list[str](), frame.f_back
+        while caller is not None:
+            callers.append(f"{Path(caller.f_code.co_filename).name} {caller.f_code.co_name}")
+            caller = None if caller.f_code is Runtime.generate.__code__ else caller.f_back
+        found.append(callers[::-1])
+
+    traced(runtime, note, 2)
+    return found
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram"])
+def test_the_first_kernel_is_close_to_generate(target: Path, draft: str) -> None:
+    with load(target, draft=draft, resident_layers=2) as runtime:
+        found = callers_of_kernels(runtime)
+    for callers in (found[0], found[-1]):  # of the prompt's pass, and of the last one
+        assert callers[0] == "runtime.py generate" and len(callers) <= MOST_FRAMES, "\n".join(callers)
+
+
+@pytest.mark.parametrize(("tree_nodes", "most"), [(0, 22), (16, 30)], ids=["plain", "tree"])
+def test_a_token_enters_few_files(target: Path, draft: Path, tree_nodes: int, most: int) -> None:
+    """Kernels are counted, as a CPU computes them; a layer is streamed."""
+    files = set[str]()
+
+    def note(frame: FrameType) -> None:
+        name = frame.f_code.co_filename
+        if any(part in name for part in OURS) and "/tests/" not in name:
+            files.add(name.rpartition("/offload_runtime")[2])
+
+    options: dict[str, Any] = {"gamma": 6, "tree_nodes": tree_nodes} if tree_nodes else {}
+    with load(target, draft=draft if tree_nodes else "none", resident_layers=2, **options) as runtime:
+        traced(runtime, note, 8)
+    assert len(files) <= most, "\n".join(sorted(files))

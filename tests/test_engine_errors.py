@@ -79,27 +79,18 @@ class TestBeforeLoading:
             stats = runtime.generate(PROMPT, max_new_tokens=3, ignore_eos=True).stats
             assert stats.new_tokens == 3 and stats.peak_vram_bytes <= parse_bytes(named[1])
 
-    @pytest.mark.parametrize(
-        ("options", "word"),
-        [
-            ({"dtype": "int8"}, "bf16"),
-            ({"vram": "-1GB"}, "24GB"),
-            ({"resident_layers": -1}, "at least 0, not -1"),
-            ({"resident_layers": NUM_LAYERS + 1}, "between 0 and 5"),
-            ({"tree_nodes": 9999}, "9999 proposals in a window are more than the 512 tokens"),
-            ({"max_gamma": 9999}, "lower --gamma or --tree-nodes"),
-            ({"tree_nodes": 30, "draft": "none"}, "--tree-nodes 30 does nothing with --draft none"),
-            ({"tree_nodes": 30, "speculation": SpeculationOptions("none")}, "nothing with --speculation none"),
-            (
-                {"speculation": SpeculationOptions("triforce"), "resident_layers": 2, "draft": "none"},
-                "--speculation none",
-            ),
-            ({"speculation": SpeculationOptions("triforce")}, "--draft none"),
-            ({"speculation": SpeculationOptions("none"), "draft": "some/model"}, "idle"),
-            ({"speculation": SpeculationOptions("chain"), "draft": "none"}, "--speculation none"),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize(("options", "word"), [
+        ({"dtype": "int8"}, "bf16"), ({"vram": "-1GB"}, "24GB"), ({"resident_layers": -1}, "at least 0, not -1"),
+        ({"resident_layers": NUM_LAYERS + 1}, "between 0 and 5"),
+        ({"tree_nodes": 9999}, "9999 proposals in a window are more than the 512 tokens"),
+        ({"max_gamma": 9999}, "lower --gamma or --tree-nodes"),
+        ({"tree_nodes": 30, "draft": "none"}, "--tree-nodes 30 does nothing with --draft none"),
+        ({"tree_nodes": 30, "speculation": SpeculationOptions("none")}, "nothing with --speculation none"),
+        ({"speculation": SpeculationOptions("triforce"), "resident_layers": 2, "draft": "none"}, "--speculation none"),
+        ({"speculation": SpeculationOptions("triforce")}, "--draft none"),
+        ({"speculation": SpeculationOptions("none"), "draft": "some/model"}, "idle"),
+        ({"speculation": SpeculationOptions("chain"), "draft": "none"}, "--speculation none"),
+    ], ids=str)  # fmt: skip
     def test_values_that_make_no_sense(self, target: Path, options: dict[str, Any], word: str) -> None:
         refused(OptionError, target, word, **options)
 
@@ -111,14 +102,10 @@ class TestBeforeLoading:
         }
         refused(BudgetError, target, "3 of 5 layers would be streamed", "resident-layers auto it fits", **options)
 
-    @pytest.mark.parametrize(
-        ("device", "error", "word"),
-        [
-            ("gpu", OptionError, "cuda"),
-            ("mps", OptionError, "cuda:N or cpu"),
-            ("cuda:99", DeviceError, "cuda:99" if torch.cuda.is_available() else "--device cpu"),
-        ],
-    )
+    @pytest.mark.parametrize(("device", "error", "word"), [
+        ("gpu", OptionError, "cuda"), ("mps", OptionError, "cuda:N or cpu"),
+        ("cuda:99", DeviceError, "cuda:99" if torch.cuda.is_available() else "--device cpu"),
+    ])  # fmt: skip
     def test_devices_that_are_not_there(self, target: Path, device: str, error: type[OffloadError], word: str) -> None:
         refused(error, target, word, device=device)
 

@@ -1,9 +1,10 @@
-"""Families against transformers, on random configurations, from safetensors and from GGUF."""
+"""Families against transformers, on random configurations, from safetensors and from GGUF, and on a GPU."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from safetensors.torch import load_file, save_file
 
 from offload_runtime import Conversation, GenerationResult, Runtime
 from offload_runtime.config import SpeculationOptions
+from offload_runtime.core import TokenTree
 from offload_runtime.errors import OptionError
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.models.rope import RopeTable
+from offload_runtime.runners import ModelRunner
 from offload_runtime.weights import checkpoint_tensors, open_checkpoint
-from tests.helpers.assembly import make_runner, prefill
+from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_copy  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import (
     ARCHITECTURES,
@@ -32,7 +35,18 @@ from tests.helpers.families import (
     family_model,
     write_family,
 )
-from tests.helpers.models import all_logits, load_plain, model_config_from_transformers, rows_of
+from tests.helpers.models import (
+    BUILDERS,
+    LENGTH_DEPENDENT_BUILDERS,
+    SHORT_LENGTH,
+    all_logits,
+    cached_logits,
+    load_plain,
+    model_config_from_transformers,
+    random_model,
+    random_tokens,
+    rows_of,
+)
 
 # Configurations of each family by default, by the slow tests, and asked for: FAMILY_SEEDS=30 before a family lands.
 OFTEN, SLOW = 1, 2
@@ -234,3 +248,55 @@ def test_a_quantised_file_streams_as_it_is_stored(family: str, tmp_path: Path) -
     decoded = _answers(path, PROMPTS[::2], draft="none", kv="gpu", weights="decoded")
     stored = _answers(path, PROMPTS[::2], draft="ngram", kv="host", resident_layers=0, weights="stored")
     assert stored == decoded
+
+
+CUDA = torch.device("cuda")
+# The oracle computes on the CPU: sums in another order, and the GPU's exponential is good to 2 units in the last place.
+GPU_ERROR = 5e-5
+# Two roots, a bushy and a deep branch, listed so that no path is a contiguous run.
+
+
+def _assert_logits(actual: torch.Tensor, expected: torch.Tensor, *, most: float = 1e-5) -> None:
+    """Raise unless the largest difference, relative to the largest logit, is below `most`."""
+    assert actual.shape == expected.shape
+    error = float((actual.cpu() - expected).abs().max() / expected.abs().max())
+    assert error < most, f"relative error {error:.1e}"
+
+
+def _window_logits(runner: ModelRunner, tokens: Sequence[int], sequence: int = 0) -> torch.Tensor:
+    return verify(runner, {sequence: TokenTree(tuple(tokens))})
+
+
+def _step_logits(runner: ModelRunner, tokens: Sequence[int], sequence: int = 0) -> torch.Tensor:
+    """Logits of tokens decoded one by one, each committed: [T, V]."""
+    logits = []
+    for token in tokens:
+        logits.append(_window_logits(runner, [token], sequence)[0])
+        runner.cache.commit(sequence, 1)
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("prompt_length", [SHORT_LENGTH - 4, SHORT_LENGTH, SHORT_LENGTH + 11])
+@pytest.mark.parametrize("name", LENGTH_DEPENDENT_BUILDERS)
+def test_length_dependent_rope_matches_transformers_across_the_boundary(name: str, prompt_length: int) -> None:
+    model, tokens = random_model(name), random_tokens(prompt_length + 9)
+    expected = cached_logits(model, [tokens[:prompt_length], *([token] for token in tokens[prompt_length:])])
+    made = make_runner(model)
+    _assert_logits(prefill(made.runner, 0, tokens[:prompt_length]), expected[:1])
+    _assert_logits(_step_logits(made.runner, tokens[prompt_length:]), expected[1:])
+    made.runner.cache.truncate(0, prompt_length)  # the same steps as one window
+    _assert_logits(_window_logits(made.runner, tokens[prompt_length:]), expected[1:])
+    made.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BUILDERS)
+def test_matches_transformers_on_the_gpu(name: str) -> None:
+    model, tokens = random_model(name), random_tokens(50)
+    expected = all_logits(model, tokens)
+    made = make_runner(model, buffers=2, device=CUDA)
+    _assert_logits(prefill(made.runner, 0, tokens[:37]), expected[36:37], most=GPU_ERROR)
+    _assert_logits(_window_logits(made.runner, tokens[37:]), expected[37:], most=GPU_ERROR)
+    tree = verify(made.runner, {0: TokenTree((*tokens[37:46], 5), (-1, 0, 1, 2, 3, 4, 5, 6, 7, 7))})
+    _assert_logits(tree[:9], expected[37:46], most=GPU_ERROR)
+    made.close()

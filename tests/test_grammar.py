@@ -141,20 +141,16 @@ def test_what_cannot_be_followed_is_refused_before_weights_are_read(
         Runtime.load(target, device="cpu", on_progress=refuse_weights, check=lambda room: room.check(params))
 
 
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({"json_schema": "{"}, "json_schema is not JSON"),
-        ({"json_schema": "[1]"}, "is not an object"),
-        ({"json_schema": {"enum": {1, 2}}}, "json_schema is not JSON"),
-        ({"json_schema": '{"const": "\ud800"}'}, "lone surrogate"),
-        ({"json_schema": {"const": "x" * MOST_GRAMMAR_CHARACTERS}}, f"at most {MOST_GRAMMAR_CHARACTERS}"),
-        ({"grammar": "\n" * (MOST_GRAMMAR_CHARACTERS + 1)}, f"at most {MOST_GRAMMAR_CHARACTERS}"),
-        ({"json_schema": {}, "grammar": "start: /a/"}, "drop one"),
-        ({"json_schema": '{"a":' * 20_000 + "{}" + "}" * 20_000}, "json_schema is not JSON"),
-        ({"json_schema": '{"maximum": ' + "9" * 5000 + "}"}, "json_schema is not JSON"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "message"), [
+    ({"json_schema": "{"}, "json_schema is not JSON"), ({"json_schema": "[1]"}, "is not an object"),
+    ({"json_schema": {"enum": {1, 2}}}, "json_schema is not JSON"),
+    ({"json_schema": '{"const": "\ud800"}'}, "lone surrogate"),
+    ({"json_schema": {"const": "x" * MOST_GRAMMAR_CHARACTERS}}, f"at most {MOST_GRAMMAR_CHARACTERS}"),
+    ({"grammar": "\n" * (MOST_GRAMMAR_CHARACTERS + 1)}, f"at most {MOST_GRAMMAR_CHARACTERS}"),
+    ({"json_schema": {}, "grammar": "start: /a/"}, "drop one"),
+    ({"json_schema": '{"a":' * 20_000 + "{}" + "}" * 20_000}, "json_schema is not JSON"),
+    ({"json_schema": '{"maximum": ' + "9" * 5000 + "}"}, "json_schema is not JSON"),
+])  # fmt: skip
 def test_what_is_no_schema_is_refused(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         SamplingParams(**asked)

@@ -113,28 +113,20 @@ def test_a_copy_without_what_its_model_has_says_what_would_be_better(tmp_path: P
     assert "a copy of the model that has its MTP layers would draft better" in result.stdout
 
 
-@pytest.mark.parametrize(
-    ("settings", "options", "error", "message"),
-    [
-        (
-            {"mtp_num_hidden_layers": 0},
-            {},
-            OptionError,
-            "carries no MTP layers, which copies",
-        ),
-        ({}, {"mode": "triforce"}, OptionError, "triforce: the MTP head drafts from what passes of the target keep"),
-        ({}, {"draft_cache": "retrieval"}, OptionError, "--draft-cache retrieval: the MTP head has few layers"),
-        ({}, {"draft_cache": "streaming"}, OptionError, "--draft-cache streaming: the MTP head has few layers"),
-        ({}, {"recent_tokens": 64}, OptionError, "--recent-tokens does nothing with the MTP head"),
-        (
-            {"draft": {"vocab_size": 151936}},
-            {},
-            VocabularyMismatchError,
-            "head is about 151936 tokens and the target has 152064",
-        ),
-        ({"draft": {"hidden_size": 4096}}, {}, CheckpointError, "reads rows of 4096 channels, and the target's have"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "options", "error", "message"), [
+    ({"mtp_num_hidden_layers": 0}, {}, OptionError, "carries no MTP layers, which copies"),
+    ({}, {"mode": "triforce"}, OptionError, "triforce: the MTP head drafts from what passes of the target keep"),
+    ({}, {"draft_cache": "retrieval"}, OptionError, "--draft-cache retrieval: the MTP head has few layers"),
+    ({}, {"draft_cache": "streaming"}, OptionError, "--draft-cache streaming: the MTP head has few layers"),
+    ({}, {"recent_tokens": 64}, OptionError, "--recent-tokens does nothing with the MTP head"),
+    (
+        {"draft": {"vocab_size": 151936}},
+        {},
+        VocabularyMismatchError,
+        "head is about 151936 tokens and the target has 152064",
+    ),
+    ({"draft": {"hidden_size": 4096}}, {}, CheckpointError, "reads rows of 4096 channels, and the target's have"),
+])  # fmt: skip
 def test_what_a_head_cannot_do_is_refused(
     settings: dict[str, Any], options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:

@@ -161,15 +161,12 @@ def test_a_model_without_some_of_its_mtp_layer_opens_and_says_what_is_missing(tm
     assert open_checkpoint(_without(directory, *whole)).read_mtp() is None
 
 
-@pytest.mark.parametrize(
-    ("of_head", "of_target", "error", "message"),
-    [
-        ({}, {"num_attention_heads": 2, "hidden_size": 64}, CheckpointError, "reads rows of 40 channels, and .* 64"),
-        ({}, {"vocab_size": 500}, VocabularyMismatchError, "is about 320 tokens and the target has 500"),
-        ({"taps": (2, 40)}, {}, CheckpointError, r"below layers \(2, 40\), .* up to 3"),
-        ({"taps": (2, 1)}, {}, CheckpointError, r"below layers \(2, 1\), which have to be in order"),
-    ],
-)
+@pytest.mark.parametrize(("of_head", "of_target", "error", "message"), [
+    ({}, {"num_attention_heads": 2, "hidden_size": 64}, CheckpointError, "reads rows of 40 channels, and .* 64"),
+    ({}, {"vocab_size": 500}, VocabularyMismatchError, "is about 320 tokens and the target has 500"),
+    ({"taps": (2, 40)}, {}, CheckpointError, r"below layers \(2, 40\), .* up to 3"),
+    ({"taps": (2, 1)}, {}, CheckpointError, r"below layers \(2, 1\), which have to be in order"),
+])  # fmt: skip
 def test_heads_of_other_models_are_refused(
     of_head: dict[str, Any], of_target: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
 ) -> None:

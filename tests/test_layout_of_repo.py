@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -59,19 +59,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     PROFILES: set(),
 }  # fmt: skip
 FREE_TO_ALL = {"config", "core", "errors", "fields", "files", "options", "params", "sizes"}
+FOLDERS = ("offload_runtime", "kernels", "profiles")
 WITHOUT_PROJECT_IMPORTS = {"errors", KERNELS, PROFILES}
 
 
 @cache
-def _parsed(source: str) -> ast.Module:
-    """Syntax of a source, which several tests look at and none changes."""
-    return ast.parse(source)
-
-
-@cache
-def _nodes(source: str) -> tuple[ast.AST, ...]:
-    """All of its nodes."""
-    return tuple(ast.walk(_parsed(source)))
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    """All nodes of a source."""
+    return tuple(ast.walk(ast.parse(path.read_text())))
 
 
 def _module_of(path: Path) -> str:
@@ -81,67 +76,45 @@ def _module_of(path: Path) -> str:
     return path.relative_to(RUNTIME).parts[0].removesuffix(".py")
 
 
-def _imported_modules(source: str, package: tuple[str, ...]) -> set[str]:
-    """Rows of the table that a file imports.
-
-    Args:
-        source: Python source.
-        package: Dotted package the file is in, which relative imports start from.
-    """
-    names: list[str] = []
-    for node in _nodes(source):
+def _names(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """What is imported, by dotted names: `from offload_runtime import stream` names the module behind the import."""
+    for node in nodes:
         if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else ()
-            base = ".".join((*above, *([node.module] if node.module else [])))
-            # `from offload_runtime import stream` names the module only behind the import.
-            names += [f"{base}.{alias.name}" for alias in node.names]
-    modules = set()
-    for name in names:
-        top, _, rest = name.partition(".")
-        if top in (KERNELS, PROFILES):
-            modules.add(top)
-        elif top == "offload_runtime":
-            head = rest.partition(".")[0]
-            is_module = (RUNTIME / head).is_dir() or (RUNTIME / f"{head}.py").is_file()
-            modules.add(head if head and is_module else "__init__")
-    return modules
+            assert not node.level, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def _source_files() -> list[Path]:
-    folders = (RUNTIME, ROOT / "kernels", ROOT / "profiles")
-    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+def _file_of(name: str) -> Path | None:
+    """The file that a dotted name, or what it is in, stands for; None for anything that is not ours."""
+    for dotted in (name, name.rpartition(".")[0]):
+        for base in (ROOT, ROOT / "kernels"):
+            whole = base.joinpath(*dotted.replace(PROFILES, "profiles").split("."))
+            for path in (whole / "__init__.py", whole.with_suffix(".py")):
+                if dotted and path.is_file() and any(path.is_relative_to(ROOT / folder) for folder in FOLDERS):
+                    return path
+    return None
 
 
-def _violations(path: Path, source: str) -> set[str]:
-    module = _module_of(path)
-    package = path.parent.relative_to(ROOT / "kernels" if module == KERNELS else ROOT).parts
-    free = set() if module in WITHOUT_PROJECT_IMPORTS else FREE_TO_ALL
-    return _imported_modules(source, package) - MAY_IMPORT[module] - free - {module}
+def _imported_files(nodes: Iterable[ast.AST]) -> set[Path]:
+    return {path for path in map(_file_of, _names(nodes)) if path is not None}
+
+
+def _sources() -> list[Path]:
+    return sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def test_imports_go_downward_only() -> None:
-    files = _source_files()
-    unknown = {_module_of(path) for path in files} - set(MAY_IMPORT)
+    unknown = {_module_of(path) for path in _sources()} - set(MAY_IMPORT)
     assert not unknown, f"modules without a row in the table of who may import whom: {sorted(unknown)}"
-    wrong = {str(path.relative_to(ROOT)): sorted(_violations(path, path.read_text())) for path in files}
+    wrong: dict[str, set[str]] = {}
+    for path in _sources():
+        module = _module_of(path)
+        allowed = MAY_IMPORT[module] | {module} | (set() if module in WITHOUT_PROJECT_IMPORTS else FREE_TO_ALL)
+        wrong[str(path)] = {_module_of(one) for one in _imported_files(_nodes(path))} - allowed
     assert not {path: modules for path, modules in wrong.items() if modules}
-
-
-def test_the_table_has_no_cycle() -> None:
-    below = dict(MAY_IMPORT)
-    while below:
-        leaves = {module for module, allowed in below.items() if not allowed & set(below)}
-        assert leaves, f"these may import each other in a circle: {sorted(below)}"
-        below = {module: allowed for module, allowed in below.items() if module not in leaves}
-
-
-def _file_of(name: str) -> str | None:
-    """The file of the runtime that a dotted name stands for, from its root; None for anything else."""
-    base = ROOT.joinpath(*name.split("."))
-    files = [path for path in (base / "__init__.py", base.with_suffix(".py")) if path.is_file()]
-    return files[0].relative_to(RUNTIME).as_posix() if files and files[0].is_relative_to(RUNTIME) else None
+    TopologicalSorter(MAY_IMPORT).prepare()  # the table has no cycle
 
 
 def _outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
@@ -152,27 +125,13 @@ def _outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
             yield from _outside_functions(node)
 
 
-def _imported_files(source: str) -> set[str]:
-    """Files of the runtime that a source imports where it is read, for types only or not."""
-    names: list[str] = []
-    for node in _outside_functions(_parsed(source)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, "imports are absolute"
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    found = {_file_of(name) or _file_of(name.rpartition(".")[0]) for name in names}
-    return {file for file in found if file is not None}
-
-
 def test_files_do_not_import_each_other_in_a_circle() -> None:
-    files = {path.relative_to(RUNTIME).as_posix(): path for path in RUNTIME.rglob("*.py")}
-    graph = {name: _imported_files(path.read_text()) for name, path in files.items()}
-    assert "cli/terminal.py" in graph["cli/app.py"]
+    graph = {path: _imported_files(_outside_functions(_nodes(path)[0])) for path in RUNTIME.rglob("*.py")}
+    assert RUNTIME / "cli/terminal.py" in graph[RUNTIME / "cli/app.py"]
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        pytest.fail(f"each of these imports the one before: {' '.join(error.args[1])}")
+        pytest.fail(f"each of these imports the one before: {' '.join(map(str, error.args[1]))}")
 
 
 def test_kernels_is_not_a_package() -> None:
@@ -210,10 +169,11 @@ def test_what_is_imported_is_required(extra: str) -> None:
     required = [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
     names = {re.split(r"[^\w-]", one, maxsplit=1)[0] for one in required}
     paths = [path for path in RUNTIME.rglob("*.py") if (path.parent.name == "server") == bool(extra)]
-    nodes = [node for path in paths for node in _nodes(path.read_text())]
-    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level}
-    tops = {name.partition(".")[0] for name in imported} - set(sys.stdlib_module_names) - NOT_REQUIRED
+    tops = (
+        {name.partition(".")[0] for path in paths for name in _names(_nodes(path))}
+        - set(sys.stdlib_module_names)
+        - NOT_REQUIRED
+    )
     others = {DISTRIBUTIONS.get(top, top) for top in tops if not top.startswith("offload_runtime")}
     assert not others - names, f"imported, but not among the dependencies: {sorted(others - names)}"
 

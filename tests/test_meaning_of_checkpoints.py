@@ -149,8 +149,7 @@ def test_an_old_index_does_not_decide(untied: Path, shards_are_there: bool) -> N
         ("config.json", {"model_type": None}, "does not say what model it is"),
         ("config.json", {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 256},
          "latent attention"),
-        ("config.json", {"model_type": "blip-2", "text_config": {"model_type": "opt"}},
-         r"text part .opt. has layers"),
+        ("config.json", {"model_type": "blip-2", "text_config": {"model_type": "opt"}}, r"text part .opt. has layers"),
         ("config.json", {"model_type": "llama4", "text_config": {"model_type": "llama4_text", "num_local_experts": 16}},
          "mixture of experts"),
     ],
@@ -165,20 +164,15 @@ def test_what_is_no_model_of_ours_is_refused_by_what_it_is(untied: Path, name: s
         ours(untied)
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({"config.json": b"{}", "pytorch_model.bin": b"PK\x03\x04"}, "as pytorch_model.bin, which is not read"),
-        ({"consolidated.00.pth": b"PK\x03\x04", "params.json": b"{}"}, "makers' own format"),
-        ({"model_index.json": b"{}"}, "makes images"),
-        ({"snapshots/abc/config.json": b"{}"}, "snapshots/abc has one"),
-        ({"model.safetensors": b"x"}, "no config.json beside model.safetensors"),
-        ({"config.json": b"{}", "model-00001-of-00002.safetensors": b"x"}, "no model.safetensors.index.json"),
-        ({"Q4_K_M/x.gguf": b"GGUF"}, r"in it Q4_K_M/x.gguf: give that"),
-        ({"blobs/sha256-abc": b"GGUF"}, r"in it blobs/sha256-abc: give that"),
-        ({}, "has no config.json"),
-    ],
-)
+@pytest.mark.parametrize(("files", "words"), [
+    ({"config.json": b"{}", "pytorch_model.bin": b"PK\x03\x04"}, "as pytorch_model.bin, which is not read"),
+    ({"consolidated.00.pth": b"PK\x03\x04", "params.json": b"{}"}, "makers' own format"),
+    ({"model_index.json": b"{}"}, "makes images"), ({"snapshots/abc/config.json": b"{}"}, "snapshots/abc has one"),
+    ({"model.safetensors": b"x"}, "no config.json beside model.safetensors"),
+    ({"config.json": b"{}", "model-00001-of-00002.safetensors": b"x"}, "no model.safetensors.index.json"),
+    ({"Q4_K_M/x.gguf": b"GGUF"}, r"in it Q4_K_M/x.gguf: give that"),
+    ({"blobs/sha256-abc": b"GGUF"}, r"in it blobs/sha256-abc: give that"), ({}, "has no config.json"),
+])  # fmt: skip
 def test_other_directories_say_what_they_are(files: dict[str, bytes], words: str, tied: Path, tmp_path: Path) -> None:
     directory = tmp_path / "other"
     directory.mkdir()
@@ -261,13 +255,10 @@ def test_quantised_tensors_that_nothing_speaks_of_are_refused(untied: Path) -> N
         ours(untied)
 
 
-@pytest.mark.parametrize(
-    ("name", "stated"),
-    [
-        ("quantize_config.json", {"bits": 4, "group_size": 16, "desc_act": False}),
-        ("quant_config.json", {"w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "stated"), [
+    ("quantize_config.json", {"bits": 4, "group_size": 16, "desc_act": False}),
+    ("quant_config.json", {"w_bit": 4, "q_group_size": 16, "zero_point": True, "version": "GEMM"}),
+])  # fmt: skip
 def test_old_tools_statements_are_read(untied: Path, name: str, stated: dict[str, Any]) -> None:
     """As those that stand in config.json today."""
     method = {"quantize_config.json": "gptq", "quant_config.json": "awq"}[name]

@@ -117,18 +117,15 @@ def test_rotations_are_llama_cpps(
     close(ours(path), theirs(model))
 
 
-@pytest.mark.parametrize(
-    ("fields", "tensors", "words"),
-    [
-        (lambda w: _type(w, "longrope", 4.0), {}, "longrope .with its factors"),
-        (lambda w: _type(w, "ntk", 4.0), {}, "RoPE scaling 'ntk'"),
-        (lambda w: w.add_float32("llama.rope.scaling.yarn_beta_fast", 16.0), {}, "yarn_beta_fast is 16"),
-        (lambda w: w.add_float32("llama.rope.scaling.yarn_log_multiplier", 0.1), {}, r"yarn_log_multiplier is 0\.1"),
-        (lambda w: w.add_float32("llama.rope.scaling.factor", -2.0), {}, "factor"),
-        (lambda w: None, {"rope_freqs": FREQS[:5]}, "5 numbers in rope_freqs.weight, expected 16"),
-        (lambda w: None, {"rope_factors_long": FREQS}, "no rope_factors_short.weight"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "tensors", "words"), [
+    (lambda w: _type(w, "longrope", 4.0), {}, "longrope .with its factors"),
+    (lambda w: _type(w, "ntk", 4.0), {}, "RoPE scaling 'ntk'"),
+    (lambda w: w.add_float32("llama.rope.scaling.yarn_beta_fast", 16.0), {}, "yarn_beta_fast is 16"),
+    (lambda w: w.add_float32("llama.rope.scaling.yarn_log_multiplier", 0.1), {}, r"yarn_log_multiplier is 0\.1"),
+    (lambda w: w.add_float32("llama.rope.scaling.factor", -2.0), {}, "factor"),
+    (lambda w: None, {"rope_freqs": FREQS[:5]}, "5 numbers in rope_freqs.weight, expected 16"),
+    (lambda w: None, {"rope_factors_long": FREQS}, "no rope_factors_short.weight"),
+])  # fmt: skip
 def test_other_scalings_are_refused(
     fields: Fields, tensors: dict[str, list[float]], words: str, tmp_path: Path
 ) -> None:
@@ -205,16 +202,13 @@ def test_what_is_no_model_of_ours_says_why(arch: str, fields: Fields, words: str
         ours(path)
 
 
-@pytest.mark.parametrize(
-    ("reference", "repository", "what"),
-    [
-        ("hf.co/org/name:Q4_K_M", "org/name", "*[-._/][qQ]4_[kK]_[mM].[gG][gG][uU][fF]"),
-        ("huggingface.co/org/name", "org/name", "config.json"),
-        ("https://huggingface.co/org/name/tree/main", "org/name", "config.json"),
-        ("https://huggingface.co/org/name/blob/main/a/m.gguf", "org/name", "a/m.gguf"),
-        ("https://huggingface.co/org/name/resolve/main/m.gguf?download=true", "org/name", "m.gguf"),
-    ],
-)
+@pytest.mark.parametrize(("reference", "repository", "what"), [
+    ("hf.co/org/name:Q4_K_M", "org/name", "*[-._/][qQ]4_[kK]_[mM].[gG][gG][uU][fF]"),
+    ("huggingface.co/org/name", "org/name", "config.json"),
+    ("https://huggingface.co/org/name/tree/main", "org/name", "config.json"),
+    ("https://huggingface.co/org/name/blob/main/a/m.gguf", "org/name", "a/m.gguf"),
+    ("https://huggingface.co/org/name/resolve/main/m.gguf?download=true", "org/name", "m.gguf"),
+])  # fmt: skip
 def test_addresses_of_the_hub_are_names(
     reference: str, repository: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,20 +69,13 @@ def called(arguments: Any, **message: Any) -> list[dict[str, Any]]:
     return [USER, {"role": "assistant", "content": "", **message, "tool_calls": [call]}, RESULT]
 
 
-@pytest.mark.parametrize(
-    ("template", "arguments", "expected"),
-    [
-        (AS_TEXT, '{"x":  1}', 'hif({"x":  1})42'),
-        (AS_TEXT, {"x": "é"}, 'hif({"x": "é"})42'),
-        (AS_TEXT, "not JSON", "hif(not JSON)42"),
-        (AS_JSON, '{"x":  1}', 'hif({"x": 1})42'),
-        (AS_ITEMS, '{"x":  1}', "hif(x=1)42"),
-        (EITHER, '{"x":  1}', 'hif({"x":  1})42'),
-        (NAMED, '{"x":  1}', "hif(x=1)42"),
-        (SAID + calls(f"{{{{ {A} }}}}"), '{"x":  1}', 'hif({"x":  1})42'),
-        (WHOLE, '{"x":  1}', 'hi{"name": "f", "arguments": {"x": 1}}42'),
-    ],
-)
+@pytest.mark.parametrize(("template", "arguments", "expected"), [
+    (AS_TEXT, '{"x":  1}', 'hif({"x":  1})42'), (AS_TEXT, {"x": "é"}, 'hif({"x": "é"})42'),
+    (AS_TEXT, "not JSON", "hif(not JSON)42"), (AS_JSON, '{"x":  1}', 'hif({"x": 1})42'),
+    (AS_ITEMS, '{"x":  1}', "hif(x=1)42"), (EITHER, '{"x":  1}', 'hif({"x":  1})42'),
+    (NAMED, '{"x":  1}', "hif(x=1)42"), (SAID + calls(f"{{{{ {A} }}}}"), '{"x":  1}', 'hif({"x":  1})42'),
+    (WHOLE, '{"x":  1}', 'hi{"name": "f", "arguments": {"x": 1}}42'),
+])  # fmt: skip
 def test_arguments_are_a_text_or_an_object_as_the_template_takes_them(
     template: str, arguments: Any, expected: str
 ) -> None:
@@ -122,34 +115,23 @@ def test_who_does_not_know_a_developer_has_a_system(template: str, expected: str
     assert text_of(template, DEVELOPER) == expected
 
 
-@pytest.mark.parametrize(
-    ("template", "content", "expected"),
-    [
-        (LOOP + "{{ m.content }}" + END, ["a", "b"], "a\nb"),
-        (LOOP + "{{ m.content | trim }}" + END, ["a", "b", "c"], "a\nb\nc"),
-        (LOOP + "{{ m.content }}" + END, [], ""),
-        (PARTS, ["a", "b"], "a|b|"),
-        (PARTS.replace("|", ""), ["a", "b"], "a\nb"),
-        (PARTS, "ab", "ab|"),
-        (BOTH, ["a", "b"], "(a)(b)"),
-        (BOTH.replace("(", "").replace(")", ""), ["a", "b"], "a\nb"),
-        (BOTH, "ab", "ab"),
-    ],
-)
+@pytest.mark.parametrize(("template", "content", "expected"), [
+    (LOOP + "{{ m.content }}" + END, ["a", "b"], "a\nb"),
+    (LOOP + "{{ m.content | trim }}" + END, ["a", "b", "c"], "a\nb\nc"), (LOOP + "{{ m.content }}" + END, [], ""),
+    (PARTS, ["a", "b"], "a|b|"), (PARTS.replace("|", ""), ["a", "b"], "a\nb"), (PARTS, "ab", "ab|"),
+    (BOTH, ["a", "b"], "(a)(b)"), (BOTH.replace("(", "").replace(")", ""), ["a", "b"], "a\nb"), (BOTH, "ab", "ab"),
+])  # fmt: skip
 def test_parts_are_parts_or_lines(template: str, content: Any, expected: str) -> None:
     parts = content if isinstance(content, str) else [{"type": "text", "text": text} for text in content]
     assert text_of(template, [{"role": "user", "content": parts}]) == expected
 
 
-@pytest.mark.parametrize(
-    ("message", "named"),
-    [
-        ({"frobnicate": 1}, "messages.0.frobnicate"),
-        ({"content": [{"type": "text", "text": "a", "x": 1}]}, "messages.0.content.0.x"),
-        ({"tool_calls": [{"function": {"name": "f", "code": 1}}]}, "messages.0.tool_calls.0.function.code"),
-        ({"function_call": {"name": "f"}}, "messages.0.function_call"),
-    ],
-)
+@pytest.mark.parametrize(("message", "named"), [
+    ({"frobnicate": 1}, "messages.0.frobnicate"),
+    ({"content": [{"type": "text", "text": "a", "x": 1}]}, "messages.0.content.0.x"),
+    ({"tool_calls": [{"function": {"name": "f", "code": 1}}]}, "messages.0.tool_calls.0.function.code"),
+    ({"function_call": {"name": "f"}}, "messages.0.function_call"),
+])  # fmt: skip
 def test_fields_that_nothing_reads_are_refused(message: dict[str, Any], named: str) -> None:
     asked = [{"role": "assistant", "content": "a", **message}]
     with pytest.raises(MessageError, match=f"{named} is not a field") as error:
@@ -272,50 +254,42 @@ def several(form: str) -> str:
 MARKED = '{"a": "x</tool_call>y \\" </tool_call> [TOOL_CALLS]g{}"}'
 
 
-@pytest.mark.parametrize(
-    ("kind", "answer", "expected"),
-    [
-        ("hermes", f"<think>\nperhaps {hermes('{}')}?\n</think>\n\nNo.", (f"perhaps {hermes('{}')}?", "No.", [])),
-        ("hermes", f"<think>a</think>{hermes('{}')}", ("a", "", [("f", "{}")])),
-        ("hermes", f"<think>{hermes('{}')}", (hermes("{}"), "", [])),
-        ("hermes", f"So <think> {hermes('{}')}", ("", "So <think>", [("f", "{}")])),
-        ("hermes", f"{hermes(MARKED)}\n{hermes('{}', 'g')}", ("", "", [("f", MARKED), ("g", "{}")])),
-        ("hermes", f"{hermes(MARKED)[:-12]}", ("", "", [("f", MARKED)])),
-        ("hermes", hermes('{"a": "1\n2"}'), ("", "", [("f", '{"a": "1\\n2"}')])),
-        ("hermes", f'{hermes("{}")[:12]}"{hermes("{}")[12:]} {hermes("{}")}', None),
-        ("hermes", f"a{hermes('{')} {hermes('{}')} b", ("", f"a{hermes('{')} b", [("f", "{}")])),
-        ("hermes", f"""{hermes('{"a": "x}')} {hermes("{}")}""", ("", hermes('{"a": "x}'), [("f", "{}")])),
-        ("hermes", hermes("{}", "unknown"), ("", hermes("{}", "unknown"), [])),
-        ("hermes", several("[{0}, {1}]"), ("", "", [("f", MARKED), ("g", MARKED)])),
-        ("hermes", several("{0}\n{1}"), ("", "", [("f", MARKED), ("g", MARKED)])),
-        ("hermes", several("{0}, {1};") + several("[{1}]"), ("", "", [("f", MARKED), ("g", MARKED), ("g", MARKED)])),
-        ("hermes", several("[{0}, {1}]")[:-12], ("", "", [("f", MARKED), ("g", MARKED)])),
-        ("hermes", several("{0} and {1}"), ("", several("{0} and {1}"), [])),
-        ("hermes", several("[]") + hermes("{}"), ("", several("[]"), [("f", "{}")])),
-        ("mistral", f"[TOOL_CALLS]f[ARGS]{MARKED}[TOOL_CALLS]g{{}}", ("", "", [("f", MARKED), ("g", "{}")])),
-        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}] So.', ("", "So.", [("f", "{}")])),
-        ("mistral", "[THINK]a[/THINK][TOOL_CALLS]f{}", None),
-        ("hermes", f"Let me see.\n{hermes('{}')}", ("", "Let me see.", [("f", "{}")])),
-        ("hermes", f"{hermes('{}')} and that is all", ("", " and that is all", [("f", "{}")])),
-        ("hermes", "a < b, <tool_callers> and <tool_cal", ("", "a < b, <tool_callers> and <tool_cal", [])),
-        ("hermes", "no call  \n ", ("", "no call  \n ", [])),
-        ("mistral", "[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}", ("", "", [("f", "{}")])),
-        ("mistral", "[TOOL_CALLS]{", ("", "[TOOL_CALLS]{", [])),
-        ("llama", "{", ("", "{", [])),
-        ("llama", '<|python_tag|>{"name": "f", "parameters": {}} So.', ("", "So.", [("f", "{}")])),
-        ("llama", '{"name": "f", "parameters": {}} So.', ("", '{"name": "f", "parameters": {}} So.', [])),
-        (
-            "generic",
-            '{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {}}',
-            ("", "", [("f", "{}"), ("g", "{}")]),
-        ),
-        ("generic", '```json\n{"name": "f", "arguments": {}}\n```', ("", "", [("f", "{}")])),
-        ("generic", '[{"name": "f", "arguments": {}}, {"name": "g"}]', ("", "", [("f", "{}"), ("g", "{}")])),
-        ("generic", "[1, 2] are two.", ("", "[1, 2] are two.", [])),
-        ("llama", '[{"name": "f", "parameters": {}}]', ("", "", [("f", "{}")])),
-        ("generic", "```python\n1\n```", ("", "```python\n1\n```", [])),
-    ],
-)
+@pytest.mark.parametrize(("kind", "answer", "expected"), [
+    ("hermes", f"<think>\nperhaps {hermes('{}')}?\n</think>\n\nNo.", (f"perhaps {hermes('{}')}?", "No.", [])),
+    ("hermes", f"<think>a</think>{hermes('{}')}", ("a", "", [("f", "{}")])),
+    ("hermes", f"<think>{hermes('{}')}", (hermes("{}"), "", [])),
+    ("hermes", f"So <think> {hermes('{}')}", ("", "So <think>", [("f", "{}")])),
+    ("hermes", f"{hermes(MARKED)}\n{hermes('{}', 'g')}", ("", "", [("f", MARKED), ("g", "{}")])),
+    ("hermes", f"{hermes(MARKED)[:-12]}", ("", "", [("f", MARKED)])),
+    ("hermes", hermes('{"a": "1\n2"}'), ("", "", [("f", '{"a": "1\\n2"}')])),
+    ("hermes", f'{hermes("{}")[:12]}"{hermes("{}")[12:]} {hermes("{}")}', None),
+    ("hermes", f"a{hermes('{')} {hermes('{}')} b", ("", f"a{hermes('{')} b", [("f", "{}")])),
+    ("hermes", f"""{hermes('{"a": "x}')} {hermes("{}")}""", ("", hermes('{"a": "x}'), [("f", "{}")])),
+    ("hermes", hermes("{}", "unknown"), ("", hermes("{}", "unknown"), [])),
+    ("hermes", several("[{0}, {1}]"), ("", "", [("f", MARKED), ("g", MARKED)])),
+    ("hermes", several("{0}\n{1}"), ("", "", [("f", MARKED), ("g", MARKED)])),
+    ("hermes", several("{0}, {1};") + several("[{1}]"), ("", "", [("f", MARKED), ("g", MARKED), ("g", MARKED)])),
+    ("hermes", several("[{0}, {1}]")[:-12], ("", "", [("f", MARKED), ("g", MARKED)])),
+    ("hermes", several("{0} and {1}"), ("", several("{0} and {1}"), [])),
+    ("hermes", several("[]") + hermes("{}"), ("", several("[]"), [("f", "{}")])),
+    ("mistral", f"[TOOL_CALLS]f[ARGS]{MARKED}[TOOL_CALLS]g{{}}", ("", "", [("f", MARKED), ("g", "{}")])),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}] So.', ("", "So.", [("f", "{}")])),
+    ("mistral", "[THINK]a[/THINK][TOOL_CALLS]f{}", None),
+    ("hermes", f"Let me see.\n{hermes('{}')}", ("", "Let me see.", [("f", "{}")])),
+    ("hermes", f"{hermes('{}')} and that is all", ("", " and that is all", [("f", "{}")])),
+    ("hermes", "a < b, <tool_callers> and <tool_cal", ("", "a < b, <tool_callers> and <tool_cal", [])),
+    ("hermes", "no call  \n ", ("", "no call  \n ", [])),
+    ("mistral", "[TOOL_CALLS]f[CALL_ID]123456789[ARGS]{}", ("", "", [("f", "{}")])),
+    ("mistral", "[TOOL_CALLS]{", ("", "[TOOL_CALLS]{", [])), ("llama", "{", ("", "{", [])),
+    ("llama", '<|python_tag|>{"name": "f", "parameters": {}} So.', ("", "So.", [("f", "{}")])),
+    ("llama", '{"name": "f", "parameters": {}} So.', ("", '{"name": "f", "parameters": {}} So.', [])),
+    ("generic", '{"name": "f", "arguments": {}}\n{"name": "g", "arguments": {}}', ("", "", [("f", "{}"), ("g", "{}")])),
+    ("generic", '```json\n{"name": "f", "arguments": {}}\n```', ("", "", [("f", "{}")])),
+    ("generic", '[{"name": "f", "arguments": {}}, {"name": "g"}]', ("", "", [("f", "{}"), ("g", "{}")])),
+    ("generic", "[1, 2] are two.", ("", "[1, 2] are two.", [])),
+    ("llama", '[{"name": "f", "parameters": {}}]', ("", "", [("f", "{}")])),
+    ("generic", "```python\n1\n```", ("", "```python\n1\n```", [])),
+])  # fmt: skip
 def test_thinking_text_and_calls_are_told_apart(kind: str, answer: str, expected: Any) -> None:
     found = parse(TEMPLATES[kind], answer)
     if expected is not None:

@@ -1,17 +1,22 @@
-"""Prompt lookup: what followed earlier occurrences of the text's own ending, as by search, without searching."""
+"""Prompt lookup: what followed earlier occurrences of the text's own ending, as by search, without searching; and a
+text that copies itself is copied, whatever came of n-grams in the requests before."""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
+from offload_runtime import EndEvent, GenerationParams, GenerationResult, SamplingParams, Scheduler
 from offload_runtime.core import DraftBudget, TokenTree
-from offload_runtime.params import SamplingParams
 from offload_runtime.speculation import MatchRates, NgramDrafter, NgramLookup
+from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
 
 MOST_OCCURRENCES = 32
 
@@ -132,3 +137,55 @@ def test_every_sequence_is_looked_up_in_its_own_text() -> None:
     assert drafter.propose(texts, {0: DraftBudget("ngram", 2, 9)})[0].tokens == (3, 1), "as deep as a turn says"
     others = drafter.propose({0: texts[2], 1: [7, 8, 9]}, {0: one, 1: one})
     assert [proposal.tokens for proposal in others.values()] == [(9,), ()]
+
+
+FIRST, LAST = 2, 319
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that says behind each token the one of the next number, whatever came before."""
+    directory = write_checkpoint(tmp_path_factory.mktemp("counting"), num_layers=1)
+    weights = load_file(directory / "model.safetensors")
+    for name in weights:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights[name].zero_()
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].roll(1, dims=0).contiguous()
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def misleading(start: int, count: int) -> list[int]:
+    """Every other pair of tokens that the answer will have, and something else behind it."""
+    pairs = [[token, token + 1, FIRST + (7 * token) % 40] for token in range(start, start + count, 2)]
+    return [token for pair in pairs for token in pair] + [start]
+
+
+def copying(start: int, count: int) -> list[int]:
+    """A text, and once more how it begins."""
+    text = list(range(start, start + count))
+    return [*text, LAST, 5, LAST, 9, *text[:10]]
+
+
+def answer(scheduler: Scheduler, prompt: list[int], count: int) -> GenerationResult:
+    ended, found = threading.Event(), list[GenerationResult]()
+
+    def hear(event: object) -> None:
+        if isinstance(event, EndEvent):
+            found.append(event.result)
+            ended.set()
+
+    scheduler.submit(prompt, GenerationParams(count, ignore_eos=True), on_event=hear)
+    assert ended.wait(60)
+    return found[0]
+
+
+def test_a_copying_request_is_copied_behind_seventy_in_which_n_grams_failed(counting: Path) -> None:
+    with load(counting, draft="ngram", context=400, max_batch=2) as runtime, Scheduler(runtime) as scheduler:
+        for start in range(60, 130):
+            result = answer(scheduler, misleading(start, 8), 6)
+            assert result.tokens == list(range(start + 1, start + 7))
+        for start in (100, 130):
+            result = answer(scheduler, copying(start, 60), 48)
+            assert result.tokens == list(range(start + 10, start + 58))
+            assert result.stats.accepted_by_source.get("ngram", 0) >= 1

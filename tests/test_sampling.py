@@ -127,11 +127,9 @@ def test_broken_rows_give_minus_one_and_excluded_tokens_never_come(filters):
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
-@pytest.mark.parametrize(
-    "filters",
-    [{"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.05}, {"min_p": 0.02}, {"top_k": 40, "top_p": 0.8, "min_p": 0.03}],
-    ids=str,
-)
+@pytest.mark.parametrize("filters", [
+    {"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.05}, {"min_p": 0.02}, {"top_k": 40, "top_p": 0.8, "min_p": 0.03},
+], ids=str)  # fmt: skip
 def test_allowed_tokens_are_those_of_transformers(temperature, filters):
     logits = torch.randn((32, 3001), generator=torch.Generator().manual_seed(6)) * 2.5
     # float64, so that a sum of transformers' own rounding never decides a token at the boundary.
@@ -142,11 +140,6 @@ def test_allowed_tokens_are_those_of_transformers(temperature, filters):
     actual = filter_logits(logits, SamplingParams(temperature=temperature, **filters))
     assert torch.equal(actual > -INF, expected > -INF)
     assert torch.equal(actual[actual > -INF], logits[actual > -INF])
-
-
-def allowed(values, **filters):
-    result = filter_logits(torch.tensor([values]), SamplingParams(temperature=1.0, **filters))[0]
-    return (result > -INF).nonzero().flatten().tolist()
 
 
 def test_each_slot_has_the_filters_of_its_own_request():

@@ -1,4 +1,5 @@
-"""Runs on systems that lock too little memory: the same tokens, within every limit, refused before anything is read."""
+"""Runs on systems that lock too little memory: the same tokens, within every limit, refused before anything is read;
+and locking block by block."""
 
 from __future__ import annotations
 
@@ -8,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.sizes import PROCESS_BYTES
 from offload_runtime.sizes import format_bytes
-from offload_runtime.stream import Registrar, ring_shape
+from offload_runtime.stream import HostArena, Registrar, ring_shape
 from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 
@@ -163,3 +165,31 @@ def test_staged_tokens_on_the_gpu(target: Path, layer_bytes: int) -> None:
             seen += [tokens_of(runtime), tokens_of(runtime)]
         assert not registrar.locked
     assert all(tokens == seen[0] for tokens in seen)
+
+
+@pytest.mark.gpu
+def test_a_refusal_by_cuda_does_not_fail_the_next_kernel() -> None:
+    registrar = Registrar()
+    arena = HostArena(1 << 20, name="layer 0")
+    arena.pin(registrar)
+    assert registrar.register(arena.buffer.data_ptr(), arena.nbytes) != 0  # it is locked already
+    assert int(torch.ones(3, device="cuda").sum()) == 3
+    arena.close()
+
+
+@pytest.mark.gpu
+def test_blocks_side_by_side_are_copied_in_pieces() -> None:
+    from offload_runtime.stream.queue import COPY_PIECE_BYTES, CudaCopyEngine
+
+    arena = HostArena(3 * COPY_PIECE_BYTES + 12345, name="layer 0")
+    arena.buffer.copy_(torch.randint(0, 256, (arena.nbytes,), dtype=torch.uint8))
+    assert arena.lock(Registrar(), COPY_PIECE_BYTES) == 0
+    gpu = torch.zeros(arena.nbytes, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    engine = CudaCopyEngine(torch.device("cuda"))
+    free, ready = engine.new_event(), engine.new_event()
+    engine.enqueue(gpu, arena.buffer, free=free, ready=ready)
+    engine.compute_wait(ready)
+    assert torch.equal(gpu.cpu(), arena.buffer)
+    engine.close()
+    arena.close()

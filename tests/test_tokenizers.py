@@ -136,24 +136,16 @@ def test_the_end_of_a_turn_that_a_glm_file_names_ends_an_answer(tmp_path: Path) 
     assert set(source.generation_eos()) >= {0, 1, 2}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"pre": "mystery"}, r"pre 'mystery'\).*default, gpt-2, smollm, .*\n.*tokenizer\.json"),
-        ({"pre": None}, r"pre '\(missing\)'\).*default, gpt-2, smollm, .*\n.*tokenizer\.json"),
-        ({"model": "bert"}, "model 'bert', pre 'smollm'"),
-        ({"model": None}, r"model '\(missing\)'"),
-        ({"tokens": ["a"] * 300}, "each once"),
-        ({"tokens": ["a" * 5000]}, "each once"),
-        ({"tokens": [1, 2, 3]}, "tokens 1, where a text"),
-        ({"token_type": [1]}, "with a type"),
-        ({"token_type": "x" * 5000}, "where a list"),
-        ({"merges": ["x"]}, "no usable tokenizer"),
-        ({"merges": ["never heard"]}, "no usable tokenizer"),
-        ({"model": "llama"}, "no usable tokenizer .*argument"),
-        ({"add_bos_token": "yes"}, "true or false"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"pre": "mystery"}, r"pre 'mystery'\).*default, gpt-2, smollm, .*\n.*tokenizer\.json"),
+    ({"pre": None}, r"pre '\(missing\)'\).*default, gpt-2, smollm, .*\n.*tokenizer\.json"),
+    ({"model": "bert"}, "model 'bert', pre 'smollm'"), ({"model": None}, r"model '\(missing\)'"),
+    ({"tokens": ["a"] * 300}, "each once"), ({"tokens": ["a" * 5000]}, "each once"),
+    ({"tokens": [1, 2, 3]}, "tokens 1, where a text"), ({"token_type": [1]}, "with a type"),
+    ({"token_type": "x" * 5000}, "where a list"), ({"merges": ["x"]}, "no usable tokenizer"),
+    ({"merges": ["never heard"]}, "no usable tokenizer"), ({"model": "llama"}, "no usable tokenizer .*argument"),
+    ({"add_bos_token": "yes"}, "true or false"),
+])  # fmt: skip
 def test_what_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = written(tmp_path, metadata_of("smollm", **changes))
     with pytest.raises(CheckpointError, match=message) as refusal:

@@ -105,18 +105,15 @@ def test_bad_input_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("shape", "given", "runtimes"),
-    [
-        ("tiny-hybrid", (), 1),
-        pytest.param(
-            "tiny-gpt-oss",
-            ("--layers", 1, "--stored", "mxfp4", "--pools", "1,0.5", "--cpu-shares", "1"),
-            2,
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("shape", "given", "runtimes"), [
+    ("tiny-hybrid", (), 1),
+    pytest.param(
+        "tiny-gpt-oss",
+        ("--layers", 1, "--stored", "mxfp4", "--pools", "1,0.5", "--cpu-shares", "1"),
+        2,
+        marks=pytest.mark.slow,
+    ),
+])  # fmt: skip
 def test_answers_are_exact(
     shape: str, given: tuple[object, ...], runtimes: int, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.cache import HostKVCache
@@ -19,6 +21,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import StorageError
 from offload_runtime.stream import CopyEngine
+from offload_runtime.trace import covered_seconds, union_seconds
 from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import load_streaming_kv
 from tests.helpers.traces import (
@@ -257,3 +260,15 @@ def test_a_trace_of_a_gpu(
         assert one.start_s > launches[number].start_s - 50e-6
         if number in accepted:
             assert one.end_s < accepted[number].end_s + 50e-6
+
+
+_intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda pair: (pair[0], sum(pair))))
+
+
+@given(_intervals, _intervals)
+def test_shares_are_counted_once(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> None:
+    def moments(intervals: list[tuple[int, int]]) -> set[int]:
+        return {moment for start, end in intervals for moment in range(start, end)}
+
+    assert union_seconds(left) == len(moments(left))
+    assert covered_seconds(left, right) == len(moments(left) & moments(right))

@@ -1,8 +1,10 @@
-"""`verify`: an exact runtime passes, and every way of being inexact that we could think of is called a defect."""
+"""`verify`: an exact runtime passes, every way of being inexact that we could think of is called a defect, and what it
+judges by: near-ties and the chi-square test, on logits made by hand."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
@@ -14,6 +16,13 @@ import pytest
 import torch
 from click.testing import Result
 from rich.console import Console
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -23,8 +32,18 @@ from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
-from offload_runtime.params import SamplingParams
-from offload_runtime.verify import Fit, VerificationPlan, VerificationReport, verify
+from offload_runtime.params import GenerationParams, SamplingParams
+from offload_runtime.verify import (
+    Fit,
+    VerificationPlan,
+    VerificationReport,
+    fit,
+    fit_row,
+    target_probabilities,
+    total,
+    verify,
+)
+from offload_runtime.verify.equality import Finding, Transcript, compare, resample
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
 from tests.test_cli_fakes import app_of
 
@@ -134,18 +153,11 @@ def test_samples_that_do_not_fit_are_told(small_report: VerificationReport) -> N
     assert last.startswith(f"defect: 0 of {len(report.runs)} generations differ")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--draft", "none"], "nothing to verify"),
-        (["--prompts", "{tmp}/absent"], "No such file"),
-        (["--prompts", "{tmp}/blank"], "has no prompts"),
-        (["--prompts", "{tmp}/latin1"], "not UTF-8"),
-        (["--context", "64"], "exceed the context of 64 tokens"),
-        (["--tokens", "7"], "7"),
-        (["--seeds", "31"], "31"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), [
+    (["--draft", "none"], "nothing to verify"), (["--prompts", "{tmp}/absent"], "No such file"),
+    (["--prompts", "{tmp}/blank"], "has no prompts"), (["--prompts", "{tmp}/latin1"], "not UTF-8"),
+    (["--context", "64"], "exceed the context of 64 tokens"), (["--tokens", "7"], "7"), (["--seeds", "31"], "31"),
+])  # fmt: skip
 def test_user_errors_end_with_2(target: Path, tmp_path: Path, arguments: list[str], words: str) -> None:
     (tmp_path / "blank").write_text("\n  \n")
     (tmp_path / "latin1").write_bytes(b"caf\xe9\n")
@@ -167,3 +179,141 @@ def test_bitwise_on_a_gpu(target: Path, draft: Path, monkeypatch: pytest.MonkeyP
         assert report.bitwise and report.verdict == "exact", verdict_line(report)
         misread(runtime, monkeypatch)
         assert all(run.finding.differing_logit_rows for run in verify(runtime, plan).bad_runs)
+
+
+def transcript(rows: torch.Tensor, params: SamplingParams, position: int = 10) -> Transcript:
+    """What an honest runtime would say from these rows of logits [N, V]."""
+    return Transcript(resample(rows, params, position), rows, GenerationParams(sampling=params), position, passes=1)
+
+
+def judge(plain: torch.Tensor, other: torch.Tensor, params: SamplingParams, *, bitwise: bool = False) -> Finding:
+    return compare(transcript(plain, params), transcript(other, params), bitwise=bitwise)
+
+
+def tied_rows(gap: float, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of 400 logits whose best two, 5 and 6, change places: [1, V] each, moved all over by about `gap`."""
+    generator = torch.Generator().manual_seed(1)
+    row = torch.randn(1, 400, generator=generator).clamp_max(3.0)
+    row[0, 5], row[0, 6] = 8.0, 8.0 - gap
+    other = row + gap * torch.randn(1, 400, generator=generator)
+    other[0, 5], other[0, 6] = 8.0 - gap, 8.0
+    return row.to(dtype), other.to(dtype)
+
+
+@pytest.mark.parametrize(("gap", "dtype", "verdict"), [
+    (1e-5, torch.float32, "near-tie"), (1e-3, torch.float32, "defect"), (0.0625, torch.bfloat16, "near-tie"),
+    (0.0625, torch.float16, "defect"), (0.5, torch.bfloat16, "defect"),
+])  # fmt: skip
+def test_a_near_tie_is_what_the_dtype_explains(gap: float, dtype: torch.dtype, verdict: str) -> None:
+    rows, other = tied_rows(gap, dtype)
+    finding = judge(rows, other, SamplingParams())
+    assert (finding.verdict, finding.first_difference, finding.differing_logit_rows) == (verdict, 0, 1)
+    assert finding.mismatch is not None
+    assert (finding.mismatch.plain_token, finding.mismatch.token) == (5, 6)
+    assert finding.mismatch.swing == pytest.approx(2 * gap, rel=0.1)
+    assert judge(rows, other, SamplingParams(), bitwise=True).verdict == "defect"
+
+
+def test_a_wide_gap_is_no_near_tie_where_the_other_logits_hardly_moved() -> None:
+    rows = torch.randn(1, 20_000, generator=torch.Generator().manual_seed(2)).clamp_max(3.0)
+    rows[0, 5], rows[0, 6] = 8.0, 7.5
+    other = rows.clone()
+    other[0, 5], other[0, 6] = 7.5, 8.0
+    finding = judge(rows.to(torch.bfloat16), other.to(torch.bfloat16), SamplingParams())
+    assert finding.mismatch is not None
+    assert finding.mismatch.moved < finding.mismatch.rounding and finding.mismatch.swing == 1.0
+    assert finding.verdict == "defect"
+
+
+def test_logits_that_differ_are_a_defect_on_cuda_even_behind_the_same_token() -> None:
+    rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
+    other = rows.clone()
+    other[1, 49] = -other[1, 49]
+    assert judge(rows, rows.clone(), SamplingParams(), bitwise=True).verdict == "identical"
+    finding = judge(rows, other, SamplingParams(), bitwise=True)
+    assert (finding.verdict, finding.first_difference, finding.differing_logit_rows) == ("defect", None, 1)
+    assert judge(rows, other, SamplingParams()).verdict == "identical"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [T1, SamplingParams(0.6), SamplingParams(0.7, top_k=7), SamplingParams(1.3, top_p=0.8),
+     SamplingParams(1.0, min_p=0.1), SamplingParams(0.9, top_k=20, top_p=0.9, min_p=0.02)],
+)  # fmt: skip
+def test_probabilities_are_those_of_transformers(params: SamplingParams) -> None:
+    logits = 2 * torch.randn(120, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    expected = warpers(torch.zeros(1, 1, dtype=torch.long), logits[None])[0].softmax(0)
+    torch.testing.assert_close(target_probabilities(logits, params), expected, rtol=1e-9, atol=1e-12)
+
+
+def test_chi_square_by_hand() -> None:
+    p = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04, 0.0], dtype=torch.float64)
+    found = fit("hand", torch.tensor([60, 20, 10, 6, 4, 0]), p)
+    # 50, 30 and, pooled because each is small, 20 are expected.
+    assert (found.draws, found.freedom, found.impossible) == (100, 2, 0)
+    assert found.statistic == pytest.approx(100 / 50 + 100 / 30)
+    assert found.p_value == pytest.approx(math.exp(-found.statistic / 2))  # exact for two degrees of freedom
+    assert fit("hand", torch.tensor([60, 20, 10, 6, 3, 1]), p).p_value == 0
+    # What is pooled and still small joins the smallest cell, and a single cell tests nothing.
+    sparse = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+    found = fit("sparse", torch.tensor([66, 30, 4]), sparse)
+    assert (found.freedom, found.statistic) == (1, pytest.approx(36 / 60 + 36 / 40))
+    assert fit("one", torch.tensor([100, 0]), torch.tensor([1.0, 0.0])).p_value == 1
+    assert fit("few", torch.tensor([4, 6]), torch.tensor([0.5, 0.5])).freedom == 0
+    together = total("both", [Fit("a", 10, 3.0, 2, 0), Fit("b", 20, 4.0, 3, 1)])
+    assert together == Fit("both", 30, 7.0, 5, 1)
+
+
+def test_fit_of_other_probabilities_is_refused() -> None:
+    generator = torch.Generator().manual_seed(8)
+    row = 2 * torch.randn(300, generator=generator)
+    honest = fit_row("", row, T1, position=0, seeds=range(64))
+    assert honest.draws == 1024 and honest.p_value > 1e-3
+    drawn = torch.multinomial(target_probabilities(row, T1), 1024, replacement=True, generator=generator)
+    counts = torch.bincount(drawn, minlength=300)
+    assert fit("", counts, target_probabilities(row, SamplingParams(temperature=1.3))).p_value < 1e-6
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.25}, {"top_k": 3, "top_p": 0.99}])
+@pytest.mark.parametrize("excluded_in_plain", [True, False])
+@pytest.mark.parametrize(("gap", "verdict"), [(1e-5, "near-tie"), (0.02, "defect")])
+def test_a_token_at_the_edge_of_a_filter(
+    filters: dict[str, Any], excluded_in_plain: bool, gap: float, verdict: str
+) -> None:
+    """Rounding may also move a token over the threshold that decides whether it is allowed."""
+    base = torch.full((1, 64), -30.0)
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    inside = base.clone()
+    inside[0, :4] = probabilities.log()
+    edge = {"top_k": 3, "top_p": 2, "min_p": 3}[next(iter(filters))]
+    noise = gap * torch.randn(base.shape, generator=torch.Generator().manual_seed(5))
+    rows, other = inside + noise, inside.clone()
+    if "top_k" in filters:
+        rows[0, edge], other[0, edge] = rows[0, 2] - gap, other[0, 2] + gap
+    elif "top_p" in filters:
+        rows[0, 0] = math.log(0.4 + 2 * 0.8 * gap + 0.1)
+        other[0, 0] = math.log(0.4 - 2 * 0.8 * gap + 0.1)
+        rows[0, 3] = other[0, 3] = math.log(1e-9)
+        rows[0, 1], rows[0, 2], other[0, 1], other[0, 2] = (math.log(x) for x in (0.3, 0.2, 0.3, 0.2))
+    else:
+        rows[0, edge] = rows[0, 0] + math.log(0.25) - gap
+        other[0, edge] = other[0, 0] + math.log(0.25) + gap
+    if not excluded_in_plain:
+        rows, other = other, rows
+    for seed in range(400):
+        params = SamplingParams(temperature=1.0, seed=seed, **filters)
+        finding = judge(rows, other, params)
+        if finding.first_difference == 0 and finding.mismatch is not None:
+            chosen = {finding.mismatch.plain_token, finding.mismatch.token}
+            if edge in chosen:
+                assert finding.verdict == verdict, (seed, finding)
+                return
+    raise AssertionError("no seed chooses the token at the edge")

@@ -245,10 +245,9 @@ def test_encodings_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(
-    ("kind", "at", "scale"),
-    [("Q4_K", 2, np.float16("inf")), ("Q4_K", 2, np.float16("nan")), ("MXFP4", 0, np.uint8(255))],
-)
+@pytest.mark.parametrize(("kind", "at", "scale"), [
+    ("Q4_K", 2, np.float16("inf")), ("Q4_K", 2, np.float16("nan")), ("MXFP4", 0, np.uint8(255)),
+])  # fmt: skip
 def test_scales_that_are_not_finite_are_refused(
     tmp_path: Path, kind: str, at: int, scale: np.generic, device: str
 ) -> None:

@@ -295,41 +295,34 @@ def test_what_is_ignored_of_a_model_that_reads_images_is_known_without_its_weigh
         assert not kinds.keys() & {f"model.layers.0.{module}.weight" for module in modules}
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ("hqq", "quantised \\('hqq'\\), which is not read: .*compressed-tensors, fp8, gptq, awq, modelopt, mxfp4, or"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised \\('bitsandbytes'\\)"),
-        ({"quant_method": "gptq", "bits": 3}, "bits 3, and only 4, 8 can be read"),
-        ({"quant_method": "gptq"}, "bits None, and only 4, 8"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
-        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format True"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*": {}}}, "different bits"),
-        ({"quant_method": "gptq", "bits": 4, "group_size": -2}, "group_size -2"),
-        ({"quant_method": "awq", "bits": 4, "version": "GEMV"}, "version 'gemv', and only gemm"),
-        ({"quant_method": "awq", "bits": 8}, "bits 8"),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
-        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
-        ({**PACKED, "format": "nvfp4-pack-quantized"}, "type 'int', and only float"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ', and only NVFP4"),
-        ({**PACKED, "format": None}, "format None"),
-        ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse or transformed"),
-        ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "sparse or transformed"),
-        ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "W4A16 .*, where an object"),
-        ({**PACKED, "ignore": ["re:("]}, "no expression"),
-        ({**PACKED, "ignore": ["re:" + "(" * 9999]}, "no expression"),
-        ({"quant_method": "gptq", "bits": 4.0}, r"bits 4\.0"),
-        (PACKED | group(num_bits=2), "num_bits 2"),
-        (PACKED | group(type="float"), "type 'float'"),
-        (PACKED | group(strategy="token"), "strategy 'token'"),
-        (PACKED | group(group_size=None), "group_size 0"),
-        (PACKED | group(strategy="tensor", group_size=None, symmetric=False), "strategy 'tensor'"),
-        (PACKED | group(strategy="block", block_structure="128xwide"), "block_structure"),
-        (PACKED | group(strategy="block", block_structure="9" * 5000), "block_structure"),
-        ({**PACKED, "format": "float-quantized"} | group(type="float", num_bits=4), "num_bits 4, and only 8"),
-    ],
-)
+@pytest.mark.parametrize(("config", "message"), [
+    ("hqq", "quantised \\('hqq'\\), which is not read: .*compressed-tensors, fp8, gptq, awq, modelopt, mxfp4, or"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "quantised \\('bitsandbytes'\\)"),
+    ({"quant_method": "gptq", "bits": 3}, "bits 3, and only 4, 8 can be read"),
+    ({"quant_method": "gptq"}, "bits None, and only 4, 8"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format 'marlin'"),
+    ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "is_marlin_format True"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*": {}}}, "different bits"),
+    ({"quant_method": "gptq", "bits": 4, "group_size": -2}, "group_size -2"),
+    ({"quant_method": "awq", "bits": 4, "version": "GEMV"}, "version 'gemv', and only gemm"),
+    ({"quant_method": "awq", "bits": 8}, "bits 8"), ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2'"),
+    ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size"),
+    ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
+    ({**PACKED, "format": "nvfp4-pack-quantized"}, "type 'int', and only float"),
+    ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ', and only NVFP4"),
+    ({**PACKED, "format": None}, "format None"),
+    ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse or transformed"),
+    ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "sparse or transformed"),
+    ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "W4A16 .*, where an object"),
+    ({**PACKED, "ignore": ["re:("]}, "no expression"), ({**PACKED, "ignore": ["re:" + "(" * 9999]}, "no expression"),
+    ({"quant_method": "gptq", "bits": 4.0}, r"bits 4\.0"), (PACKED | group(num_bits=2), "num_bits 2"),
+    (PACKED | group(type="float"), "type 'float'"), (PACKED | group(strategy="token"), "strategy 'token'"),
+    (PACKED | group(group_size=None), "group_size 0"),
+    (PACKED | group(strategy="tensor", group_size=None, symmetric=False), "strategy 'tensor'"),
+    (PACKED | group(strategy="block", block_structure="128xwide"), "block_structure"),
+    (PACKED | group(strategy="block", block_structure="9" * 5000), "block_structure"),
+    ({**PACKED, "format": "float-quantized"} | group(type="float", num_bits=4), "num_bits 4, and only 8"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_refused_by_name(
     packed: Checkpoint, config: dict[str, Any] | str, message: str, tmp_path: Path
 ) -> None:
@@ -364,28 +357,24 @@ def decode(stored: dict[str, torch.Tensor]) -> None:
         stored[name.replace("qweight", "weight")] = torch.zeros(words.shape[1], len(words) * 8)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("GPTQ", without("scales"), rf"lacks {_K_PROJ}\.scales"),
-        ("GPTQ", without("qzeros"), r"lacks .*k_proj\.qzeros"),
-        ("GPTQ", without("qweight"), r"lacks 1 of .* tensors \(.*k_proj\.weight\)"),
-        ("GPTQ", decode, "none of its matrices is"),
-        ("GPTQ", changed("scales", lambda scales: scales[:-1]), r"scales is F16 \[2, 96\], expected .* \[3, 96\]"),
-        ("GPTQ", changed("scales", lambda scales: scales.to(torch.int32)), "scales is I32"),
-        ("GPTQ", changed("g_idx", lambda groups: groups + 1), "g_idx names groups that 3 scales do not have"),
-        ("GPTQ", changed("g_idx", lambda groups: groups.long()), "g_idx is I64"),
-        ("AWQ", changed("qweight", lambda words: words.t()), r"qweight is I32 \[12, 192\]"),
-        ("packed 4 bits with zeros", without("weight_zero_point"), r"lacks .*weight_zero_point"),
-        ("packed 4 bits", changed("weight_packed", lambda words: words[:, :-1]), "weight_packed is I32"),
-        ("FP8 of blocks", changed("weight_scale_inv", lambda scales: scales.to(torch.uint8)), "weight_scale_inv is U8"),
-        ("FP8 of channels", changed("weight_scale", lambda scales: scales[:1]), "weight_scale is F16"),
-        ("FP8 of channels", changed("weight", lambda weight: weight.view(torch.int8)), "weight is I8"),
-        ("NVFP4", without("weight_global_scale"), "lacks .*weight_global_scale"),
-        ("NVFP4", changed("weight_scale", lambda scales: scales[:, 1:]), r"expected F8_E4M3 \[96, 12\]"),
-        ("NVFP4 of ModelOpt", changed("weight", lambda weight: weight[:, 8:]), r"expected U8 \[96, 96\]"),
-    ],
-)
+@pytest.mark.parametrize(("name", "change", "message"), [
+    ("GPTQ", without("scales"), rf"lacks {_K_PROJ}\.scales"), ("GPTQ", without("qzeros"), r"lacks .*k_proj\.qzeros"),
+    ("GPTQ", without("qweight"), r"lacks 1 of .* tensors \(.*k_proj\.weight\)"),
+    ("GPTQ", decode, "none of its matrices is"),
+    ("GPTQ", changed("scales", lambda scales: scales[:-1]), r"scales is F16 \[2, 96\], expected .* \[3, 96\]"),
+    ("GPTQ", changed("scales", lambda scales: scales.to(torch.int32)), "scales is I32"),
+    ("GPTQ", changed("g_idx", lambda groups: groups + 1), "g_idx names groups that 3 scales do not have"),
+    ("GPTQ", changed("g_idx", lambda groups: groups.long()), "g_idx is I64"),
+    ("AWQ", changed("qweight", lambda words: words.t()), r"qweight is I32 \[12, 192\]"),
+    ("packed 4 bits with zeros", without("weight_zero_point"), r"lacks .*weight_zero_point"),
+    ("packed 4 bits", changed("weight_packed", lambda words: words[:, :-1]), "weight_packed is I32"),
+    ("FP8 of blocks", changed("weight_scale_inv", lambda scales: scales.to(torch.uint8)), "weight_scale_inv is U8"),
+    ("FP8 of channels", changed("weight_scale", lambda scales: scales[:1]), "weight_scale is F16"),
+    ("FP8 of channels", changed("weight", lambda weight: weight.view(torch.int8)), "weight is I8"),
+    ("NVFP4", without("weight_global_scale"), "lacks .*weight_global_scale"),
+    ("NVFP4", changed("weight_scale", lambda scales: scales[:, 1:]), r"expected F8_E4M3 \[96, 12\]"),
+    ("NVFP4 of ModelOpt", changed("weight", lambda weight: weight[:, 8:]), r"expected U8 \[96, 96\]"),
+])  # fmt: skip
 def test_weights_that_do_not_fit_are_refused_when_opened(
     name: str, change: Callable[[dict[str, torch.Tensor]], object], message: str, tmp_path: Path
 ) -> None:
@@ -441,18 +430,10 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "FP8 of blocks",
-        "FP8 of compressed blocks",
-        "packed 4 bits with zeros",
-        "GPTQ",
-        "AWQ",
-        "NVFP4",
-        "NVFP4 of ModelOpt",
-    ],
-)
+@pytest.mark.parametrize("name", [
+    "FP8 of blocks", "FP8 of compressed blocks", "packed 4 bits with zeros", "GPTQ", "AWQ", "NVFP4",
+    "NVFP4 of ModelOpt",
+])  # fmt: skip
 def test_any_value_anywhere_is_read_or_refused(name: str, tmp_path: Path) -> None:
     """Nothing but our own errors comes of a configuration that says nonsense."""
     write_quantised(tmp_path, FORMATS[name], num_hidden_layers=1)

@@ -1,7 +1,6 @@
 """Safetensors directories: what is accepted, what is refused before loading, and how it is told."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -76,13 +75,6 @@ def test_unsupported_model_is_refused_before_its_weights_are_looked_at(single):
     edit_config(single, model_type="mamba", architectures=["MambaForCausalLM"])
     (single / "model.safetensors").unlink()
     with pytest.raises(UnsupportedArchitectureError, match=r"MambaForCausalLM has Mamba layers, and .*Qwen3"):
-        open_checkpoint(single)
-
-
-def test_truncated_file_tells_how_much_is_missing(single):
-    file = single / "model.safetensors"
-    os.truncate(file, file.stat().st_size - 1234)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors.*truncated by 1234 bytes"):
         open_checkpoint(single)
 
 

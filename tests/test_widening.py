@@ -1,33 +1,94 @@
-"""A small model inside a large shape says the same, so does a sparse fine-tune, and files are whole or not there."""
+"""A small model inside a large shape says the same, so does a sparse fine-tune, and files are whole or not there, of
+safetensors, which transformers loads too, and of GGUF."""
 
 from __future__ import annotations
 
+import json
+import os
 import signal
+import sys
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
+import transformers
 import widen_model
-from transformers import AutoModelForCausalLM
-from widening.checkpoint import widened_head
+from tokenizers import ByteLevelBPETokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from widening.checkpoint import WidenedCheckpoint, widened_head
+from widening.convert import convert_to_safetensors
+from widening.gguf_file import packed_kinds, write_gguf
+from widening.shapes import SHAPES, WideShape
+from widening.stored import stored_model
 
-from offload_runtime.weights import open_checkpoint
+from offload_runtime.config import SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
+from offload_runtime.weights.encoding import format_of
+from offload_runtime.weights.neighbours import stored_kinds
 from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.families import family_model
 from tests.helpers.heads import Eagle3, Mtp, run_head, tapped, write_mtp
-from tests.helpers.models import all_logits, random_tokens
-from tests.helpers.widening import (
-    GQA,
-    MHA,
-    OF_FAMILY,
-    SAME_HEADS,
-    WidenedCheckpoint,
-    WideShape,
-    small_model,
-    write,
-)  # fmt: skip
+from tests.helpers.models import VOCAB_SIZE, all_logits, random_tokens
+from tests.test_tokenizers import metadata_of, written
+
+MHA = WideShape(96, 160, 4, 12, 12, 32)
+GQA = WideShape(80, 130, 5, 16, 4, 24)
+SAME_HEADS = WideShape(64, 100, 3, 8, 8, 8)
+OF_FAMILY = WideShape(96, 130, 5, 6, 3, 32)  # for the Llama of `family_model`
+
+
+def randomise(model: Any) -> Any:
+    """Every parameter matters: attention that is not uniform, norms that differ, a residual stream that eps bends."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.2 * noise)
+            else:
+                parameter.copy_((0.1 if "embed" in name else 1.5 * parameter.shape[-1] ** -0.5) * noise)
+    return model.eval()
+
+
+def small_model(**others: Any) -> Any:
+    """Six query heads over two KV heads of eight channels, three layers, and an eps that is not negligible."""
+    settings = {
+        "vocab_size": VOCAB_SIZE, "hidden_size": 42, "intermediate_size": 72, "num_hidden_layers": 3,
+        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-3, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return randomise(LlamaForCausalLM(LlamaConfig(**(settings | others))))
+
+
+class _NothingToSave:
+    def save_pretrained(self, directory: Path) -> None:
+        """These models have no tokenizer."""
+
+
+def write(widened: WidenedCheckpoint, directory: Path) -> Path:
+    """Write several fp32 shards, without a tokenizer."""
+    return convert_to_safetensors(
+        widened.as_source(tokenizer=_NothingToSave), directory, dtype=torch.float32, max_shard_bytes=200_000
+    )
+
+
+def tensors_of(source: CheckpointSource) -> dict[str, torch.Tensor]:
+    """All tensors in fp32, by transformers' name; what no fill has written is NaN."""
+    shapes = {name: to.shape for name, to in checkpoint_tensors(source.config()).items()}
+    result = {}
+    for name, fill in source.fills.items():
+        result[name] = torch.full(shapes[name], float("nan"))
+        fill(result[name])
+    return result
+
 
 TOKENS = random_tokens(40)
 
@@ -113,3 +174,166 @@ def test_a_random_draft_has_the_shape_and_the_vocabulary(
     assert (found.hidden_size, found.num_layers, heads.num_heads, heads.head_dim) == (768, 2, 12, 64)
     assert written.tokenizer().get_vocab() == source.tokenizer().get_vocab()
     assert written.generation_eos() == source.generation_eos()
+
+
+WIDE = WideShape(128, 192, 3, 8, 4, 16)
+Q4_0, Q8_0 = gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q8_0
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small random Llama in a GGUF file, with a tokenizer."""
+    return written(tmp_path_factory.mktemp("words"), metadata_of("smollm"))
+
+
+def packed(values: torch.Tensor, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    return gguf.quantize(values.bfloat16().float().numpy(), kind)
+
+
+def test_packed_files_hold_what_gguf_makes_of_a_widened_model(words: Path, tmp_path: Path) -> None:
+    small, seen = open_checkpoint(words), list[tuple[int, int]]()
+    made = WidenedCheckpoint(small, WIDE, 0.1)
+    kinds, values = packed_kinds(made.config(), "Q4_0"), tensors_of(made)
+    out = write_gguf(
+        made, tmp_path / "wide.gguf", kinds, words=words, on_progress=lambda *pair: seen.append(pair)
+    )  # fmt: skip
+    read = open_checkpoint(out)
+    assert seen[-1][0] == seen[-1][1] and sorted(path.name for path in tmp_path.iterdir()) == ["wide.gguf"]
+    assert read.tokenizer().get_vocab() == small.tokenizer().get_vocab()
+    assert read.generation_eos() == small.generation_eos()
+    assert read.config().layers == made.config().layers
+    for name in ("vocab_size", "max_position_embeddings", "tie_word_embeddings"):
+        assert getattr(read.config(), name) == getattr(made.config(), name), name
+    found = tensors_of(read)
+    for name, value in values.items():
+        if value.dim() == 2:
+            kind = Q8_0 if name == "lm_head.weight" else Q4_0
+            value = torch.from_numpy(gguf.dequantize(packed(value, kind), kind))
+        assert torch.equal(found[name], value), name
+    (rows,) = (one for one in gguf.GGUFReader(out).tensors if one.name == "blk.0.attn_q.weight")
+    halves = packed(values["model.layers.0.self_attn.q_proj.weight"], Q4_0).reshape(8, 2, 8, -1)
+    assert rows.tensor_type == Q4_0 and np.array_equal(rows.data.reshape(8, 8, 2, -1), halves.swapaxes(1, 2))
+
+
+@pytest.mark.no_cover
+@pytest.mark.parametrize("shape", [
+    WideShape(256, 512, 2, 4, 2, 64), SHAPES["tiny-hybrid"], SHAPES["tiny-gpt-oss"],
+], ids=["llama", "hybrid", "gpt-oss"])  # fmt: skip
+@pytest.mark.parametrize("mix", ["Q4_K_M", "Q8_0", "MXFP4"])
+def test_random_blocks_are_written_as_they_are(words: Path, tmp_path: Path, shape: WideShape, mix: str) -> None:
+    source = open_checkpoint(words)
+    vocab_size = source.config().vocab_size + 7
+    made = stored_model(
+        shape, mix.lower(), vocab_size=vocab_size, context_tokens=128, reference="r", words=source, stretch_bytes=65536
+    )
+    kinds = stored_kinds(made.config(), mix)
+    read = open_checkpoint(write_gguf(made, tmp_path / "random.gguf", kinds, words=words))
+    assert read.kinds == {**dict.fromkeys(read.kinds, "F32"), **kinds} and read.config().vocab_size == vocab_size
+    for name in kinds:
+        assert torch.equal(stored_rows(made, name), stored_rows(read, name)), name
+    assert answer(made) == answer(read)
+
+
+def stored_rows(source: CheckpointSource, name: str) -> torch.Tensor:
+    rows, columns = checkpoint_tensors(source.config())[name].shape
+    out = torch.empty(rows, format_of(str(source.kinds[name])).row_bytes(columns), dtype=torch.uint8)
+    source.fills[name](out)
+    return out
+
+
+def answer(source: CheckpointSource) -> list[int]:
+    plain = SpeculationOptions("none")
+    with Runtime.load(source, draft="none", device="cpu", dtype="fp32", context=32, speculation=plain) as runtime:
+        return list(runtime.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True).tokens)
+
+
+def test_nothing_half_written_stays(words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = WidenedCheckpoint(open_checkpoint(words), WIDE)
+    kinds = packed_kinds(made.config(), "Q8_0")
+    broken = made.as_source(fills={**made.fills, "lm_head.weight": lambda out: pytest.fail("no head")})
+    with pytest.raises(pytest.fail.Exception, match="no head"):
+        write_gguf(broken, tmp_path / "a.gguf", kinds, words=words)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: namedtuple("usage", "total used free")(10**9, 10**9, 10**4))
+    with pytest.raises(StorageError, match=r"needs .* and 10\.0 kB is free"):
+        write_gguf(made, tmp_path / "a.gguf", kinds, words=words)
+    assert not any(tmp_path.iterdir())
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(OptionError, match="exists already"):
+        write_gguf(made, tmp_path / "a.gguf", kinds, words=words)
+
+
+def test_the_command_writes_one_file(words: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    out = tmp_path / "tiny.gguf"
+    command = ["--source", str(words), "--shape", "tiny", "--random", "--stored", "q4_k_m", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["widen_model.py", *command, "--out", str(out)])
+    assert widen_model.main() == 0
+    assert set(open_checkpoint(out).kinds.values()) == {"Q5_0", "Q8_0", "F32"}
+
+
+TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    """A float32 checkpoint with everything a chat model has."""
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=270, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=[2, 5],
+    )  # fmt: skip
+    directory = tmp_path / "source"
+    transformers.Qwen2ForCausalLM(config).save_pretrained(directory)
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(["tell me a story, tell it well"], vocab_size=270, special_tokens=["<|end|>"])
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=trained._tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
+    ).save_pretrained(directory)
+    return directory
+
+
+def entries(directory: Path) -> set[str]:
+    return {path.name for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize("max_shard_bytes", [2e9, 80_000])
+def test_transformers_loads_the_result_with_the_same_logits(model_dir, tmp_path, max_shard_bytes):
+    out = convert_to_safetensors(
+        open_checkpoint(model_dir), tmp_path / "deep" / "out", dtype=torch.float32, max_shard_bytes=max_shard_bytes
+    )
+    files = sorted(out.glob("*.safetensors"))
+    if max_shard_bytes < 1e6:
+        assert len(files) > 3
+        assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+        assert all(path.stat().st_size < max_shard_bytes + 4096 for path in files)
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == sum(
+            p.numel() * 4 for p in transformers.AutoModelForCausalLM.from_pretrained(model_dir).parameters()
+        )
+    ids = torch.arange(20)[None]
+    logits = [transformers.AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (model_dir, out)]
+    assert torch.equal(*logits)
+
+
+def test_existing_directories_are_left_alone(model_dir, tmp_path):
+    (tmp_path / "out").mkdir()
+    convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")  # an empty one is fine
+    before = entries(tmp_path / "out")
+    with pytest.raises(OptionError, match="exists already"):
+        convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")
+    assert entries(tmp_path / "out") == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no RLIMIT_FSIZE there")
+def test_writes_the_system_refuses(model_dir, tmp_path):
+    """A real failing write: the process may not make files of more than 100 kB."""
+    import resource
+
+    source = open_checkpoint(model_dir)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(StorageError, match="File too large"):
+            convert_to_safetensors(source, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert entries(tmp_path) == {"source"}

@@ -67,6 +67,15 @@ def write_noisy_copy(source: Path, directory: Path, *, noise: float) -> Path:
     return directory
 
 
+def with_template(source: Path, directory: Path, template: str, tokenizer: Any = None) -> Path:
+    """A copy of a checkpoint with another chat template, and another tokenizer if one is given."""
+    shutil.copytree(source, directory)
+    tokenizer = byte_level_tokenizer() if tokenizer is None else tokenizer
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
 def write_book(path: Path, num_words: int = 30_000) -> Path:
     """Write words of `SENTENCES` in some order, as many as have places that are held out; returns `path`."""
     draw, words = random.Random(0), " ".join(SENTENCES).split()

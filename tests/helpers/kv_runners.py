@@ -19,7 +19,8 @@ CAPACITY = 1600
 RUNNERS: dict[str, tuple[str, dict[str, Any]]] = {
     "resident": ("llama-gqa", {}), "streamed": ("llama-gqa", {"buffers": 2}),
     "host KV": ("llama-gqa", {"host_kv": HostKV()}), "windows": ("mistral-window", {}),
-    "hybrid": ("qwen3_5_text", {}), "mixture": ("qwen3_moe", {}), "streamed mixture": ("qwen3_moe", {"buffers": 2, "pool_buffers": 6}),
+    "hybrid": ("qwen3_5_text", {}), "mixture": ("qwen3_moe", {}),
+    "streamed mixture": ("qwen3_moe", {"buffers": 2, "pool_buffers": 6}),
 }  # fmt: skip
 
 

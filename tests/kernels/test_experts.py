@@ -247,14 +247,9 @@ def test_kernel_matches_reference(shape: ExpertShape, rows: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("shape", "num_chosen", "dtype"),
-    [
-        (ExpertShape(32, 320, 96), 8, BF16),
-        (ExpertShape(32, 320, 96, limit=7.0), 4, BF16),
-        (SILU, 3, FP32),
-    ],
-)
+@pytest.mark.parametrize(("shape", "num_chosen", "dtype"), [
+    (ExpertShape(32, 320, 96), 8, BF16), (ExpertShape(32, 320, 96, limit=7.0), 4, BF16), (SILU, 3, FP32),
+])  # fmt: skip
 def test_kernels_have_the_bits_of_the_reference(shape: ExpertShape, num_chosen: int, dtype: torch.dtype) -> None:
     problem = Problem.random(shape, 300, num_chosen, dtype, bias=shape.limit is not None)
     expected, there = problem.solved(), problem.on("cuda")

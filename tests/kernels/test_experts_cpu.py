@@ -193,14 +193,11 @@ def test_each_thread_has_a_core(simple: ExpertsLibrary) -> None:
         ExpertsCpu(simple, threads=1, cores=[4096])
 
 
-@pytest.mark.parametrize(
-    ("compiler", "message"),
-    [
-        ("no-such-compiler", r"no C\+\+ compiler found \(no-such-compiler\): install g\+\+"),
-        ("false", "the compiler false fails: exit status 1"),
-        ("g++ --no-such-option", "the compiler g.. fails: g.*no-such-option"),
-    ],
-)
+@pytest.mark.parametrize(("compiler", "message"), [
+    ("no-such-compiler", r"no C\+\+ compiler found \(no-such-compiler\): install g\+\+"),
+    ("false", "the compiler false fails: exit status 1"),
+    ("g++ --no-such-option", "the compiler g.. fails: g.*no-such-option"),
+])  # fmt: skip
 def test_without_a_compiler_the_cpu_takes_no_share(
     libraries: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, message: str
 ) -> None:

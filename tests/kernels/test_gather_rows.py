@@ -10,10 +10,9 @@ from tests.helpers.kernel_conditions import KERNEL_DEVICE
 
 
 @pytest.mark.parametrize("gather", [gather_rows_reference, gather_rows_triton, gather_rows])
-@pytest.mark.parametrize(
-    ("columns", "dtype"),
-    [(1, torch.uint8), (34, torch.uint8), (5440, torch.uint8), (576, torch.bfloat16), (3, torch.float32)],
-)
+@pytest.mark.parametrize(("columns", "dtype"), [
+    (1, torch.uint8), (34, torch.uint8), (5440, torch.uint8), (576, torch.bfloat16), (3, torch.float32),
+])  # fmt: skip
 @pytest.mark.parametrize("count", [1, 5, 300])
 def test_rows_are_those_of_the_matrix(gather: object, columns: int, dtype: torch.dtype, count: int) -> None:
     matrix = torch.randint(0, 256, (70, columns * dtype.itemsize), dtype=torch.uint8).view(dtype)

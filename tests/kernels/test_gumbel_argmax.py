@@ -42,14 +42,11 @@ def philox_words(counter, key):
     return c
 
 
-@pytest.mark.parametrize(
-    ("counter", "key", "answer"),
-    [
-        ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
-    ],
-)
+@pytest.mark.parametrize(("counter", "key", "answer"), [
+    ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+])  # fmt: skip
 def test_philox_gives_the_known_answers_of_random123(counter, key, answer):
     words = tuple(torch.tensor([int(word, 16)]) for word in counter.split())
     low, high = (int(word, 16) for word in key.split())
@@ -107,10 +104,9 @@ def poison_new_tensors(monkeypatch):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("dtype", "temperature"),
-    [(torch.float32, 0.0), (torch.float32, 0.6), (torch.float32, 1.3), (torch.bfloat16, 0.0), (torch.float16, 0.6)],
-)
+@pytest.mark.parametrize(("dtype", "temperature"), [
+    (torch.float32, 0.0), (torch.float32, 0.6), (torch.float32, 1.3), (torch.bfloat16, 0.0), (torch.float16, 0.6),
+])  # fmt: skip
 @pytest.mark.parametrize("vocab_size", [3, 1022, 3077])
 def test_triton_chooses_the_tokens_of_the_reference(dtype, temperature, vocab_size, monkeypatch):
     generator = torch.Generator().manual_seed(vocab_size)

@@ -1,4 +1,5 @@
-"""`linear`: every way to multiply against the formula in double precision, and bits that depend on the row alone."""
+"""`linear`: every way to multiply against the formula in double precision, and bits that depend on the row alone; and
+`gated`, against plain torch."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from offload_runtime_kernels.linear import (
     Activation,
     LinearTile,
     default_tile,
+    gated_product_reference,
+    gated_product_triton,
     library_agrees,
     linear,
     linear_triton,
 )
 
-from tests.helpers.kernel_conditions import KERNEL_DEVICE, poisoned_outputs, random_tensor
+from tests.helpers.kernel_conditions import KERNEL_DEVICE, UNIT_ROUNDOFF, assert_within, poisoned_outputs, random_tensor
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # Largest relative error of one rounding.
@@ -133,15 +136,10 @@ def test_odd_shapes(rows: int, m: int, k: int) -> None:
 # Whole and broken steps along K, either operand first, more tiles of W than programs of a group.
 @pytest.mark.few(2)
 @pytest.mark.parametrize("k", [128, 192, 200])
-@pytest.mark.parametrize(
-    ("rows", "tile"),
-    [
-        (1, LinearTile(16, 16, 64, 1, 2, True)),
-        (7, LinearTile(16, 32, 32, 4, 3, True)),
-        (37, LinearTile(16, 16, 64, 2, 3, False)),
-        (20, LinearTile(32, 32, 128, 8, 2, False)),
-    ],
-)
+@pytest.mark.parametrize(("rows", "tile"), [
+    (1, LinearTile(16, 16, 64, 1, 2, True)), (7, LinearTile(16, 32, 32, 4, 3, True)),
+    (37, LinearTile(16, 16, 64, 2, 3, False)), (20, LinearTile(32, 32, 128, 8, 2, False)),
+])  # fmt: skip
 def test_every_way_to_cut(rows: int, tile: LinearTile, k: int) -> None:
     check_kernel(make_problem(rows, 234, k, gated="silu"), tile)
     check_kernel(make_problem(rows, 234, k, bias=True, residual=True), tile)
@@ -272,3 +270,53 @@ def test_in_a_graph_it_reads_what_is_there_and_gives_the_same_bits_again(rows: i
     activation = replace(first, x=first.x * 2).solved()
     expected = replace(second, x=activation).solved()
     assert all(torch.equal(residual, expected) for residual in seen)
+
+
+SUBNORMAL_SPACING = 2.0**-24  # of fp16
+
+
+def check_gated(rows: int, width: int, dtype: torch.dtype, activation: Activation = "silu") -> None:
+    gate_up = random_tensor(rows, 2 * width, seed=1, dtype=dtype, scale=4.0)
+    expected = gated_product_reference(gate_up, activation)
+    with poisoned_outputs():
+        out = gated_product_triton(gate_up, activation)
+    assert out.shape == (rows, width)
+    # It may land on the other side of a rounding boundary, then the product is rounded: two of each. The fast
+    # exponential adds a few fp32 roundings, which only fp32 can show. Below fp16's normal numbers the spacing, 6e-8,
+    # is absolute; `up` of up to 20 multiplies it.
+    roundings = 16 if dtype == torch.float32 else 2
+    atol = 20 * SUBNORMAL_SPACING if dtype == torch.float16 else 1e-30
+    if activation == "gelu":  # torch's 1 + tanh(u) loses what is small: a rounding of fp32 times gate and up
+        atol += 300 * UNIT_ROUNDOFF[torch.float32]
+    assert_within(out, expected, atol=atol, rtol=roundings * 2 * UNIT_ROUNDOFF[dtype])
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 77), (2, 1024), (2, 2500)])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gated_matches_reference(rows: int, width: int, activation: Activation) -> None:
+    check_gated(rows, width, torch.float32, activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (17, 77), (33, 1536), (5, 11008)])
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gated_in_half_precision(rows: int, width: int, dtype: torch.dtype, activation: Activation) -> None:
+    check_gated(rows, width, dtype, activation)
+
+
+def test_large_gates_saturate_without_nan() -> None:
+    gate_up = random_tensor(1, 8, seed=2)
+    gate_up[0, :4] = torch.tensor([-200.0, 200.0, -90.0, 0.0])
+    up = gate_up[0, 4:]
+    out = gated_product_triton(gate_up, "gelu")
+    assert_within(out[0], torch.stack((0 * up[0], 200 * up[1], 0 * up[2], 0 * up[3])), atol=1e-30, rtol=1e-6)
+
+
+@pytest.mark.gpu
+def test_row_bits_do_not_depend_on_the_number_of_rows() -> None:
+    gate_up = random_tensor(256, 2 * 11008, seed=3, dtype=torch.bfloat16)
+    together = gated_product_triton(gate_up, "gelu")
+    for start, count in ((0, 1), (100, 17), (255, 1), (3, 200)):
+        rows = slice(start, start + count)
+        assert torch.equal(gated_product_triton(gate_up[rows].clone(), "gelu"), together[rows])

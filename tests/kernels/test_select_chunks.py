@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,9 +11,16 @@ from offload_runtime_kernels.chunk_scores import chunk_scores
 from offload_runtime_kernels.select_chunks import select_chunks, select_chunks_reference, select_chunks_triton
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, poisoned_outputs, random_tensor
-from tests.helpers.score_bins import score_bin
 
 SCALE = 0.3
+
+
+def score_bin(score: float) -> int:
+    """Its bin: sixteenths of an octave, linear within it, from 2^-31 on; what is less is in the first of 512."""
+    if score < 2.0**-31:
+        return 0
+    mantissa, exponent = math.frexp(score)  # mantissa in [0.5, 1)
+    return min(511, (exponent + 30) * 16 + math.floor((2 * mantissa - 1) * 16))
 
 
 def _ints(*values: int) -> torch.Tensor:
