@@ -52,9 +52,7 @@ def test_keys_and_values_of_all_cards_must_fit_the_host(target: Path, monkeypatc
         assert len(runtime.generate(tokens, max_new_tokens=2, ignore_eos=True).tokens) == 2
 
 
-def test_gpus_of_different_kinds_are_warned_of(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_gpus_of_other_kinds_are_warned_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     kinds = ["RTX 4090", "RTX 3090", "RTX 4090"]
     for name, answer in (("is_available", lambda: True), ("device_count", lambda: 3)):
         monkeypatch.setattr(torch.cuda, name, answer)
@@ -109,9 +107,7 @@ def test_a_step_over_two_gpus_is_a_graph(peers: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("mode", SPECULATION)
-def test_two_gpus_say_what_one_says(
-    wide_target: Path, noisy_copy_of: Callable[[Path], Path], mode: str, kv: str
-) -> None:
+def test_two_gpus_say_the_same(wide_target: Path, noisy_copy_of: Callable[[Path], Path], mode: str, kv: str) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU is here")
     options: dict[str, Any] = {"draft": "none" if mode == "none" else noisy_copy_of(wide_target), "kv": kv}

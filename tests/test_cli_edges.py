@@ -86,9 +86,7 @@ def run(monkeypatch: pytest.MonkeyPatch, words: list[str], *, out: object, err: 
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-def test_stdout_that_takes_nothing_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, words: list[str]
-) -> None:
+def test_stdout_that_takes_nothing(monkeypatch: pytest.MonkeyPatch, runtime: FakeRuntime, words: list[str]) -> None:
     for stream, why in ((full_disk, "No space left on device"), (closed, "it is closed")):
         with stream() as out:
             said = io.StringIO()

@@ -282,9 +282,7 @@ def test_reads_what_public_checkpoints_are_called_and_shaped() -> None:
     ({"dflash_config": {"mask_token_id": 320, "target_layer_ids": [1]}}, CheckpointError, "below vocab_size 320"),
     ({"transformer_layer_config": {}}, CheckpointError, "take one with a dflash_config, such as z-lab's"),
 ])  # fmt: skip
-def test_drafters_of_other_targets_are_refused(
-    stated: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
-) -> None:
+def test_others_are_refused(stated: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
     model = family_model("llama", 0)
     found = settings(model_config_from_transformers(model.config))
     with pytest.raises(error, match=message):

@@ -84,9 +84,7 @@ def test_exactly_as_many_tokens_as_asked(speculative: Runtime, expected: list[li
 
 
 @pytest.mark.slow
-def test_the_context_can_be_filled_to_the_last_token(
-    plain: Runtime, target: Path, draft: Path, expected: list[list[int]]
-) -> None:
+def test_the_context_can_be_filled(plain: Runtime, target: Path, draft: Path, expected: list[list[int]]) -> None:
     for drafts in ("ngram", draft):
         with load(target, context=len(plain.encode(PROMPT)) + COUNT, draft=drafts) as runtime:
             result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=39)

@@ -113,9 +113,7 @@ def run_plan(capsys: pytest.CaptureFixture[str], target: Path, *options: str) ->
 
 
 @pytest.mark.slow
-def test_a_plan_finds_it_too_and_says_what_it_brings(
-    family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_finds_it_and_says_what_for(family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """By configurations and tokenizers alone; without a vocabulary to compare nothing is taken."""
     for name in ("qwen2.5-32b", "qwen2.5-0.5b"):
         shutil.copytree(CONFIGS / name, tmp_path / name)
@@ -268,9 +266,7 @@ def plan(target: Path, draft: Path) -> int:
     return int(ended.value.code or 0)
 
 
-def test_a_plan_compares_the_vocabularies_of_files_of_both_kinds(
-    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_vocabularies_are_compared(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     described = json.loads((models["plain"] / "tokenizer.json").read_text())
     by_id = {index: token for token, index in described["model"]["vocab"].items()}
     tokens = [by_id[index] for index in range(TOKENS)]
@@ -288,9 +284,7 @@ def test_a_plan_compares_the_vocabularies_of_files_of_both_kinds(
         assert words in message
 
 
-def test_a_draft_whose_tokens_mean_other_text_is_refused_before_it_is_read(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_draft_whose_tokens_mean_other_text_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     other = renamed(write_model(tmp_path / "other"), {"a": "swapped", "b": "a", "swapped": "b"})
     with pytest.raises(VocabularyMismatchError, match="2 entries differ"):
         Runtime.load(models["plain"], draft=other, device="cpu", on_progress=refuse_weights)

@@ -133,9 +133,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("asked", "message"), REFUSED)
-def test_what_cannot_be_followed_is_refused_before_weights_are_read(
-    target: Path, asked: dict[str, Any], message: str
-) -> None:
+def test_what_cannot_be_followed_is_refused(target: Path, asked: dict[str, Any], message: str) -> None:
     params = GenerationParams(sampling=SamplingParams(**asked))
     with pytest.raises(OptionError, match=message):
         Runtime.load(target, device="cpu", on_progress=refuse_weights, check=lambda room: room.check(params))

@@ -139,9 +139,7 @@ def test_undo_is_exact_however_little_memory_can_be_page_locked(hybrid: Path, ru
 
 
 @pytest.mark.parametrize("behind", ["undo", pytest.param("regenerate", marks=pytest.mark.slow)])
-def test_a_session_saved_behind_other_answers_has_the_states_of_what_is_left(
-    hybrid: Path, runtime: Runtime, tmp_path: Path, behind: str
-) -> None:
+def test_a_session_behind_other_answers_goes_on(hybrid: Path, runtime: Runtime, tmp_path: Path, behind: str) -> None:
     chat = runtime.conversation()
     _say(chat, LONG[:90] if behind == "undo" else LONG)
     _say(chat, LONG[:40])
@@ -205,9 +203,7 @@ def _check_drafts(runtime: Runtime, expected: Sequence[Sequence[int]], gamma: in
         for one in product(DRAFTING, ("cpu", "cpu,cpu"))
     ],
 )
-def test_a_hybrid_that_drafts_for_itself_is_always_right(
-    hybrid: Path, expected: list[list[int]], how: str, device: str
-) -> None:
+def test_a_hybrid_drafts_right_for_itself(hybrid: Path, expected: list[list[int]], how: str, device: str) -> None:
     with Runtime.load(hybrid, draft=hybrid, max_batch=3, **DRAFTING[how], **ASKED | {"device": device}) as loaded:
         _check_drafts(loaded, expected, DRAFTING[how]["gamma"])
 
@@ -409,9 +405,7 @@ def test_states_of_a_long_context_take_host_memory_that_may_be_refused(tmp_path:
 @pytest.mark.parametrize(
     ("family", "dtype", "channels"), [(FAMILY, "fp32", 64), (FAMILY, "bf16", 64), ("olmo_hybrid", "bf16", 96)]
 )
-def test_on_a_gpu_every_way_gives_the_tokens_of_plain_decoding(
-    family: str, dtype: str, channels: int, tmp_path: Path
-) -> None:
+def test_on_a_gpu_every_way_has_plain_decodings_tokens(family: str, dtype: str, channels: int, tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"linear_key_head_dim": channels, "linear_value_head_dim": 2 * channels, "max_position_embeddings": 1024}
     family_model(family, 1, **sizes).save_pretrained(tmp_path)

@@ -126,9 +126,7 @@ def test_rotations_are_llama_cpps(
     (lambda w: None, {"rope_freqs": FREQS[:5]}, "5 numbers in rope_freqs.weight, expected 16"),
     (lambda w: None, {"rope_factors_long": FREQS}, "no rope_factors_short.weight"),
 ])  # fmt: skip
-def test_other_scalings_are_refused(
-    fields: Fields, tensors: dict[str, list[float]], words: str, tmp_path: Path
-) -> None:
+def test_others_are_refused(fields: Fields, tensors: dict[str, list[float]], words: str, tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", build(), fields, **tensors)
     with pytest.raises(CheckpointError, match=words):
         ours(path)
@@ -209,9 +207,7 @@ def test_what_is_no_model_of_ours_says_why(arch: str, fields: Fields, words: str
     ("https://huggingface.co/org/name/blob/main/a/m.gguf", "org/name", "a/m.gguf"),
     ("https://huggingface.co/org/name/resolve/main/m.gguf?download=true", "org/name", "m.gguf"),
 ])  # fmt: skip
-def test_addresses_of_the_hub_are_names(
-    reference: str, repository: str, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_addresses_are_names(reference: str, repository: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     asked: list[tuple[str, list[str]]] = []

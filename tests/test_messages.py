@@ -76,9 +76,7 @@ def called(arguments: Any, **message: Any) -> list[dict[str, Any]]:
     (NAMED, '{"x":  1}', "hif(x=1)42"), (SAID + calls(f"{{{{ {A} }}}}"), '{"x":  1}', 'hif({"x":  1})42'),
     (WHOLE, '{"x":  1}', 'hi{"name": "f", "arguments": {"x": 1}}42'),
 ])  # fmt: skip
-def test_arguments_are_a_text_or_an_object_as_the_template_takes_them(
-    template: str, arguments: Any, expected: str
-) -> None:
+def test_arguments_are_as_the_template_takes_them(template: str, arguments: Any, expected: str) -> None:
     assert text_of(template, called(arguments)) == expected
 
 
@@ -94,9 +92,7 @@ def test_arguments_that_are_no_json_are_refused_where_an_object_is_needed(templa
      (PLAIN, None)],
 )  # fmt: skip
 @pytest.mark.parametrize("message", [{"content": None}, {}, {"content": ""}])
-def test_a_turn_of_calls_alone_shows_them_and_no_none(
-    template: str, expected: str | None, message: dict[str, Any]
-) -> None:
+def test_a_turn_of_calls_alone_shows_no_none(template: str, expected: str | None, message: dict[str, Any]) -> None:
     turns = called("{}")
     del turns[1]["content"]
     turns[1] |= message

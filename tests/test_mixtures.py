@@ -124,9 +124,7 @@ BROKEN: dict[str, tuple[str, bytes, bytes, str]] = {
 
 
 @pytest.mark.parametrize(("family", "old", "new", "message"), BROKEN.values(), ids=BROKEN)
-def test_a_gguf_file_whose_experts_do_not_fit_is_refused(
-    family: str, old: bytes, new: bytes, message: str, tmp_path: Path
-) -> None:
+def test_a_file_of_other_experts_is_refused(family: str, old: bytes, new: bytes, message: str, tmp_path: Path) -> None:
     data = bytearray(write_family(tmp_path / "m.gguf", family, family_model(family, 0)).read_bytes())
     at = data.index(old)
     if not new:  # behind three dimensions, its kind

@@ -218,9 +218,7 @@ def assert_close(found: Sequence[TokenLogprobs] | None, scores: Sequence[TokenLo
 
 
 @pytest.mark.parametrize("proposals", ["none", "ngram", pytest.param("trees", marks=pytest.mark.slow)])
-def test_they_are_those_of_the_models_own_logits(
-    target: Path, draft: Path, scores: list[list[TokenLogprobs]], proposals: str
-) -> None:
+def test_they_are_the_models_own(target: Path, draft: Path, scores: list[list[TokenLogprobs]], proposals: str) -> None:
     chosen: Any = draft if proposals == "trees" else proposals
     nodes = 24 if proposals == "trees" else None
     gamma, per_pass = None if proposals == "none" else 5, list[float]()

@@ -269,9 +269,7 @@ def test_predicted_bytes_are_those_that_the_run_streams(deep_target: Path) -> No
 @pytest.mark.few(3)
 @pytest.mark.parametrize("mode", ["none", "chain", "triforce"])
 @pytest.mark.parametrize("kv", ["gpu", "host"])
-def test_the_ledger_of_a_run_holds_what_was_planned(
-    deep_target: Path, one_layer_draft: Path, kv: str, mode: str
-) -> None:
+def test_the_ledger_of_a_run_is_what_was_planned(deep_target: Path, one_layer_draft: Path, kv: str, mode: str) -> None:
     options = SpeculationOptions(mode, budget_tokens=256)
     drafter: Any = "none" if mode == "none" else one_layer_draft
     with load(deep_target, context=CONTEXT, draft=drafter, kv=kv, speculation=options, max_batch=2) as runtime:

@@ -175,9 +175,7 @@ def test_prompts_that_share_beginnings_behind_sliding_windows(
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_what_slots_lose_of_sliding_windows_comes_back_at_its_end_alone(
-    windowed_target: Path, tmp_path: Path, on_disk: bool
-) -> None:
+def test_what_slots_lose_of_windows_comes_back_at_its_end(windowed_target: Path, tmp_path: Path, on_disk: bool) -> None:
     """A slot has let go of what windows reach from further ahead, and so has the store; where a text ends earlier its
     last block takes the place of one that has less."""
     one, two = TEXT[:800], TEXT[100:850]

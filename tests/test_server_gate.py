@@ -241,9 +241,7 @@ def test_health_says_what_can_be_asked(short_target: Path) -> None:
 
 
 @pytest.mark.parametrize(("grace_s", "finish_reason"), [(0.0, "length"), (60.0, "stop")])
-def test_a_server_that_stops_lets_answers_finish_or_ends_them(
-    short_target: Path, grace_s: float, finish_reason: str
-) -> None:
+def test_a_server_that_stops_gives_answers_its_grace(short_target: Path, grace_s: float, finish_reason: str) -> None:
     """The answer would take a moment: within the grace it comes to its stop string."""
     with load(short_target, draft="none") as alone:
         text = alone.generate(PROMPT, max_new_tokens=120, ignore_eos=True).text

@@ -92,9 +92,7 @@ def test_a_model_that_does_not_fit_beside_another_says_so(card: Card, target: Pa
     again.release()
 
 
-def test_a_refusal_names_the_programs_that_hold_the_card(
-    card: Card, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refusal_names_who_holds_the_card(card: Card, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = [
         types.SimpleNamespace(pid=pid, usedGpuMemory=size * GB) for pid, size in ((77, 3), (os.getpid(), 1), (88, 19))
     ]
@@ -148,7 +146,7 @@ class Driver:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("readable", [True, False])
-def test_a_retrieval_verifier_needs_a_card_that_reads_arenas(
+def test_retrieval_needs_a_card_that_reads_arenas(
     target: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
 ) -> None:
     options: dict[str, Any] = {"device": "cuda", "kv": "host", "draft": "none", "context": 512}

@@ -69,9 +69,7 @@ def least(plan: RunPlan) -> int:
 @pytest.mark.parametrize(
     ("share", "resident"), [(0.0, 3), (0.6, 0), (0.6, 3), (0.6, NUM_LAYERS), (0.9, 3), (1.0, NUM_LAYERS)]
 )
-def test_a_limit_is_kept_and_the_tokens_are_the_same(
-    target: Path, whole: RunPlan, expected: tuple[int, ...], share: float, resident: int,
-) -> None:  # fmt: skip
+def test_a_limit_is_kept(target: Path, whole: RunPlan, expected: tuple[int, ...], share: float, resident: int) -> None:
     model = whole.target
     kv_bytes, layer_bytes = model.host_kv_bytes, model.host_bytes_of_layers([0])
     limit = max(least(whole), int(share * (kv_bytes + (NUM_LAYERS - resident) * layer_bytes)))

@@ -63,9 +63,7 @@ def staged_of(runtime: Runtime) -> tuple[int, ...]:
 @pytest.mark.few(1)
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("count", range(NUM_LAYERS + 1))
-def test_a_refusal_after_any_layer_gives_the_same_tokens(
-    target: Path, layer_bytes: int, expected: list[int], count: int
-) -> None:
+def test_a_refusal_anywhere_changes_no_token(target: Path, layer_bytes: int, expected: list[int], count: int) -> None:
     """The system refuses what nobody knew before: locks are moved, and make room for the ring."""
     limit = max(count * layer_bytes, 2 * ring_shape(layer_bytes).piece_bytes)
     registrar = LimitedRegistrar(limit)

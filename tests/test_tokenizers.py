@@ -160,9 +160,7 @@ def test_sentencepiece_files_do_not_say_how_text_is_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pre", ["mystery", None])
-def test_a_tokenizer_beside_the_file_is_the_way_out(
-    pre: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tokenizer_beside_it_is_a_way_out(pre: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     known = open_checkpoint(written(tmp_path, metadata_of("smollm"))).tokenizer()
     known.save_pretrained(tmp_path)
     assert not caplog.records

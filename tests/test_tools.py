@@ -114,9 +114,7 @@ def test_bad_input_is_one_line(
         marks=pytest.mark.slow,
     ),
 ])  # fmt: skip
-def test_answers_are_exact(
-    shape: str, given: tuple[object, ...], runtimes: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exactness(shape: str, given: tuple[object, ...], runtimes: int, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--vocab-size", 256, "--turns", 1, "--answers", 1, "--prompts", 1, "--tokens", 2)
     sizes += ("--prompt-tokens", "20,40")
     assert call("check_exactness", "--shape", shape, *ON_CPU, *sizes, *given) == 0

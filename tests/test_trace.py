@@ -214,9 +214,7 @@ def copying() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("copy-engine")}
 
 
-def test_a_trace_that_cannot_be_written_in_the_end_is_said_and_memory_is_given_back(
-    target: Path, tmp_path: Path
-) -> None:
+def test_a_trace_that_cannot_be_written_is_said_and_memory_is_given_back(target: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
     threads = copying()

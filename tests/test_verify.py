@@ -285,9 +285,7 @@ def test_fit_of_other_probabilities_is_refused() -> None:
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.25}, {"top_k": 3, "top_p": 0.99}])
 @pytest.mark.parametrize("excluded_in_plain", [True, False])
 @pytest.mark.parametrize(("gap", "verdict"), [(1e-5, "near-tie"), (0.02, "defect")])
-def test_a_token_at_the_edge_of_a_filter(
-    filters: dict[str, Any], excluded_in_plain: bool, gap: float, verdict: str
-) -> None:
+def test_a_token_at_a_filters_edge(filters: dict[str, Any], excluded_in_plain: bool, gap: float, verdict: str) -> None:
     """Rounding may also move a token over the threshold that decides whether it is allowed."""
     base = torch.full((1, 64), -30.0)
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])

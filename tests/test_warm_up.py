@@ -138,9 +138,7 @@ def test_no_other_number_of_chunks_compiles_a_kernel(compiled: list[str]) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", list(RUNS))
-def test_no_answer_compiles_a_kernel(
-    target: Path, draft: Path, tmp_path: Path, compiled: list[str], name: str
-) -> None:  # fmt: skip
+def test_no_answer_compiles_a_kernel(target: Path, draft: Path, tmp_path: Path, compiled: list[str], name: str) -> None:
     options, windows = RUNS[name]
     if options.get("draft") == "mtp":
         target = add_random_mtp(target, tmp_path / "carrying")

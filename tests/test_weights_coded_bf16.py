@@ -108,9 +108,7 @@ WHERE = [(0, None), (2, None), (1, (1, 2)), (2, (0, 4))]
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("buffers", "resident"), WHERE)
-def test_logits_are_those_of_plain_weights(
-    source: CheckpointSource, buffers: int, resident: tuple[int, ...] | None
-) -> None:
+def test_logits_are_the_plain_ones(source: CheckpointSource, buffers: int, resident: tuple[int, ...] | None) -> None:
     source = replace(source, uncoded=UNCODED)
     found = logits(source, buffers=buffers, resident=resident, coded=True)
     assert torch.equal(found, logits(source, buffers=0, resident=None, coded=False))
@@ -127,9 +125,7 @@ def test_biases_of_experts_are_not_coded() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("buffers", "resident"), WHERE)
-def test_logits_on_a_gpu_are_those_of_plain_weights(
-    source: CheckpointSource, buffers: int, resident: tuple[int, ...] | None
-) -> None:
+def test_logits_on_a_gpu(source: CheckpointSource, buffers: int, resident: tuple[int, ...] | None) -> None:
     source = replace(source, uncoded=UNCODED)
     found = logits(source, buffers=buffers, resident=resident, coded=True, device="cuda")
     assert torch.equal(found, logits(source, buffers=0, resident=None, coded=False, device="cuda"))

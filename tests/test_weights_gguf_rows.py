@@ -218,9 +218,7 @@ def _fits(plan: Callable[[], object]) -> bool:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_on_a_gpu_are_those_of_the_decoded_file(
-    source: CheckpointSource, decoded: CheckpointSource, way: str
-) -> None:
+def test_tokens_on_a_gpu_are_the_decoded_files(source: CheckpointSource, decoded: CheckpointSource, way: str) -> None:
     """Captured passes and steps too; of twice the same text the second time by the graphs of the first."""
     with Runtime.load(decoded, device="cuda", draft="none", context=1024) as runtime:
         expected = tokens_of(runtime)
@@ -248,9 +246,7 @@ def test_encodings_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None
 @pytest.mark.parametrize(("kind", "at", "scale"), [
     ("Q4_K", 2, np.float16("inf")), ("Q4_K", 2, np.float16("nan")), ("MXFP4", 0, np.uint8(255)),
 ])  # fmt: skip
-def test_scales_that_are_not_finite_are_refused(
-    tmp_path: Path, kind: str, at: int, scale: np.generic, device: str
-) -> None:
+def test_infinite_scales_are_refused(tmp_path: Path, kind: str, at: int, scale: np.generic, device: str) -> None:
     path = write_llama(tmp_path / "m.gguf", kind, num_hidden_layers=1)
     tensor = next(t for t in gguf.GGUFReader(path).tensors if t.name == "blk.0.ffn_up.weight")
     at += int(tensor.data_offset) + 100 * FORMATS[kind].nbytes

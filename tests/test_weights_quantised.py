@@ -83,9 +83,7 @@ def test_weights_are_what_the_formula_says(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(("buffers", "resident"), [(0, None), (1, (1,))])
-def test_logits_are_those_of_the_decoded_copy(
-    checkpoint: Checkpoint, buffers: int, resident: tuple[int, ...] | None
-) -> None:
+def test_logits_are_the_decoded_copys(checkpoint: Checkpoint, buffers: int, resident: tuple[int, ...] | None) -> None:
     found = logits(checkpoint.source, buffers=buffers, resident=resident)
     assert torch.equal(found, logits(checkpoint.copy, buffers=0, resident=None))
     assert len(found.unique()) > 1000

@@ -164,9 +164,7 @@ def command(source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return run
 
 
-def test_a_random_draft_has_the_shape_and_the_vocabulary(
-    command: Callable[..., int], source_dir: Path, tmp_path: Path
-) -> None:
+def test_a_random_draft_has_shape_and_vocabulary(command: Callable[..., int], source_dir: Path, tmp_path: Path) -> None:
     assert command("--shape", "llama-68m", "--random") == 0
     written, source = open_checkpoint(tmp_path / "out"), open_checkpoint(source_dir)
     found = written.config()

@@ -101,9 +101,7 @@ def test_sinks_take_part_once_however_the_keys_are_cut(version: Version) -> None
 @pytest.mark.few(1)
 @versions
 @pytest.mark.parametrize("window", [None, 70])
-def test_a_tree_behind_streamed_pieces_and_a_ring_has_the_bits_of_the_whole(
-    version: Version, window: int | None
-) -> None:
+def test_a_tree_behind_pieces_and_a_ring_has_the_bits_of_the_whole(version: Version, window: int | None) -> None:
     case = _case(len(TREE_PARENTS), batch=1)
     rows = tree_rows(TREE_PARENTS, (764,), position_order=(3, 0, 8, 1, 7, 2, 5, 4, 6))  # across blocks 2 and 3
     expected = version.all_at_once(case, rows, window)
@@ -118,9 +116,7 @@ def test_a_tree_behind_streamed_pieces_and_a_ring_has_the_bits_of_the_whole(
 @pytest.mark.few(1)
 @versions
 @pytest.mark.parametrize("window", [None, 40])
-def test_a_window_in_the_only_block_is_not_merged_and_has_the_bits_of_a_merge(
-    version: Version, window: int | None
-) -> None:
+def test_a_window_in_the_only_block_has_the_bits_of_a_merge(version: Version, window: int | None) -> None:
     case = _case()
     for rows in (chain_rows((100, 251), (4, 5)), chain_rows((0, 30), (1, 5))):
         expected = version.pieces(case, rows, [(case.kv, range(1))], window)

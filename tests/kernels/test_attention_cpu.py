@@ -84,9 +84,7 @@ def test_soft_caps_and_sinks_match_the_reference(window: int | None) -> None:
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_the_window(
-    dtype: torch.dtype, window: int | None, plain: bool, num_threads: int
-) -> None:
+def test_bits_do_not_depend_on_windows(dtype: torch.dtype, window: int | None, plain: bool, num_threads: int) -> None:
     case = _case(40, dtype) if plain else _case(40, dtype).capped_with_sinks()
     for start in (0, 240, 540):  # at 240 they reach over a block, at 540 sliding windows begin in different ones
         together = _run(case, chain_rows((start,), (40,)), window)

@@ -101,9 +101,7 @@ def _check(attend: Attend, case: AttentionCase, sources: Sequence[KeySource], ro
 @versions
 @pytest.mark.parametrize("num_keys", [8, 256, 300])
 @pytest.mark.parametrize(("num_queries", "num_kv_heads", "group"), [(1, 3, 1), (5, 2, 2), (17, 1, 4), (3, 1, 20)])
-def test_retrieved_keys_and_the_newest_blocks(
-    attend: Attend, num_queries: int, num_kv_heads: int, group: int, num_keys: int
-) -> None:
+def test_retrieved_keys(attend: Attend, num_queries: int, num_kv_heads: int, group: int, num_keys: int) -> None:
     case = _case(num_queries, num_kv_heads=num_kv_heads, group=group)
     _check(attend, case, _retrieval(case, num_keys), chain_rows((START,), (num_queries,)))
 

@@ -112,7 +112,7 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("encoding", "dtype", "instructions"), list(_cases()))
-def test_bits_are_those_of_the_reference(
+def test_bits_are_the_references(
     libraries: Path, encoding: str, dtype: torch.dtype, instructions: Instructions
 ) -> None:
     if (feature := {"avx512": "avx512vl", "avx2": "avx2"}.get(instructions, "")) not in CPU:
@@ -198,9 +198,7 @@ def test_each_thread_has_a_core(simple: ExpertsLibrary) -> None:
     ("false", "the compiler false fails: exit status 1"),
     ("g++ --no-such-option", "the compiler g.. fails: g.*no-such-option"),
 ])  # fmt: skip
-def test_without_a_compiler_the_cpu_takes_no_share(
-    libraries: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, message: str
-) -> None:
+def test_without_a_compiler(libraries: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, message: str) -> None:
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(NoCpuShare, match=message):
         load_experts_library(libraries, BF16, ["BF16"])

@@ -11,9 +11,7 @@ from tests.helpers.kernel_conditions import UNIT_ROUNDOFF, assert_within, poison
 EPS = 1e-5
 
 
-def _check(
-    rows: int, width: int, *, dtype: torch.dtype, offset: float | None = None, centred: bool = False
-) -> None:  # fmt: skip
+def _check(rows: int, width: int, *, dtype: torch.dtype, offset: float | None = None, centred: bool = False) -> None:
     x = random_tensor(rows, width, seed=1, dtype=dtype, scale=3.0)
     weight = random_tensor(width, seed=3, dtype=dtype)
     expected, before = rms_norm_reference(x, weight, EPS, offset, centred=centred), x.clone()
