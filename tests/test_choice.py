@@ -1,4 +1,5 @@
-"""What `auto` chooses: the fastest of all that fits, never slower with more memory, the same in a plan and in a run."""
+"""What `auto` chooses: the fastest of all that fits, never slower with more memory, the same in a plan and in a run;
+and TriForce."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.engine import Runtime
+from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.plan import RunPlan, forecast, plan_run
 from offload_runtime.sizes import GB
@@ -116,3 +119,27 @@ def plan_of(target: Path, draft: Path, profile: MachineProfile, kv: str) -> RunP
     models = describe_model(str(target)), describe_model(str(draft))
     request = RuntimeConfig(*models, dtype="fp32", context=CONTEXT, kv=kv, gamma=GAMMA)
     return plan_run(request, replace(profile, ram_bytes=400 * GB, pinnable_bytes=None))
+
+
+FEW, COUNT = 700, 28
+PROMPT = [3 + (7 * i * i + i // 5) % 290 for i in range(500)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_retrieval_verifier_that_sees_everything_is_right_in_every_generation(target: Path, device: str) -> None:
+    """Also where steps are replays of what an earlier generation captured, and chunks are chosen in some steps only."""
+    options = SpeculationOptions("triforce", budget_tokens=512, refresh_steps=3)
+    with Runtime.load(
+        target, draft="none", device=device, dtype="fp32", context=FEW, kv="host", speculation=options
+    ) as runtime:
+        for seed in (1, 1, 2, 1):
+            result = runtime.generate(
+                PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=19, temperature=0.6, seed=seed
+            )
+            assert result.stats.passes <= 3  # a near-tie may cost one of the two that are needed
+
+
+def test_what_triforce_cannot_do_is_refused_before_loading(target: Path) -> None:
+    with pytest.raises(OptionError, match="4096 tokens is more than the context of 700"):
+        load(target, draft="none", context=FEW, speculation=SpeculationOptions("triforce")).__enter__()

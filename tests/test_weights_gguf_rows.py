@@ -1,4 +1,5 @@
-"""GGUF files are kept as they are stored: the bytes of the file, and the bits of its decoded copy wherever they go."""
+"""Weights are kept as a GGUF file stores them, or in 12 bits of 16: the bytes of the file, the bits of plain weights,
+and logits and tokens of the decoded ones wherever they go."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from offload_runtime_kernels.coded_bf16 import CODED
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.linear import linear
-from transformers import LlamaConfig, LlamaForCausalLM
+from widening.shapes import MixtureShape
+from widening.stored import stored_model
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.core import TokenTree
@@ -23,12 +26,21 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, CheckpointError
 from offload_runtime.plan import plan_run
 from offload_runtime.sizes import GB
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
+from offload_runtime.weights import (
+    EMBEDDING,
+    CheckpointSource,
+    MatricesNotCodable,
+    checkpoint_tensors,
+    describe_model,
+    load_weights,
+    open_checkpoint,
+)
 from offload_runtime.weights.encoding import Encoding, GgufBlocks
-from tests.helpers.assembly import make_runner, prefill, verify
+from tests.helpers.assembly import in_memory, make_runner, prefill, verify
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.models import load_plain, random_tokens, rows_of
+from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of
 from tests.helpers.planning import made_up_machine
+from tests.helpers.quantising import random_llama
 from tests.test_weights_gguf import write
 
 MACHINE = made_up_machine(200 * GB, 900 * GB, tflops={"bf16": 165.0, "fp32": 80.0})
@@ -48,20 +60,13 @@ def mix(name: str) -> str:
     return next(kind for start, kind in MIX.items() if name.startswith(start))
 
 
+def llama(**overrides: Any) -> Any:
+    """One whose rows are whole blocks of 256, for the tokenizer of the small checkpoints."""
+    return random_llama(**{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": LAYERS, **overrides})
+
+
 def write_llama(path: Path, kind: str | Callable[[str], str], **overrides: Any) -> Path:
-    """A Llama whose rows are whole blocks of 256, for the tokenizer of the small checkpoints."""
-    torch.manual_seed(0)
-    config = LlamaConfig(**{
-        "vocab_size": len(byte_level_tokenizer()), "hidden_size": 256, "intermediate_size": 512,
-        "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 2048, **overrides,
-    })  # fmt: skip
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                parameter.normal_(std=0.5 if "embed" in name else 2.0 * parameter.shape[-1] ** -0.5)
-    return write(path, model, kind=kind)
+    return write(path, llama(**overrides), kind=kind)
 
 
 def opened(path: Path) -> CheckpointSource:
@@ -257,3 +262,114 @@ def test_infinite_scales_are_refused(tmp_path: Path, kind: str, at: int, scale: 
         load_weights(source, source.layout(BF16), coding_device=torch.device(device))
     with pytest.raises(CheckpointError, match=r"scales of blk\.0\.ffn_up\.weight are infinite or no numbers"):
         load_plain(source, BF16)
+
+
+# Two parts of a packed matrix, and a whole one.
+UNCODED = frozenset({"model.layers.1.self_attn.k_proj.weight", "model.layers.3.mlp.down_proj.weight"})
+
+
+def heavy_tailed() -> Any:
+    """Weights in bf16 of all magnitudes, and some that are zero."""
+    model = llama()
+    for name, parameter in model.state_dict().items():
+        if "norm" not in name:
+            heavy = torch.distributions.StudentT(3.0).sample(parameter.shape)
+            parameter.copy_(heavy * (0.3 if "embed" in name else parameter.shape[-1] ** -0.5))
+            parameter[torch.rand(parameter.shape) < 0.02] = 0.0
+    return model.bfloat16()
+
+
+@pytest.fixture(scope="module")
+def dense() -> CheckpointSource:
+    tokenizer = byte_level_tokenizer()
+    return replace(in_memory(heavy_tailed()), tokenizer=cache(lambda: tokenizer))
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int16)
+
+
+@pytest.mark.parametrize("uncoded", [frozenset(), UNCODED])
+def test_every_bit_is_loaded(dense: CheckpointSource, uncoded: frozenset[str]) -> None:
+    dense = replace(dense, uncoded=uncoded)
+    layout, plain = dense.layout(BF16, coded=True), load_plain(dense, BF16)
+    done: list[int] = []
+    weights = load_weights(dense, layout, on_progress=lambda *pair: done.append(pair[0]))
+    assert done == sorted(done) and done[-1] == layout.total_bytes < 0.83 * plain.layout.total_bytes
+    for name, to in checkpoint_tensors(dense.config()).items():
+        found, expected = (rows_of(to, each) for each in (weights, plain))
+        assert torch.equal(bits(found), bits(expected)), name
+    embedding, index = weights.views(EMBEDDING)["embedding"], torch.tensor([5, 0, 5, 300])
+    assert torch.equal(embedding.rows(index), embedding.dense[index])
+    kinds, raw_bytes = layout.bytes_by_kind, sum(rows * 2 * columns for rows, columns in [(128, 256), (256, 512)])
+    vectors_bytes = (2 * LAYERS + 1) * 256 * 2
+    assert set(kinds) == {CODED, "BF16"} and kinds["BF16"] == vectors_bytes + (raw_bytes if uncoded else 0)
+    assert f"in {CODED}" in layout.stored_as
+
+
+@pytest.mark.gpu
+def test_a_gpu_codes_as_a_cpu_does(dense: CheckpointSource) -> None:
+    dense = replace(dense, uncoded=UNCODED)
+    assert_a_gpu_loads_the_same(dense, dense.layout(BF16, coded=True))
+
+
+def without_room(dense: CheckpointSource, names: frozenset[str]) -> CheckpointSource:
+    """The same with one row of each of these matrices of exponents from everywhere."""
+
+    def scattered(name: str, out: torch.Tensor) -> None:
+        dense.fills[name](out)
+        if name in names:
+            out[7] *= 2.0 ** torch.arange(-100, 100, 200 / out.shape[1])[: out.shape[1]]
+
+    return replace(dense, fills={name: lambda out, _=None, name=name: scattered(name, out) for name in dense.fills})
+
+
+def test_matrices_that_cannot_be_coded_are_all_named(dense: CheckpointSource) -> None:
+    other = without_room(dense, UNCODED)
+    with pytest.raises(MatricesNotCodable) as caught:
+        load_weights(other, other.layout(BF16, coded=True))
+    assert caught.value.names == UNCODED
+    other = replace(other, uncoded=UNCODED)
+    weights, plain = load_weights(other, other.layout(BF16, coded=True)), load_plain(other, BF16)
+    for layer in (1, 3):
+        for name, weight in plain.views(layer).items():
+            assert torch.equal(bits(weights.views(layer)[name].dense), bits(weight.dense))
+
+
+WHERE = [(0, None), (2, None), (1, (1, 2)), (2, (0, 4))]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("buffers", "resident"), WHERE)
+def test_logits_are_the_plain_ones(dense: CheckpointSource, buffers: int, resident: tuple[int, ...] | None) -> None:
+    dense = replace(dense, uncoded=UNCODED)
+    found = logits(dense, dtype=BF16, buffers=buffers, resident=resident, coded=True)
+    assert torch.equal(found, logits(dense, dtype=BF16, buffers=0, resident=None, coded=False))
+    assert len(found.unique()) > 500
+
+
+def test_biases_of_experts_are_not_coded() -> None:
+    """Those of both matrices are needed at once, and what is decoded is gone with the next matrix."""
+    shape = MixtureShape(256, 256, 1, 4, 2, 64, 4, 2, gpt_oss=True)
+    dense = stored_model(shape, "bf16", vocab_size=512, context_tokens=256, reference="random gpt-oss")
+    plain, coded = (logits(dense, dtype=BF16, buffers=0, resident=None, coded=coded) for coded in (False, True))
+    assert CODED in dense.layout(BF16, coded=True).bytes_by_kind and torch.equal(plain, coded)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("buffers", "resident"), WHERE)
+def test_logits_on_a_gpu(dense: CheckpointSource, buffers: int, resident: tuple[int, ...] | None) -> None:
+    dense = replace(dense, uncoded=UNCODED)
+    found = logits(dense, dtype=BF16, buffers=buffers, resident=resident, coded=True, device="cuda")
+    assert torch.equal(found, logits(dense, dtype=BF16, buffers=0, resident=None, coded=False, device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_on_a_gpu_are_those_of_plain_weights(dense: CheckpointSource, way: str) -> None:
+    """Captured passes too; of twice the same text the second time by the graphs of the first."""
+    with Runtime.load(dense, device="cuda", draft="none", context=1024) as runtime:
+        expected = tokens_of(runtime)
+    options = {"draft": dense, **WAYS[way]}
+    with Runtime.load(dense, device="cuda", context=1024, encode="always", **options) as runtime:
+        assert tokens_of(runtime) == tokens_of(runtime) == expected
