@@ -13,12 +13,10 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from offload_runtime_kernels.gather_chunks import BlockTable
-from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
+from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.cache import BlockLayout, HostKVCache, HostKVCard, KVCache, block_bytes
-from offload_runtime.cache.device import StreamingDraftCache, block_shapes, kept_positions, num_blocks
-from offload_runtime.cache.retrieval import RetrievedChunks
+from offload_runtime.cache.device import StreamingDraftCache, kept_positions, num_blocks
 from offload_runtime.cache.saved_blocks import SavedBlock, first_whole_block
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.stream import DeviceBudget
@@ -29,7 +27,7 @@ from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.reordering import ReorderingCopyEngine
 
 CPU = torch.device("cpu")
-LAYERS, HEADS, BATCH, CAPACITY, SPARE = 2, 2, 2, 800, 20
+LAYERS, HEADS, BATCH, CAPACITY = 2, 2, 2, 800
 SHAPE = {
     "model_type": "llama", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS,
     "num_attention_heads": 4, "num_key_value_heads": HEADS, "vocab_size": 50, "max_position_embeddings": 4096,
@@ -65,120 +63,6 @@ def held(data: torch.Tensor, layer: int, count: int) -> list[int]:
     marks = flat[0, 0, :, 0].clone()
     assert torch.equal(flat, torch.stack((marks, -marks))[:, None, :, None].expand_as(flat).contiguous())
     return [int(mark) for mark in marks]
-
-
-class Watched:
-    """An observer that notes which tokens lay in the blocks that it was told of."""
-
-    def __init__(self) -> None:
-        self.seen: dict[tuple[int, int, int], list[int]] = {}
-
-    def on_blocks(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
-        for block in blocks:
-            own = kv.data[row, (block - kv.first_block) % kv.num_blocks][None]
-            self.seen[layer, slot, block] = held(own, layer, BLOCK_TOKENS)
-
-
-class Played:
-    """A cache on the device and, for each of its sequences, the list of tokens that it should hold."""
-
-    def __init__(self) -> None:
-        self.cache = KVCache(
-            CONFIG, torch.float32, capacity_tokens=CAPACITY, batch=BATCH, budgets=[DeviceBudget(CPU, None)],
-            spare_positions=SPARE,
-        )  # fmt: skip
-        self.expected: list[list[int]] = [[] for _ in range(BATCH)]
-        self.watched = Watched()
-        self.cache.observers.append(self.watched)
-        self._marks = Marks()
-
-    def _put(self, slot: int, buffers: Sequence[int]) -> list[int]:
-        marks = self._marks.new(len(buffers))
-        for layer in range(LAYERS):
-            data = self.cache.store(layer).data
-            put(data[slot if data.shape[0] == BATCH else 0], layer, buffers, marks)
-        return marks
-
-    def _behind(self, slot: int, count: int) -> range:
-        length = self.cache.length(slot)
-        return range(length, length + count)
-
-    def prefill(self, slot: int, count: int) -> None:
-        """A prompt, all of which stays."""
-        self.cache.begin_prefill(slot, count)
-        self.expected[slot] += self._put(slot, self._behind(slot, count))
-        self.cache.commit(slot, count)
-
-    def window(self, slot: int, count: int, path: Sequence[int]) -> None:
-        """A window of `count` tokens, of which the rows `path` are accepted."""
-        self.cache.begin_window([slot], [count])
-        marks = self._put(slot, self._behind(slot, count))
-        self.cache.commit_path(slot, path)
-        self.expected[slot] += [marks[row] for row in path]
-
-    def adopt(self, slot: int, spare: Sequence[int]) -> None:
-        """Nodes that were drafted ahead in spare slots become the sequence's next tokens."""
-        buffers = [self.cache.spare_positions[index] for index in spare]
-        self.cache.begin_window([slot], [0])
-        marks = self._put(slot, buffers)
-        self.cache.adopt(slot, buffers, self.cache.length(slot))
-        self.cache.commit(slot, len(buffers))
-        self.expected[slot] += marks
-
-    def cut(self, slot: int, length: int) -> None:
-        self.cache.truncate(slot, length)
-        del self.expected[slot][length:]
-
-    def check(self) -> None:
-        self.cache.begin_window((), ())  # all sequences are to be seen
-        for slot, expected in enumerate(self.expected):
-            assert self.cache.length(slot) == len(expected)
-            for layer in range(LAYERS):
-                assert held(self.cache.store(layer).data[slot], layer, len(expected)) == expected
-                for block in range(len(expected) // BLOCK_TOKENS):
-                    own = expected[block * BLOCK_TOKENS : (block + 1) * BLOCK_TOKENS]
-                    assert self.watched.seen[layer, slot, block] == own, "observers were told of something else"
-
-
-def test_a_cut_and_what_is_written_behind_it() -> None:
-    played = Played()
-    played.prefill(0, 300)
-    for length in (299, 256, 255, 3):
-        played.cut(0, length)
-        played.check()
-        played.window(0, 8, range(5))
-        played.check()
-
-
-def test_a_path_of_a_tree() -> None:
-    played = Played()
-    played.prefill(1, 250)
-    for path in ([0, 2, 5], [0], [0, 1, 2], [], [0, 3, 4, 7]):
-        played.window(1, 8, path)
-        played.check()
-
-
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-def test_any_history_on_the_device(data: st.DataObject) -> None:
-    played = Played()
-    for _ in range(data.draw(st.integers(1, 12))):
-        slot = data.draw(st.integers(0, BATCH - 1))
-        length = played.cache.length(slot)
-        room = CAPACITY - length
-        action = data.draw(st.sampled_from(["prefill", "window", "adopt", "cut"]))
-        if action == "cut":
-            played.cut(slot, data.draw(st.integers(0, length)))
-        elif action == "prefill" and room:
-            played.prefill(slot, data.draw(st.integers(1, min(room, 400))))
-        elif action == "window" and room:
-            count = data.draw(st.integers(1, min(played.cache.max_tokens_with_draft - length, 40)))
-            behind = data.draw(st.sets(st.integers(0, count - 1)))
-            played.window(slot, count, [0, *sorted(behind - {0})][:room])
-        elif action == "adopt":
-            spare = data.draw(st.permutations(range(SPARE)))
-            played.adopt(slot, spare[: data.draw(st.integers(0, min(room, SPARE)))])
-        played.check()
 
 
 REACH, PASS_ROWS = 300, 100
@@ -508,48 +392,3 @@ def test_any_history_of_a_window_over_a_text(sinks: int, recent: int, steps: lis
             cache.begin_window((), ())
             assert held(cache.store(layer).data[1], layer, len(kept)) == [text[position] for position in kept]
         assert cache.length(0) == 0
-
-
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-def test_any_history_of_what_is_retrieved(data: st.DataObject) -> None:
-    """Choices of any kind over a text that grows, is cut and goes on otherwise: what is held is today's text."""
-    size, places, capacity = 8, 6, 40  # chunks
-    chunks = RetrievedChunks(
-        CONFIG,
-        torch.float32,
-        budget_tokens=places * size,
-        chunk_size=size,
-        batch=BATCH,
-        budgets=[DeviceBudget(CPU, None)],
-    )
-    blocks = [torch.zeros(shape) for shape in block_shapes(CONFIG, BATCH, dict.fromkeys(range(LAYERS), 2)).values()]
-    tables = []
-    for layer in range(LAYERS):
-        tables.append(BlockTable.empty(BATCH, 2, CPU))
-        for slot in range(BATCH):
-            tables[layer].put(slot, 0, blocks[layer][slot])
-    texts, marks = [list[int]() for _ in range(BATCH)], Marks()
-    for _ in range(data.draw(st.integers(1, 10))):
-        slot, text = data.draw(st.sampled_from(list(enumerate(texts))))
-        kept = data.draw(st.integers(0, len(text)))
-        if kept < len(text):
-            del text[kept:]
-            chunks.forget(slot, kept)
-        text += marks.new(data.draw(st.integers(0, capacity * size - kept)))
-        available = len(text) // size
-        for layer in range(LAYERS):
-            put(blocks[layer][slot], layer, range(len(text)), text) if text else None
-            count = min(places, available)
-            heads = CONFIG.layers[layer].attention.num_kv_heads
-            selected = torch.full((1, heads, places), -1, dtype=torch.int32)
-            for head in range(heads):
-                order = data.draw(st.permutations(range(available)))[:count]
-                selected[0, head, :count] = torch.tensor(sorted(order), dtype=torch.int32)
-            chunks.update(layer, selected, tables[layer], slot=slot)
-            for head in range(heads):
-                order = chunks.resident[layer][slot, head].tolist()
-                assert sorted(order[:count]) == selected[0, head, :count].tolist() and set(order[count:]) <= {-1}
-                expected = [mark for chunk in order[:count] for mark in text[chunk * size : (chunk + 1) * size]]
-                own = chunks.blocks(layer).data[slot, :, :, head : head + 1]
-                assert held(own, layer, count * size) == expected
