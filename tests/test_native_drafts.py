@@ -15,10 +15,9 @@ from offload_runtime.core import Batch, DraftBudget
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import ModelDrafter
-from tests.helpers.assembly import make_runner
+from tests.helpers.assembly import RUNNERS, make_runner, runner_of
 from tests.helpers.dflash import counting_dflash2, dflash2_of
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.kv_runners import RUNNERS, runner_of
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 from tests.helpers.native_drafts import (
     PLAIN,

@@ -15,9 +15,8 @@ import torch
 
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.runners import ModelRunner
-from tests.helpers.assembly import HostKV, prefill, verify
+from tests.helpers.assembly import HostKV, assemble, prefill, reset, same, verify
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.kv_runners import assemble, reset, same
 from tests.helpers.models import random_tokens
 
 # On a GPU so many that whole prompts, and what is kept of them, are attended to split after split.

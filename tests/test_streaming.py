@@ -22,8 +22,7 @@ from offload_runtime.stream.queue import (
     LayerViews,
     ThreadCopyEngine,
 )
-from tests.helpers.copy_hooks import before_each_copy
-from tests.helpers.reordering import ReorderingCopyEngine
+from tests.helpers.reordering import ReorderingCopyEngine, before_each_copy
 
 LAYER_BYTES = 4096
 

@@ -1,4 +1,5 @@
-"""A copy queue whose copies overtake each other wherever nothing but the queue's own order says which comes first."""
+"""Copy queues for tests: one whose copies overtake each other wherever nothing but the queue's own order says which
+comes first, and hooks before each copy."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from offload_runtime.stream.copy_engine import LinkPace
 from offload_runtime.stream.queue import ThreadCopyEngine
 
 
@@ -114,3 +116,13 @@ class _Reordered(Executor):
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
+
+
+def before_each_copy(hook: Callable[[], object] | None) -> LinkPace:
+    """A link whose copies begin with the hook, if there is one: it delays them, holds them, or raises."""
+
+    def pace(nbytes: int) -> None:
+        if hook is not None and nbytes == 0:
+            hook()
+
+    return pace
