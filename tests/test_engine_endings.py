@@ -100,8 +100,8 @@ def test_ctrl_c_during_prefill(runtime: Runtime, said: list[int], layers: int) -
 
 OTHER = "the lazy dog and the quick"
 ASKED: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
-GONE = "another generation has begun on this shared since, or it was closed"
-INSIDE = "this shared is in the middle of a call"
+GONE = "another generation has begun on this runtime since, or it was closed"
+INSIDE = "this runtime is in the middle of a call"
 
 
 @pytest.fixture(scope="module")
@@ -203,7 +203,7 @@ def test_close_waits_for_the_answer_of_another_thread(target: Path, expected: di
         closed = pool.submit(close)
         assert answer.result(60).tokens == expected[PROMPT]
         closed.result(60)
-    with pytest.raises(OptionError, match="this shared is closed"):
+    with pytest.raises(OptionError, match="this runtime is closed"):
         shared.generate(PROMPT, **ASKED)
 
 
