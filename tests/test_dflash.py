@@ -19,17 +19,8 @@ from offload_runtime.sampling import SlotSampling, perturbed_logits
 from offload_runtime.speculation.dflash import DFlashDrafter, DFlashRunner
 from offload_runtime.speculation.ngram import NgramDrafter
 from offload_runtime.weights import checkpoint_tensors, open_checkpoint
+from tests.helpers import dflash
 from tests.helpers.assembly import in_memory, make_runner
-from tests.helpers.dflash import (
-    TAPS,
-    Tensors,
-    best_chain,
-    block_logits,
-    config_of,
-    random_tensors,
-    settings,
-    write_dflash,
-)
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_model
 from tests.helpers.models import VOCAB_SIZE, model_config_from_transformers
@@ -52,7 +43,7 @@ class Made:
     """A random drafter of a random target, and residual streams of texts, which nothing has computed."""
 
     stated: dict[str, Any]
-    tensors: Tensors
+    tensors: dflash.Tensors
     model: Any
     taps: dict[int, torch.Tensor]
     drafter: DFlashRunner
@@ -61,15 +52,15 @@ class Made:
     @classmethod
     def of(cls, kind: str, directory: Path, params: SamplingParams = GREEDY, device: str = "cpu") -> Made:
         model = family_model("llama", 0)
-        stated = settings(model_config_from_transformers(model.config), **KINDS[kind])
-        tensors = random_tensors(config_of(stated))
-        source = open_checkpoint(write_dflash(directory, stated, tensors), draft=True).beside(in_memory(model))
+        stated = dflash.settings(model_config_from_transformers(model.config), **KINDS[kind])
+        tensors = dflash.random_tensors(dflash.config_of(stated))
+        source = open_checkpoint(dflash.write_dflash(directory, stated, tensors), draft=True).beside(in_memory(model))
         on: Any = {"device": torch.device(device)}
         runner = make_runner(source, target=make_runner(model, **on).runner, batch=2, **on).runner
         drafter, generator = DFlashRunner(runner, batch=2), torch.Generator().manual_seed(7)
         for slot in range(2):
             drafter.join(slot, params)
-        shape = 160, len(TAPS), stated["hidden_size"]
+        shape = 160, len(dflash.TAPS), stated["hidden_size"]
         taps = {slot: torch.randn(shape, generator=generator).to(device) for slot in range(2)}
         assert isinstance(runner.decoder, HeadDecoder)
         return cls(stated, tensors, model, taps, drafter, runner.decoder)
@@ -78,7 +69,7 @@ class Made:
         """What is kept of the target's rows of some tokens."""
         rows = self.taps[slot][first:end]
         kept = torch.full_like(rows[:, 0], torch.nan)
-        for number in range(len(TAPS)):
+        for number in range(len(dflash.TAPS)):
             self.decoder.tap(number, rows[:, number], kept)
         return kept
 
@@ -98,7 +89,7 @@ class Made:
         """Logits and normed rows of a block behind a context, by its definition."""
         of_target = self.model.model.embed_tokens.weight, self.model.lm_head.weight
         with torch.no_grad():
-            return block_logits(self.stated, self.tensors, *of_target, self.taps[slot][first:end].cpu(), last)
+            return dflash.block_logits(self.stated, self.tensors, *of_target, self.taps[slot][first:end].cpu(), last)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -110,7 +101,7 @@ def test_says_what_its_definition_says(kind: str, device: str, tmp_path: Path) -
         blocks = made.drafter.blocks(ends)
         for slot, end in ends.items():
             logits, normed = made.defined(slot, end, end, first)
-            expected = best_chain(made.stated, made.tensors, logits, normed, end)
+            expected = dflash.best_chain(made.stated, made.tensors, logits, normed, end)
             assert blocks[slot].chain(end, 99) == list(expected)
             if not made.stated["dflash_config"].get("selector_rank"):
                 scores = [blocks[slot].children(place, end).scores for place in range(len(expected))]
@@ -133,10 +124,10 @@ def test_says_what_its_definition_says(kind: str, device: str, tmp_path: Path) -
 def test_its_context_is_the_text_however_that_has_grown(tmp_path: Path) -> None:
     """By a prompt in pieces, by chains and plain steps, and by paths of n-grams through trees, which are right here."""
     model = counting_target()  # whose layers add nothing to embeddings
-    stated = settings(model_config_from_transformers(model.config), **KINDS["causal windows"])
-    tensors = random_tensors(config_of(stated))
+    stated = dflash.settings(model_config_from_transformers(model.config), **KINDS["causal windows"])
+    tensors = dflash.random_tensors(dflash.config_of(stated))
     target = make_runner(model, capacity_tokens=400).runner
-    source = open_checkpoint(write_dflash(tmp_path, stated, tensors), draft=True).beside(in_memory(model))
+    source = open_checkpoint(dflash.write_dflash(tmp_path, stated, tensors), draft=True).beside(in_memory(model))
     head = make_runner(source, target=target, capacity_tokens=400).runner
     assert isinstance(head.decoder, HeadDecoder)
     target.taps = HiddenTaps(head.decoder.head_config.taps, stated["hidden_size"], head.decoder.tap)
@@ -151,8 +142,8 @@ def test_its_context_is_the_text_however_that_has_grown(tmp_path: Path) -> None:
             with torch.no_grad():
                 taps = model.model.embed_tokens(torch.tensor(text[:-1]))[:, None].expand(-1, 2, -1)
                 of_target = model.model.embed_tokens.weight, model.lm_head.weight
-                logits, normed = block_logits(stated, tensors, *of_target, taps, text[-1])
-            assert list(output.proposal.tokens) == list(best_chain(stated, tensors, logits, normed, text[-1]))
+                logits, normed = dflash.block_logits(stated, tensors, *of_target, taps, text[-1])
+            assert list(output.proposal.tokens) == list(dflash.best_chain(stated, tensors, logits, normed, text[-1]))
 
 
 @pytest.mark.parametrize("kind", ["first", "second"])
@@ -165,7 +156,7 @@ def test_chooses_with_the_noise_of_the_target(kind: str, tmp_path: Path) -> None
     scores = perturbed_logits(logits, SlotSampling.of([GREEDY, params], torch.device("cpu")), positions, slots)
     if kind == "second":
         scores *= 4.0  # pairs are scored as the logits are, before the temperature
-    expected = best_chain(made.stated, made.tensors, scores, normed, last)
+    expected = dflash.best_chain(made.stated, made.tensors, scores, normed, last)
     assert made.drafter.blocks({1: last})[1].chain(last, 99) == list(expected)
 
 
@@ -257,7 +248,7 @@ def test_reads_what_public_checkpoints_are_called_and_shaped() -> None:
         "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}, "sliding_window": 2048,
         "vocab_size": 202048,
     }  # fmt: skip
-    config = config_of(stated)
+    config = dflash.config_of(stated)
     assert config.taps == (2, 14, 26, 38, 50) and config.block_size == 16
     shapes = {name: to.shape for name, to in checkpoint_tensors(config).items()}
     assert len(shapes) == 81
@@ -284,16 +275,16 @@ def test_reads_what_public_checkpoints_are_called_and_shaped() -> None:
 ])  # fmt: skip
 def test_others_are_refused(stated: dict[str, Any], error: type[Exception], message: str, tmp_path: Path) -> None:
     model = family_model("llama", 0)
-    found = settings(model_config_from_transformers(model.config))
+    found = dflash.settings(model_config_from_transformers(model.config))
     with pytest.raises(error, match=message):
         found |= stated
-        write_dflash(tmp_path, found, random_tensors(config_of(found)))
+        dflash.write_dflash(tmp_path, found, dflash.random_tensors(dflash.config_of(found)))
         open_checkpoint(tmp_path, draft=True).beside(in_memory(model))
 
 
 def test_a_head_with_an_embedding_of_masks_is_refused(tmp_path: Path) -> None:
-    stated = settings(model_config_from_transformers(family_model("llama", 0).config))
-    write_dflash(tmp_path, stated, random_tensors(config_of(stated)))
+    stated = dflash.settings(model_config_from_transformers(family_model("llama", 0).config))
+    dflash.write_dflash(tmp_path, stated, dflash.random_tensors(dflash.config_of(stated)))
     torch.save(torch.zeros(40), tmp_path / "mask_embedding.pt")
     with pytest.raises(CheckpointError, match=r"has a mask_embedding\.pt, which stands for masks"):
         open_checkpoint(tmp_path, draft=True)

@@ -23,6 +23,7 @@ from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.runners import ModelRunner
 from offload_runtime.weights import checkpoint_tensors, open_checkpoint
+from tests.helpers import models
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_copy  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import (
@@ -34,18 +35,6 @@ from tests.helpers.families import (
     family_config,
     family_model,
     write_family,
-)
-from tests.helpers.models import (
-    BUILDERS,
-    LENGTH_DEPENDENT_BUILDERS,
-    SHORT_LENGTH,
-    all_logits,
-    cached_logits,
-    load_plain,
-    model_config_from_transformers,
-    random_model,
-    random_tokens,
-    rows_of,
 )
 
 # Configurations of each family by default, by the slow tests, and asked for: FAMILY_SEEDS=30 before a family lands.
@@ -83,7 +72,7 @@ def _check(path: Path, family: str, model: Any, seed: int) -> None:
         fed = [int(torch.randint(VOCABULARY, (), generator=generator)) if chosen[-1] in text[-8:] else chosen[-1]]
         text += fed
     made.close()
-    expected = all_logits(model, text)[PROMPT - 1 : -1]
+    expected = models.all_logits(model, text)[PROMPT - 1 : -1]
     scale = expected.abs().max()
     assert float((torch.stack(logits) - expected).abs().max() / scale) < LOGITS_ERROR.get(family, 2e-5)
     of_chosen = expected.gather(1, torch.tensor(chosen)[:, None])[:, 0]
@@ -102,9 +91,9 @@ def test_matches_transformers(family: str, seed: int, tmp_path: Path) -> None:
 def test_weights_in_bf16_are_what_transformers_makes_of_them(family: str, tmp_path: Path) -> None:
     family_model(family, 3).save_pretrained(tmp_path)
     state = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
-    weights = load_plain(source := open_checkpoint(tmp_path), torch.bfloat16)
+    weights = models.load_plain(source := open_checkpoint(tmp_path), torch.bfloat16)
     for name, to in checkpoint_tensors(source.config()).items():
-        torch.testing.assert_close(rows_of(to, weights), state[name], rtol=0, atol=0)
+        torch.testing.assert_close(models.rows_of(to, weights), state[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("family", ARCHITECTURES)
@@ -164,7 +153,7 @@ def test_older_configurations_mean_what_transformers_makes_of_them(family: str) 
              "num_attention_heads": 2, "num_key_value_heads": 1, "sliding_window": 17}  # fmt: skip
     old = {"model_type": family, **sizes, **OLD[family]}
     ours = model_config_from_json(old, "config.json")
-    theirs = model_config_from_transformers(transformers.AutoConfig.for_model(**json.loads(json.dumps(old))))
+    theirs = models.model_config_from_transformers(transformers.AutoConfig.for_model(**json.loads(json.dumps(old))))
     assert ours.layers == theirs.layers and ours.logits_cap == theirs.logits_cap
     for length in (10, 200):
         mine, other = (RopeTable(config, torch.device("cpu")) for config in (ours, theirs))
@@ -276,11 +265,11 @@ def _step_logits(runner: ModelRunner, tokens: Sequence[int], sequence: int = 0) 
     return torch.stack(logits)
 
 
-@pytest.mark.parametrize("prompt_length", [SHORT_LENGTH - 4, SHORT_LENGTH, SHORT_LENGTH + 11])
-@pytest.mark.parametrize("name", LENGTH_DEPENDENT_BUILDERS)
+@pytest.mark.parametrize("prompt_length", [models.SHORT_LENGTH - 4, models.SHORT_LENGTH, models.SHORT_LENGTH + 11])
+@pytest.mark.parametrize("name", models.LENGTH_DEPENDENT_BUILDERS)
 def test_length_dependent_rope_matches_transformers_across_the_boundary(name: str, prompt_length: int) -> None:
-    model, tokens = random_model(name), random_tokens(prompt_length + 9)
-    expected = cached_logits(model, [tokens[:prompt_length], *([token] for token in tokens[prompt_length:])])
+    model, tokens = models.random_model(name), models.random_tokens(prompt_length + 9)
+    expected = models.cached_logits(model, [tokens[:prompt_length], *([token] for token in tokens[prompt_length:])])
     made = make_runner(model)
     _assert_logits(prefill(made.runner, 0, tokens[:prompt_length]), expected[:1])
     _assert_logits(_step_logits(made.runner, tokens[prompt_length:]), expected[1:])
@@ -290,10 +279,10 @@ def test_length_dependent_rope_matches_transformers_across_the_boundary(name: st
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", models.BUILDERS)
 def test_matches_transformers_on_the_gpu(name: str) -> None:
-    model, tokens = random_model(name), random_tokens(50)
-    expected = all_logits(model, tokens)
+    model, tokens = models.random_model(name), models.random_tokens(50)
+    expected = models.all_logits(model, tokens)
     made = make_runner(model, buffers=2, device=CUDA)
     _assert_logits(prefill(made.runner, 0, tokens[:37]), expected[36:37], most=GPU_ERROR)
     _assert_logits(_window_logits(made.runner, tokens[37:]), expected[37:], most=GPU_ERROR)

@@ -32,20 +32,8 @@ from offload_runtime.engine.request import IncrementalDecoder, PromptRoom
 from offload_runtime.errors import CheckpointError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.weights import CheckpointSource, describe_model, open_checkpoint
+from tests.helpers import fuzzing
 from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
-from tests.helpers.fuzzing import (
-    ODD_NUMBERS,
-    ODD_TEXTS,
-    Judge,
-    gguf_bytes,
-    json_bytes,
-    limited_memory,
-    mutate_bytes,
-    mutate_gguf,
-    mutate_json,
-    odd_text,
-    small_gguf,
-)
 from tests.helpers.models import BUILDERS, LENGTH_DEPENDENT_BUILDERS, load_plain
 from tests.test_cli_fakes import FakeRuntime, app_of
 
@@ -54,7 +42,7 @@ INPUTS = 420  # of each of the two chunks of a part: 4,200 in all
 RANDOM_SEED = os.environ.get("FUZZ_SEED") or str(secrets.randbelow(1 << 32))
 SEEDS = {"known": "1", "random": f"{RANDOM_SEED}"}
 # What one input of a part is, or a few: made by the random numbers, run by the judge.
-Part = Callable[[Random, Judge], None]
+Part = Callable[[Random, fuzzing.Judge], None]
 
 
 @pytest.fixture(scope="module")
@@ -85,22 +73,22 @@ def safetensors_headers(scratch: Path, stack: ExitStack) -> Part:
     index = {"metadata": {}, "weight_map": dict.fromkeys(header, file.name)}
     _open_and_load(directory)
 
-    def one(random: Random, judge: Judge) -> None:
+    def one(random: Random, judge: fuzzing.Judge) -> None:
         (directory / "model.safetensors.index.json").unlink(missing_ok=True)
         kind = random.random()
         content, names = valid, []
         if kind < 0.7:
-            changed, names = mutate_json(random, header, ("__metadata__", "lm_head.weight"))
+            changed, names = fuzzing.mutate_json(random, header, ("__metadata__", "lm_head.weight"))
             if kind < 0.1:
                 names.append(_overlap(random, changed))
-            text = json_bytes(changed)
-            stated = len(text) if kind < 0.6 else random.choice([int(n) for n in ODD_NUMBERS[:20]]) % (1 << 64)
+            text = fuzzing.json_bytes(changed)
+            stated = len(text) if kind < 0.6 else random.choice([int(n) for n in fuzzing.ODD_NUMBERS[:20]]) % (1 << 64)
             content = struct.pack("<Q", stated) + text + data
         elif kind < 0.85:
-            content, names = mutate_bytes(random, valid)
+            content, names = fuzzing.mutate_bytes(random, valid)
         else:
-            changed, names = mutate_json(random, index, ("../config.json", "model.safetensors"))
-            (directory / "model.safetensors.index.json").write_bytes(json_bytes(changed))
+            changed, names = fuzzing.mutate_json(random, index, ("../config.json", "model.safetensors"))
+            (directory / "model.safetensors.index.json").write_bytes(fuzzing.json_bytes(changed))
         file.write_bytes(content)
         judge.run(", ".join(names), lambda: _open_and_load(directory))
 
@@ -153,21 +141,21 @@ def configurations(scratch: Path, stack: ExitStack) -> Part:
     described = scratch / "described"
     described.mkdir()
     machine = load_profile("rtx4090")
-    (described / "config.json").write_bytes(json_bytes(bases[0]))
+    (described / "config.json").write_bytes(fuzzing.json_bytes(bases[0]))
     _plan(described, machine)
     _open_whole(whole)
 
-    def one(random: Random, judge: Judge) -> None:
+    def one(random: Random, judge: fuzzing.Judge) -> None:
         with_weights, of_generation = random.random() < 0.5, random.random() < 0.1
         base = settings if with_weights and of_generation else own if with_weights else random.choice(bases)
-        changed, names = mutate_json(random, base, CONFIG_KEYS, times=2)
-        content = json_bytes(changed)
+        changed, names = fuzzing.mutate_json(random, base, CONFIG_KEYS, times=2)
+        content = fuzzing.json_bytes(changed)
         if random.random() < 0.1:
-            content, more = mutate_bytes(random, content)
+            content, more = fuzzing.mutate_bytes(random, content)
             names += more
         if with_weights:
             for path, usual in ((whole / "config.json", own), (generation, settings)):
-                path.write_bytes(content if base is usual else json_bytes(usual))
+                path.write_bytes(content if base is usual else fuzzing.json_bytes(usual))
             judge.run(f"with weights: {', '.join(names)}", lambda: _open_whole(whole))
         else:
             (described / "config.json").write_bytes(content)
@@ -191,21 +179,21 @@ def _open_whole(directory: Path) -> None:
 
 def gguf_headers(scratch: Path, stack: ExitStack) -> Part:
     file = scratch / "damaged.gguf"
-    valid = {arch: small_gguf(arch) for arch in ("llama", "qwen2")}
+    valid = {arch: fuzzing.small_gguf(arch) for arch in ("llama", "qwen2")}
     for whole in valid.values():
-        file.write_bytes(gguf_bytes(whole))
+        file.write_bytes(fuzzing.gguf_bytes(whole))
         _open_and_load(file)
 
-    def one(random: Random, judge: Judge) -> None:
+    def one(random: Random, judge: fuzzing.Judge) -> None:
         arch, kind = random.choice(list(valid)), random.random()
         if kind < 0.5:
-            changed, names = mutate_gguf(random, valid[arch], random.choice(("general.", f"{arch}.", "")))
+            changed, names = fuzzing.mutate_gguf(random, valid[arch], random.choice(("general.", f"{arch}.", "")))
         else:
-            tensors, names = mutate_json(random, valid[arch]["tensors"], times=2)
+            tensors, names = fuzzing.mutate_json(random, valid[arch]["tensors"], times=2)
             changed = {**valid[arch], "tensors": tensors}
-        content = gguf_bytes(changed, random if 0.4 < kind < 0.6 else None)
+        content = fuzzing.gguf_bytes(changed, random if 0.4 < kind < 0.6 else None)
         if kind > 0.8:
-            content, more = mutate_bytes(random, content)
+            content, more = fuzzing.mutate_bytes(random, content)
             names += more
         file.write_bytes(content)
         judge.run(f"{arch}: {', '.join(names)}", lambda: _open_and_load(file))
@@ -227,34 +215,37 @@ TOKENIZER_KEYS = (
 def tokenizers(scratch: Path, stack: ExitStack) -> Part:
     """Of files beside safetensors, and in the metadata of GGUF."""
     directory, file = _copy(scratch / "model", scratch / "damaged"), scratch / "damaged.gguf"
-    source, valid = open_checkpoint(directory), [small_gguf("llama"), small_gguf("llama", sentencepiece=True)]
+    source, valid = (
+        open_checkpoint(directory),
+        [fuzzing.small_gguf("llama"), fuzzing.small_gguf("llama", sentencepiece=True)],
+    )
     contents = {name: (directory / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
     parsed = {name: json.loads(content) for name, content in contents.items()}
     template = (directory / "chat_template.jinja").read_text()
     _use_tokenizer(source)
     for whole in valid:
-        file.write_bytes(gguf_bytes(whole))
+        file.write_bytes(fuzzing.gguf_bytes(whole))
         _use_tokenizer(open_checkpoint(file))
 
-    def of_directory(random: Random, judge: Judge) -> None:
+    def of_directory(random: Random, judge: fuzzing.Judge) -> None:
         for name, content in contents.items():
             (directory / name).write_bytes(content)
-        text = odd_text(random, template) if random.random() < 0.2 else template
+        text = fuzzing.odd_text(random, template) if random.random() < 0.2 else template
         (directory / "chat_template.jinja").write_bytes(text.encode("utf-8", "surrogatepass"))
         name = random.choice(list(contents))
-        changed, names = mutate_json(random, parsed[name], TOKENIZER_KEYS, times=2)
-        content = json_bytes(changed)
+        changed, names = fuzzing.mutate_json(random, parsed[name], TOKENIZER_KEYS, times=2)
+        content = fuzzing.json_bytes(changed)
         if random.random() < 0.1:
-            content, names = mutate_bytes(random, contents[name])
+            content, names = fuzzing.mutate_bytes(random, contents[name])
         (directory / name).write_bytes(content)
         judge.run(f"{name}: {', '.join(names)}", lambda: _use_tokenizer(source))
 
-    def one(random: Random, judge: Judge) -> None:
+    def one(random: Random, judge: fuzzing.Judge) -> None:
         if random.random() < 0.5:
             of_directory(random, judge)
             return
-        changed, names = mutate_gguf(random, random.choice(valid), "tokenizer.")
-        file.write_bytes(gguf_bytes(changed))
+        changed, names = fuzzing.mutate_gguf(random, random.choice(valid), "tokenizer.")
+        file.write_bytes(fuzzing.gguf_bytes(changed))
         judge.run(", ".join(names), lambda: _use_tokenizer(open_checkpoint(file)))
 
     return one
@@ -353,7 +344,9 @@ def command_lines(scratch: Path, stack: ExitStack) -> Part:
         place = random.randrange(len(words) + 1)
         old = words[place] if place < len(words) else ""
         what = random.randrange(6)
-        new = random.choice((random.choice(WORDS), random.choice(ODD_TEXTS), str(random.choice(ODD_NUMBERS[:-3]))))
+        new = random.choice(
+            (random.choice(WORDS), random.choice(fuzzing.ODD_TEXTS), str(random.choice(fuzzing.ODD_NUMBERS[:-3])))
+        )
         if what == 0:
             words[place : place + 1] = []
         elif what == 1:
@@ -363,11 +356,11 @@ def command_lines(scratch: Path, stack: ExitStack) -> Part:
         elif what == 3:
             random.shuffle(words)
         elif what == 4:
-            words[place : place + 1] = [odd_text(random, old)]
+            words[place : place + 1] = [fuzzing.odd_text(random, old)]
         else:
             words[place : place + 1] = [new]
 
-    def one(random: Random, judge: Judge) -> None:
+    def one(random: Random, judge: fuzzing.Judge) -> None:
         words = shlex.split(random.choice(COMMAND_LINES))
         command, rest = words[:1], words[1:]
         for _ in range(random.randint(1, 3)):
@@ -380,7 +373,7 @@ def command_lines(scratch: Path, stack: ExitStack) -> Part:
                 "--device=cpu",
                 *(word for word in rest if "dev" not in word and _stays_here(word)),
             ]
-        damaged, _ = mutate_bytes(random, machine)
+        damaged, _ = fuzzing.mutate_bytes(random, machine)
         (scratch / "damaged.toml").write_bytes(damaged)
         answers = words[:1] in (["generate"], ["chat"])
         fake.load_error = None if answers else CheckpointError("there are no weights: give another model")
@@ -404,12 +397,12 @@ PARTS = (gguf_headers, safetensors_headers, configurations, tokenizers, command_
 @pytest.mark.parametrize("chunk", SEEDS)
 @pytest.mark.parametrize("part", PARTS, ids=lambda part: part.__name__)
 def test_nothing_but_typed_errors(part: Callable[[Path, ExitStack], Part], chunk: str, scratch: Path) -> None:
-    judge = Judge()
+    judge = fuzzing.Judge()
     with ExitStack() as stack:
         one = part(scratch, stack)
         gc.collect()
         gc.freeze()  # what was imported by now: closing a runtime would look through all of it
-        with limited_memory():
+        with fuzzing.limited_memory():
             while judge.count < INPUTS:
                 one(Random(f"{SEEDS[chunk]}/{part.__name__}/{judge.count}"), judge)
     again = f"FUZZ_SEED={RANDOM_SEED} pytest -m slow tests/test_fuzz.py -k '{part.__name__} and {chunk}'"

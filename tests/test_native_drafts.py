@@ -15,31 +15,19 @@ from offload_runtime.core import Batch, DraftBudget
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import ModelRunner
 from offload_runtime.speculation import ModelDrafter
+from tests.helpers import native_drafts as natives
 from tests.helpers.assembly import RUNNERS, make_runner, runner_of
 from tests.helpers.dflash import counting_dflash2, dflash2_of
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
-from tests.helpers.native_drafts import (
-    PLAIN,
-    Decoding,
-    SlowRunner,
-    counting_head,
-    counting_target,
-    drafter_of,
-    eagle_of,
-    logits_behind,
-    make_head,
-    mtp_of,
-    plainly,
-)
 
 PLAINLY, CHAIN, TREE = DraftBudget("plain", 0), DraftBudget("chain", 5), DraftBudget("tree", 8, tree_nodes=12)
 AWARE = DraftBudget("tree", 8, tree_nodes=12, cost_aware=True)
 NOISY = SamplingParams(temperature=0.8, seed=7)
-KINDS = {"mtp": mtp_of, "eagle3": eagle_of}
+KINDS = {"mtp": natives.mtp_of, "eagle3": natives.eagle_of}
 
 
-def compare(decoding: Decoding, head: ModelRunner, slot: int, text: list[int], *, start: int = 1) -> int:
+def compare(decoding: natives.Decoding, head: ModelRunner, slot: int, text: list[int], *, start: int = 1) -> int:
     """What the head has said behind nodes of a tree that was begun behind this text, with what it should have said.
     Returns the depth of the deepest."""
     assert isinstance(decoding.drafter.draft, ModelDrafter)
@@ -49,7 +37,7 @@ def compare(decoding: Decoding, head: ModelRunner, slot: int, text: list[int], *
         while at != grown.tree.root:
             path.append(grown.tree.nodes[at].token)
             at = grown.tree.nodes[at].parent
-        logits = logits_behind(decoding.target, head, text, path[::-1], start=start)
+        logits = natives.logits_behind(decoding.target, head, text, path[::-1], start=start)
         best = logits.topk(len(children.tokens))
         assert children.tokens == best.indices.tolist()
         torch.testing.assert_close(torch.tensor(children.scores), best.values, rtol=1e-4, atol=1e-4)
@@ -57,7 +45,7 @@ def compare(decoding: Decoding, head: ModelRunner, slot: int, text: list[int], *
     return deepest
 
 
-def step_anew(decoding: Decoding, head: ModelRunner, slot: int, *, start: int = 1) -> int:
+def step_anew(decoding: natives.Decoding, head: ModelRunner, slot: int, *, start: int = 1) -> int:
     """A step with a tree that is begun anew, compared as `compare` does."""
     assert isinstance(decoding.drafter.draft, ModelDrafter)
     decoding.drafter.draft.trees.clear()
@@ -70,13 +58,13 @@ def step_anew(decoding: Decoding, head: ModelRunner, slot: int, *, start: int = 
 def test_children_are_what_the_head_says(kind: str) -> None:
     """Behind a prompt in pieces, and after rounds of trees, chains, plain tokens and what n-grams have said."""
     target = make_runner(random_model("llama-gqa"), capacity_tokens=400).runner
-    head = make_head(target, KINDS[kind])
+    head = natives.make_head(target, KINDS[kind])
     prompt = random_tokens(40) + random_tokens(30)
-    drafter = drafter_of(head)
+    drafter = natives.drafter_of(head)
     assert isinstance(drafter.draft, ModelDrafter)
     drafter.draft.runner.warm_up()
     assert not any(head.cache.length(slot) for slot in range(3))
-    decoding, deepest = Decoding.of(target, drafter, {0: prompt}), 0
+    decoding, deepest = natives.Decoding.of(target, drafter, {0: prompt}), 0
     for before in ((), (CHAIN,), (PLAINLY, TREE), (DraftBudget("ngram", 4), CHAIN), (PLAINLY,) * 40):
         for budget in before:
             decoding.step({0: budget})
@@ -87,10 +75,10 @@ def test_children_are_what_the_head_says(kind: str) -> None:
 def test_a_head_begins_at_the_first_token_that_it_knows() -> None:
     """What another has read it has not, and never guesses; what it has read stays, however a text goes on."""
     target = make_runner(random_model("llama-gqa"), capacity_tokens=400).runner
-    head = make_head(target)
+    head = natives.make_head(target)
     prompt = random_tokens(50)
     target.forward(Batch(prompts={0: prompt[:30]}))  # as if a cache had brought it back
-    decoding = Decoding.of(target, drafter_of(head), {0: prompt})
+    decoding = natives.Decoding.of(target, natives.drafter_of(head), {0: prompt})
     for _ in range(3):
         step_anew(decoding, head, 0, start=31)
     for kept, behind, start in ((45, [5, 6, 7], 31), (20, random_tokens(20, seed=3), 1), (18, [9], 1)):
@@ -123,11 +111,11 @@ def random_history(target: ModelRunner, head: ModelRunner, seed: int, *, least: 
     """Texts that begin, grow by all kinds of budgets, end and go on otherwise: their tokens are the target's own, and
     so many of each window of the head."""
     random_, budgets = random.Random(seed), [PLAINLY, CHAIN, TREE, TREE, DraftBudget("ngram", 6), AWARE]
-    params = [PLAIN, NOISY][seed % 2]
+    params = [natives.PLAIN, NOISY][seed % 2]
     prompts = {slot: random_tokens(random_.choice((1, 2, 40, 70)), seed=seed + slot) for slot in (0, 1)}
-    expected = {slot: plainly(target, prompt, 40, params) for slot, prompt in prompts.items()}
-    drafter = drafter_of(head, seed=seed)
-    decoding = Decoding.of(SlowRunner(target, drafter, random_.choice((0, 8))), drafter, {}, params)
+    expected = {slot: natives.plainly(target, prompt, 40, params) for slot, prompt in prompts.items()}
+    drafter = natives.drafter_of(head, seed=seed)
+    decoding = natives.Decoding.of(natives.SlowRunner(target, drafter, random_.choice((0, 8))), drafter, {}, params)
     for _ in range(8):
         for slot in {0, 1} - {*decoding.texts}:
             if random_.random() < 0.7:
@@ -153,24 +141,24 @@ def test_whatever_a_head_proposes_the_tokens_are_the_targets(target: ModelRunner
     for seed, kind in enumerate((*KINDS.values(), dflash2_of)):
         for slot in range(3):
             target.cache.truncate(slot, 0)
-        random_history(target, make_head(target, kind), seed)
+        random_history(target, natives.make_head(target, kind), seed)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_head_stays_right_whatever_happens(seed: int) -> None:
     """It reads what belongs before each token, in slots that texts come to and leave."""
-    target = make_runner(counting_target(), capacity_tokens=400).runner
-    random_history(target, make_head(target, change=counting_head()), seed, least=4)
+    target = make_runner(natives.counting_target(), capacity_tokens=400).runner
+    random_history(target, natives.make_head(target, change=natives.counting_head()), seed, least=4)
 
 
 def test_texts_that_a_head_has_no_room_for_are_decoded_plainly() -> None:
     """Before they grow so long, and of what comes after them, nothing is lost."""
-    target = make_runner(counting_target(), capacity_tokens=400).runner
-    head = make_head(target, change=counting_head(), capacity_tokens=256)
-    decoding = Decoding.of(target, drafter_of(head), {})
+    target = make_runner(natives.counting_target(), capacity_tokens=400).runner
+    head = natives.make_head(target, change=natives.counting_head(), capacity_tokens=256)
+    decoding = natives.Decoding.of(target, natives.drafter_of(head), {})
     for length in (240, 300, 250, 100):
         prompt = random_tokens(length, seed=length)
-        expected = plainly(target, prompt, 60)
+        expected = natives.plainly(target, prompt, 60)
         decoding.join({0: prompt})
         while (before := len(decoding.texts[0])) < length + 40:
             output = decoding.step({0: CHAIN if length % 100 else TREE})[0]
@@ -182,8 +170,8 @@ def test_texts_that_a_head_has_no_room_for_are_decoded_plainly() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_drafter_of_blocks_is_believed_where_it_is_right(seed: int) -> None:
-    target = make_runner(counting_target(), capacity_tokens=400).runner
-    head = make_head(
+    target = make_runner(natives.counting_target(), capacity_tokens=400).runner
+    head = natives.make_head(
         target, partial(dflash2_of, selector_top_k=VOCAB_SIZE, selector_rank=VOCAB_SIZE), change=counting_dflash2
     )
     random_history(target, head, seed, least=4)

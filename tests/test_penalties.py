@@ -14,12 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
-from transformers.generation.logits_process import (
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers.generation import logits_process as processors
 
 from offload_runtime import TokenLogprobs
 from offload_runtime.core import TokenTree
@@ -70,16 +65,16 @@ def of_transformers(model: LlamaForCausalLM, prompt: Sequence[int], params: Samp
         logits = model(ids).logits[:, -1].float()
         if params.biases:
             bias = {(token,): value for token, value in params.biases}
-            logits = SequenceBiasLogitsProcessor(bias)(ids, logits)
+            logits = processors.SequenceBiasLogitsProcessor(bias)(ids, logits)
         if params.repetition_penalty != 1:
-            logits = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, logits)
+            logits = processors.RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(ids, logits)
         for token, times in Counter(tokens[len(prompt) :]).items():
             logits[0, token] -= params.frequency_penalty * times
             logits[0, token] -= params.presence_penalty
         if params.temperature:
-            logits = TemperatureLogitsWarper(params.temperature)(ids, logits)
+            logits = processors.TemperatureLogitsWarper(params.temperature)(ids, logits)
             if params.top_p < 1:
-                logits = TopPLogitsWarper(params.top_p)(ids, logits)
+                logits = processors.TopPLogitsWarper(params.top_p)(ids, logits)
             logits = logits + noise(params.seed, torch.tensor([len(tokens)]), torch.tensor([0]), logits.shape[1])
         tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :]

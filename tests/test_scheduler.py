@@ -25,16 +25,9 @@ from offload_runtime import (
     Scheduler,
     Ticket,
     TokenEvent,
+    errors,
 )
 from offload_runtime.config import SpeculationOptions
-from offload_runtime.errors import (
-    BudgetError,
-    ContextLengthError,
-    DeviceError,
-    NumericalError,
-    OptionError,
-    QueueFullError,
-)
 from tests.helpers.engine import PROMPT, FailingRunner, load, one_thread  # noqa: F401 (an autouse fixture)
 
 TARGET, CONTEXT = "two_layer_target", 900
@@ -295,15 +288,17 @@ def test_a_queue_that_is_full_says_so(target: Path) -> None:
         served.submit([5], params(), on_event=first)
         assert first.is_held.wait(60)
         served.submit([6], params(), on_event=second)
-        with pytest.raises(QueueFullError, match=r"1 requests wait already \(max_waiting\): try again in") as caught:
+        with pytest.raises(
+            errors.QueueFullError, match=r"1 requests wait already \(max_waiting\): try again in"
+        ) as caught:
             served.submit([7], params(), on_event=unheard)
         assert caught.value.retry_after_s > 0
         assert served.counters.waiting + served.counters.running == 2
-        with pytest.raises(ContextLengthError, match="exceed the context"):
+        with pytest.raises(errors.ContextLengthError, match="exceed the context"):
             served.submit([7], params(100_000), on_event=unheard)
-        with pytest.raises(OptionError, match="outside the vocabulary"):
+        with pytest.raises(errors.OptionError, match="outside the vocabulary"):
             served.submit([70_000], params(), on_event=unheard)
-        with pytest.raises(OptionError, match="exceeds the"):
+        with pytest.raises(errors.OptionError, match="exceeds the"):
             served.submit([7], params(gamma=1000), on_event=unheard)
         first.let_go.set()
         assert len(first.result.tokens) == len(second.result.tokens) == 8
@@ -361,7 +356,7 @@ def test_a_request_without_numbers_ends_alone(copy: Path) -> None:
                 served.submit(prompts[name], params(12), on_event=one)
             served.close(grace_s=60)
         for name in ("own token", "prompt"):
-            assert isinstance(heard[name].error, NumericalError)
+            assert isinstance(heard[name].error, errors.NumericalError)
         assert heard["own token"].tokens == answers[5][: answers[5].index(poison) + 1]
         assert heard["beside"].result.tokens == heard["last"].result.tokens == answers[6]
         assert heard["behind"].result.tokens == answers[8]
@@ -372,7 +367,7 @@ def failing(runtime: Runtime, error: Exception, *, after: int) -> None:
     runtime.engine.target = replace(loaded, runner=FailingRunner(loaded.runner, error, after=after))
 
 
-@pytest.mark.parametrize("error", [BudgetError("the host is full"), torch.OutOfMemoryError("tried to allocate")])
+@pytest.mark.parametrize("error", [errors.BudgetError("the host is full"), torch.OutOfMemoryError("tried to allocate")])
 def test_a_pass_without_memory_ends_whoever_runs(target: Path, error: Exception) -> None:
     with loaded(target, max_batch=2) as runtime:
         alone = [runtime.generate([first], params=params(9), speculate=False).tokens for first in (5, 6, 7)]
@@ -383,7 +378,7 @@ def test_a_pass_without_memory_ends_whoever_runs(target: Path, error: Exception)
                 served.submit([first], params(9), on_event=one, speculate=False)
             served.close(grace_s=60)
         failed = [one for one in heard if isinstance(one.end, ErrorEvent)]
-        assert failed and all(isinstance(one.error, BudgetError) for one in failed)
+        assert failed and all(isinstance(one.error, errors.BudgetError) for one in failed)
         for tokens, one in zip(alone, heard, strict=True):
             assert one.end is not None and one.end.result.tokens == tokens[: len(one.tokens)] == one.tokens
             assert one in failed or one.tokens == tokens
@@ -392,13 +387,13 @@ def test_a_pass_without_memory_ends_whoever_runs(target: Path, error: Exception)
 
 def test_a_device_that_fails_ends_everything(target: Path) -> None:
     with loaded(target, max_batch=1) as runtime:
-        failing(runtime, DeviceError("it burns"), after=2)
+        failing(runtime, errors.DeviceError("it burns"), after=2)
         first, second = Heard(), Heard()
         with Scheduler(runtime) as served:
             served.submit([5], params(), on_event=first, speculate=False)
             served.submit([6], params(), on_event=second, speculate=False)
             for one in (first, second):
-                assert isinstance(one.error, DeviceError)
+                assert isinstance(one.error, errors.DeviceError)
             assert len(first.tokens) == 3 and second.tokens == []
-            with pytest.raises(OptionError, match=r"has stopped \(it burns\)"):
+            with pytest.raises(errors.OptionError, match=r"has stopped \(it burns\)"):
                 served.submit([5], params(), on_event=unheard)

@@ -22,18 +22,9 @@ from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import StorageError
 from offload_runtime.stream import CopyEngine
 from offload_runtime.trace import covered_seconds, union_seconds
+from tests.helpers import traces
 from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising  # noqa: F401 (an autouse fixture)
 from tests.helpers.planning import load_streaming_kv
-from tests.helpers.traces import (
-    EVENT_S,
-    FILE_S,
-    Bar,
-    assert_layers_wait_for_their_copies,
-    assert_one_after_the_other,
-    rows_of,
-    total_bytes,
-    total_s,
-)
 
 TARGET = "long_target"
 CONTEXT, NEW_TOKENS = 1024, 30
@@ -60,7 +51,7 @@ STREAMED: dict[str, set[str]] = {
 class Traced:
     """A run that is over: its trace, and the queues that it was of."""
 
-    rows: dict[str, list[Bar]]
+    rows: dict[str, list[traces.Bar]]
     results: Sequence[GenerationResult]
     engine: CopyEngine
     writeback: CopyEngine | None
@@ -82,7 +73,7 @@ def traced(path: Path, target: Path, *, load: Callable[..., Runtime] = Runtime.l
         )
         captured = runtime.plan.captured_bytes > 0
         assert not path.exists()
-    return Traced(rows_of(path), results, engine, writeback, json.loads(path.read_text())["otherData"], captured)
+    return Traced(traces.rows_of(path), results, engine, writeback, json.loads(path.read_text())["otherData"], captured)
 
 
 def generate(runtime: Runtime, gamma: int | None = None) -> GenerationResult:
@@ -95,17 +86,19 @@ def assert_consistent(run: Traced, *, tolerance_s: float) -> None:
     assert list(rows) == ["passes", "link", "link back", "compute", "stalls", "draft", "host"]
     assert run.about["dropped_spans"] == 0
     for row, engine in queues.items():
-        assert total_bytes(rows[row]) == (engine.bytes_copied if engine is not None else 0)
+        assert traces.total_bytes(rows[row]) == (engine.bytes_copied if engine is not None else 0)
         slack_s = tolerance_s * (1 + len(rows[row]))
-        assert total_s(rows[row]) == pytest.approx(engine.copy_seconds() if engine is not None else 0.0, abs=slack_s)
+        assert traces.total_s(rows[row]) == pytest.approx(
+            engine.copy_seconds() if engine is not None else 0.0, abs=slack_s
+        )
     # Of what is staged the host waits for the staging as well.
     waits = [bar for bar in rows["stalls"] if bar.name == "wait for the link"]
     waits += [bar for bar in rows["host"] if bar.name == "staging for the link"]
     slack_s = tolerance_s * (1 + len(waits))
-    assert total_s(waits) == pytest.approx(run.engine.stall_seconds(), abs=slack_s)
+    assert traces.total_s(waits) == pytest.approx(run.engine.stall_seconds(), abs=slack_s)
     for row in ("passes", "link", "link back", "compute"):
-        assert_one_after_the_other(rows[row], tolerance_s=tolerance_s)
-    assert_layers_wait_for_their_copies(rows, tolerance_s=tolerance_s)
+        traces.assert_one_after_the_other(rows[row], tolerance_s=tolerance_s)
+    traces.assert_layers_wait_for_their_copies(rows, tolerance_s=tolerance_s)
     # Every layer of every pass, or all as one where a window's pass is a CUDA graph, within it.
     num_bars = 0
     for number, one in enumerate(rows["passes"]):
@@ -144,7 +137,7 @@ def assert_figures(run: Traced) -> None:
 def test_a_trace_says_what_happened(target: Path, draft: Path, name: str, tmp_path: Path) -> None:
     options = {"draft": draft, "resident_layers": NUM_LAYERS, **RUNS[name]}
     run = traced(tmp_path / "trace.json", target, **options)
-    assert_consistent(run, tolerance_s=FILE_S)
+    assert_consistent(run, tolerance_s=traces.FILE_S)
     assert_figures(run)
     assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
     kinds = {bar.args["kind"] for bar in run.rows["link"]} - {"measurement"}
@@ -184,10 +177,10 @@ def test_what_is_interrupted_leaves_a_whole_trace(
         load(target, draft=draft, resident_layers=1, context=CONTEXT, trace=path) as runtime,
     ):
         runtime.generate_batch(PROMPTS[:1], gamma=7, **ASKED, **hooks[where])
-    rows = rows_of(path)
+    rows = traces.rows_of(path)
     assert len(rows["passes"]) == passes
     assert all("accepted" in bar.args for bar in rows["passes"][1:])
-    assert_one_after_the_other(rows["link"])
+    traces.assert_one_after_the_other(rows["link"])
 
 
 def test_an_unwritable_place_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -247,7 +240,7 @@ def test_a_trace_of_a_gpu(
     options = {"draft": draft, "resident_layers": NUM_LAYERS, "dtype": "bf16", "device": "cuda", **RUNS[name]}
     run = traced(tmp_path / "trace.json", target, load=load_streaming_kv, **options)
     assert [result.tokens for result in run.results] == said_on_a_gpu[len(run.results)]
-    assert_consistent(run, tolerance_s=EVENT_S)
+    assert_consistent(run, tolerance_s=traces.EVENT_S)
     assert_figures(run)
     assert {bar.args["kind"] for bar in run.rows["link"]} - {"measurement"} == STREAMED[name]
     # On one clock: the device begins a pass after the host, and the host has its tokens after the device has.

@@ -11,16 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
 
 from offload_runtime.core import Batch
 from offload_runtime.engine import Runtime
@@ -40,7 +33,7 @@ CONTEXT_TOKENS = 512
 NUM_LAYERS = 5
 
 
-def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
+def byte_level_tokenizer(vocab_size: int = 320) -> transformers.PreTrainedTokenizerFast:
     """A byte-level BPE, like SmolLM2's, that knows a few words and can write everything."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -49,7 +42,7 @@ def byte_level_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
         vocab_size=vocab_size, special_tokens=SPECIAL_TOKENS, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", bos_token="<|im_start|>", chat_template=TEMPLATE
     )
 
@@ -105,10 +98,10 @@ def write_checkpoint(
         "bos_token_id": tokenizer.bos_token_id, "tie_word_embeddings": False,
     }  # fmt: skip
     if window is None:
-        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**shape))
+        model: transformers.PreTrainedModel = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
     else:
         sliding = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
-        model = Qwen2ForCausalLM(Qwen2Config(**shape, **sliding))
+        model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shape, **sliding))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

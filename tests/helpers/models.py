@@ -6,18 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    SmolLM3Config,
-    SmolLM3ForCausalLM,
-)
+import transformers
 
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import model_config_from_json
@@ -66,8 +55,8 @@ def _rope(rope_type: str, **others: Any) -> dict[str, Any]:
     return {"rope_type": rope_type, "rope_theta": 10000.0, **others}
 
 
-def _llama(**others: Any) -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(**_sizes(**others)))
+def _llama(**others: Any) -> transformers.LlamaForCausalLM:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_sizes(**others)))
 
 
 def _half_dim_factors(low: float, high: float) -> list[float]:
@@ -79,16 +68,20 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "llama-gqa": lambda: _llama(num_key_value_heads=2),
     "llama-gqa3-wide-heads": lambda: _llama(num_attention_heads=6, num_key_value_heads=2, head_dim=20),
     "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
-    "mistral-window": lambda: MistralForCausalLM(
-        MistralConfig(**_sizes(num_key_value_heads=2, sliding_window=9, head_dim=12))
+    "mistral-window": lambda: transformers.MistralForCausalLM(
+        transformers.MistralConfig(**_sizes(num_key_value_heads=2, sliding_window=9, head_dim=12))
     ),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_sizes(num_key_value_heads=2))),
-    "qwen2-window": lambda: Qwen2ForCausalLM(
-        Qwen2Config(**_sizes(num_key_value_heads=1, use_sliding_window=True, sliding_window=7, max_window_layers=2))
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_sizes(num_key_value_heads=2))),
+    "qwen2-window": lambda: transformers.Qwen2ForCausalLM(
+        transformers.Qwen2Config(
+            **_sizes(num_key_value_heads=1, use_sliding_window=True, sliding_window=7, max_window_layers=2)
+        )
     ),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_sizes(num_key_value_heads=2, head_dim=32))),
-    "smollm3": lambda: SmolLM3ForCausalLM(
-        SmolLM3Config(**_sizes(num_key_value_heads=2, no_rope_layer_interval=2, tie_word_embeddings=True))
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(**_sizes(num_key_value_heads=2, head_dim=32))
+    ),
+    "smollm3": lambda: transformers.SmolLM3ForCausalLM(
+        transformers.SmolLM3Config(**_sizes(num_key_value_heads=2, no_rope_layer_interval=2, tie_word_embeddings=True))
     ),
 }
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from offload_runtime import speculation
 from offload_runtime.cache import KVCache
 from offload_runtime.core import Batch, DraftBudget, TokenTree
 from offload_runtime.models.config import ModelConfig
@@ -25,16 +26,6 @@ from offload_runtime.params import SamplingParams
 from offload_runtime.runners import HeadDecoder, HiddenTaps, ModelRunner
 from offload_runtime.runners.model_runner import window_residual
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation import (
-    DFlashDrafter,
-    DFlashRunner,
-    DraftRunner,
-    ModelDrafter,
-    NgramDrafter,
-    StepOutput,
-    StepWorth,
-    WithNgrams,
-)
 from offload_runtime.speculation.step import run_step
 from offload_runtime.stream import DeviceBudget, make_copy_engine
 from offload_runtime.stream.queue import CardRing, LayerStreamer
@@ -136,7 +127,7 @@ def counting_head(*, vocabulary: int = VOCAB_SIZE) -> Change:
     return change
 
 
-class DrawnWorth(StepWorth):
+class DrawnWorth(speculation.StepWorth):
     """Says by a seed what a clock says otherwise: whether steps pay, and how long they take."""
 
     def __init__(self, seed: int) -> None:
@@ -150,19 +141,21 @@ class DrawnWorth(StepWorth):
         return self._random.random() < 0.7
 
 
-def drafter_of(head: ModelRunner, batch: int = _SLOTS, *, seed: int = 0) -> WithNgrams:
+def drafter_of(head: ModelRunner, batch: int = _SLOTS, *, seed: int = 0) -> speculation.WithNgrams:
     """Drafts with a head, and n-grams beside it; by no clock."""
-    config, ngrams = head.decoder.config, NgramDrafter()
+    config, ngrams = head.decoder.config, speculation.NgramDrafter()
     if isinstance(config, DFlashConfig):
-        return WithNgrams(DFlashDrafter(DFlashRunner(head, batch=batch), ngrams=ngrams), ngrams)
-    drafts = DraftRunner(head, vocab_size=config.vocab_size, batch=batch)
-    return WithNgrams(ModelDrafter(drafts, ngrams=ngrams, worth=DrawnWorth(seed)), ngrams)
+        return speculation.WithNgrams(
+            speculation.DFlashDrafter(speculation.DFlashRunner(head, batch=batch), ngrams=ngrams), ngrams
+        )
+    drafts = speculation.DraftRunner(head, vocab_size=config.vocab_size, batch=batch)
+    return speculation.WithNgrams(speculation.ModelDrafter(drafts, ngrams=ngrams, worth=DrawnWorth(seed)), ngrams)
 
 
 class SlowRunner(ModelRunner):
     """A target behind whose passes there is time for so many steps of drafting ahead."""
 
-    def __init__(self, runner: ModelRunner, drafter: WithNgrams, steps: int) -> None:
+    def __init__(self, runner: ModelRunner, drafter: speculation.WithNgrams, steps: int) -> None:
         super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.chunk_tokens)
         self.taps, self._drafter, self._steps = runner.taps, drafter, steps
 
@@ -178,13 +171,13 @@ class Decoding:
     """Texts that grow step by step: by slot."""
 
     target: ModelRunner
-    drafter: WithNgrams
+    drafter: speculation.WithNgrams
     sampling: SlotSampling
     texts: dict[int, list[int]]
 
     @classmethod
     def of(
-        cls, target: ModelRunner, drafter: WithNgrams, prompts: Mapping[int, Sequence[int]],
+        cls, target: ModelRunner, drafter: speculation.WithNgrams, prompts: Mapping[int, Sequence[int]],
         params: SamplingParams = PLAIN,
     ) -> Decoding:  # fmt: skip
         """Read prompts."""
@@ -201,7 +194,7 @@ class Decoding:
             (output,) = self._step({slot: self.texts[slot]}, {}, [slot]).values()
             assert len(output.tokens) == 1
 
-    def step(self, budgets: Mapping[int, DraftBudget]) -> dict[int, StepOutput]:
+    def step(self, budgets: Mapping[int, DraftBudget]) -> dict[int, speculation.StepOutput]:
         """One step of some of them."""
         return self._step({slot: self.texts[slot] for slot in budgets}, budgets, [])
 
@@ -213,7 +206,7 @@ class Decoding:
 
     def _step(
         self, texts: Mapping[int, list[int]], budgets: Mapping[int, DraftBudget], prepared: Sequence[int]
-    ) -> dict[int, StepOutput]:
+    ) -> dict[int, speculation.StepOutput]:
         outputs = run_step(self.target, self.sampling, self.drafter, texts, budgets, prepared=prepared)
         for slot, output in outputs.items():
             self.texts[slot] += output.tokens

@@ -11,14 +11,7 @@ from itertools import chain, combinations, pairwise
 
 import pytest
 import torch
-from offload_runtime_kernels.attention import (
-    AttentionParams,
-    AttentionState,
-    QueryRows,
-    attend_blocks,
-    attention,
-    finish_attention,
-)
+from offload_runtime_kernels import attention as ops
 from offload_runtime_kernels.attention_triton import attend_blocks_triton, attention_triton, finish_attention_triton
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
@@ -32,24 +25,24 @@ class Version:
 
     whole: Callable[..., torch.Tensor]
     attend: Callable[..., None]
-    finish: Callable[[torch.Tensor, AttentionState, AttentionParams], torch.Tensor]
+    finish: Callable[[torch.Tensor, ops.AttentionState, ops.AttentionParams], torch.Tensor]
 
     def pieces(
-        self, case: AttentionCase, rows: QueryRows, pieces: list[tuple[KVBlocks, range]], window: int | None = None
+        self, case: AttentionCase, rows: ops.QueryRows, pieces: list[tuple[KVBlocks, range]], window: int | None = None
     ) -> torch.Tensor:
         """Attend to blocks where they lie, one piece after the other."""
         with poisoned_outputs():
-            state = AttentionState.empty(case.q)
+            state = ops.AttentionState.empty(case.q)
             for kv, blocks in pieces:
                 self.attend(case.q, kv, rows, blocks, state, case.params(window))
             return self.finish(case.q, state, case.params())
 
-    def all_at_once(self, case: AttentionCase, rows: QueryRows, window: int | None = None) -> torch.Tensor:
+    def all_at_once(self, case: AttentionCase, rows: ops.QueryRows, window: int | None = None) -> torch.Tensor:
         with poisoned_outputs():
             return self.whole(case.q, case.kv, rows, case.params(window))
 
 
-PUBLIC = Version(attention, attend_blocks, finish_attention)
+PUBLIC = Version(ops.attention, ops.attend_blocks, ops.finish_attention)
 TRITON = Version(attention_triton, attend_blocks_triton, finish_attention_triton)
 versions = pytest.mark.parametrize("version", [PUBLIC, TRITON], ids=["public", "triton"])
 
@@ -177,10 +170,10 @@ def test_attending_in_pieces_can_be_captured_in_a_graph() -> None:
     expected = TRITON.pieces(case, rows, pieces)
 
     def run() -> torch.Tensor:
-        state = AttentionState.empty(case.q)
+        state = ops.AttentionState.empty(case.q)
         for kv, blocks in pieces:
-            attend_blocks(case.q, kv, rows, blocks, state, case.params())
-        return finish_attention(case.q, state, case.params())
+            ops.attend_blocks(case.q, kv, rows, blocks, state, case.params())
+        return ops.finish_attention(case.q, state, case.params())
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

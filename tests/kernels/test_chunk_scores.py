@@ -6,12 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from offload_runtime_kernels.chunk_scores import (
-    SPREAD_WEIGHT,
-    chunk_scores,
-    chunk_scores_reference,
-    chunk_scores_triton,
-)
+from offload_runtime_kernels import chunk_scores as ops
 from offload_runtime_kernels.chunk_summaries import ChunkSummaries
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, assert_within, poisoned_outputs, random_tensor
@@ -61,13 +56,13 @@ def _expected(
             for row in range(min(used[b], num_rows)):
                 query = q[b, row, head].double().cpu()
                 logits = means[b, head // group, : counts[b]].double().cpu() @ query * SCALE
-                above = SPREAD_WEIGHT * SCALE**2 * query.square().sum()
+                above = ops.SPREAD_WEIGHT * SCALE**2 * query.square().sum()
                 logits += above * spread[b, head // group, : counts[b]].cpu()
                 scores[b, head // group, : counts[b]] += logits.softmax(0) / (group * used[b])
     return scores
 
 
-SCORERS = [pytest.param(chunk_scores_reference, id="reference"), pytest.param(chunk_scores_triton, id="triton")]
+SCORERS = [pytest.param(ops.chunk_scores_reference, id="reference"), pytest.param(ops.chunk_scores_triton, id="triton")]
 
 
 @pytest.mark.few(2)
@@ -99,7 +94,7 @@ def test_scores_of_summaries_match_the_definition(
         *(torch.nn.functional.pad(part, (0, 0, 0, 9)) for part in (summaries.codes, summaries.factors))
     )
     assert_within(
-        chunk_scores(q, longer, counts, scale=SCALE, rows_used=_ints(*used)), scores.double(), atol=1e-12, rtol=3e-5
+        ops.chunk_scores(q, longer, counts, scale=SCALE, rows_used=_ints(*used)), scores.double(), atol=1e-12, rtol=3e-5
     )
 
 
@@ -131,11 +126,11 @@ def test_extreme_logits_stay_finite(run: Callable[..., torch.Tensor]) -> None:
 def test_parts_of_the_workspace_give_the_same_bits() -> None:
     q, means = _inputs(6, 3, 16, rows=3, chunks=70, batch=2)
     counts = _ints(70, 33)
-    whole = chunk_scores_triton(q, means, counts, scale=SCALE)
+    whole = ops.chunk_scores_triton(q, means, counts, scale=SCALE)
     for heads in (1, 4):
         workspace_bytes = heads * 3 * 2 * 128 * 4  # of 6, with rows of two tiles of 64
         with poisoned_outputs():
-            parts = chunk_scores_triton(q, means, counts, scale=SCALE, workspace_bytes=workspace_bytes)
+            parts = ops.chunk_scores_triton(q, means, counts, scale=SCALE, workspace_bytes=workspace_bytes)
         assert torch.equal(parts, whole)
 
 
@@ -147,11 +142,11 @@ def test_scores_in_half_precision(dtype: torch.dtype) -> None:
         q, means = _inputs(num_heads, num_kv_heads, head_dim, rows=rows, chunks=chunks, batch=2, dtype=dtype)
         counts, used = _ints(chunks, chunks // 3), _ints(rows, (rows + 1) // 2)
         with poisoned_outputs():
-            scores = chunk_scores_triton(q, means, counts, scale=SCALE, rows_used=used)
+            scores = ops.chunk_scores_triton(q, means, counts, scale=SCALE, rows_used=used)
         # Products of 16-bit numbers are exact in fp32, so only the sums and the exponential differ.
-        expected = chunk_scores_reference(q, means, counts, scale=SCALE, rows_used=used)
+        expected = ops.chunk_scores_reference(q, means, counts, scale=SCALE, rows_used=used)
         assert_within(scores, expected, atol=1e-12, rtol=2e-4)
         summaries = _summaries(means.float())
-        scores = chunk_scores_triton(q, summaries, counts, scale=SCALE, rows_used=used)
-        expected = chunk_scores_reference(q, summaries, counts, scale=SCALE, rows_used=used)
+        scores = ops.chunk_scores_triton(q, summaries, counts, scale=SCALE, rows_used=used)
+        expected = ops.chunk_scores_reference(q, summaries, counts, scale=SCALE, rows_used=used)
         assert_within(scores, expected, atol=1e-12, rtol=5e-4)

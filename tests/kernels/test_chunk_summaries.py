@@ -6,12 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from offload_runtime_kernels.chunk_summaries import (
-    ChunkSummaries,
-    chunk_summaries,
-    chunk_summaries_reference,
-    chunk_summaries_triton,
-)
+from offload_runtime_kernels import chunk_summaries as ops
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, random_tensor
@@ -33,18 +28,18 @@ def _keys(kv: KVBlocks, sequence: int, chunk: int, chunk_size: int) -> torch.Ten
     return kv.data[sequence, (block - kv.first_block) % 4, 0, :, first : first + chunk_size].double().cpu()
 
 
-def _empty(kv: KVBlocks, chunk_size: int) -> ChunkSummaries:
+def _empty(kv: KVBlocks, chunk_size: int) -> ops.ChunkSummaries:
     """Room for a sequence more than there is, so that what is not to be written can be seen."""
     shape = (3, kv.data.shape[3], CAPACITY_BLOCKS * BLOCK_TOKENS // chunk_size)
     codes = torch.full((*shape, kv.data.shape[5]), -128, dtype=torch.int8, device=KERNEL_DEVICE)
-    return ChunkSummaries(codes, torch.full((*shape, 2), -1.0, dtype=torch.float16, device=KERNEL_DEVICE))
+    return ops.ChunkSummaries(codes, torch.full((*shape, 2), -1.0, dtype=torch.float16, device=KERNEL_DEVICE))
 
 
 def _check_equal(num_kv_heads: int, head_dim: int, chunk_size: int, dtype: torch.dtype) -> None:
     kv = _ring(num_kv_heads, head_dim, dtype)
     expected, actual = _empty(kv, chunk_size), _empty(kv, chunk_size)
-    chunk_summaries_reference(kv, range(3, 6), expected, chunk_size=chunk_size)
-    chunk_summaries_triton(kv, range(3, 6), actual, chunk_size=chunk_size)
+    ops.chunk_summaries_reference(kv, range(3, 6), expected, chunk_size=chunk_size)
+    ops.chunk_summaries_triton(kv, range(3, 6), actual, chunk_size=chunk_size)
     assert torch.equal(actual.codes, expected.codes)
     assert torch.equal(actual.factors[..., 0], expected.factors[..., 0])
     # The spread is summed in another order, which may round it to the next fp16 number.
@@ -59,7 +54,7 @@ def test_kernel_equals_reference(num_kv_heads: int, head_dim: int, chunk_size: i
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("run", [chunk_summaries_reference, chunk_summaries_triton])
+@pytest.mark.parametrize("run", [ops.chunk_summaries_reference, ops.chunk_summaries_triton])
 @pytest.mark.parametrize("chunk_size", [2, 8, 64])
 def test_every_chunk_of_the_blocks_and_no_other(run: Callable[..., None], chunk_size: int) -> None:
     kv = _ring(2, 16, torch.float32)
@@ -84,14 +79,14 @@ def test_every_chunk_of_the_blocks_and_no_other(run: Callable[..., None], chunk_
 def test_bits_do_not_depend_on_how_the_blocks_are_cut() -> None:
     kv = _ring(2, 16, torch.float32)
     together, apart = _empty(kv, 8), _empty(kv, 8)
-    chunk_summaries(kv, range(2, 6), together, chunk_size=8)
+    ops.chunk_summaries(kv, range(2, 6), together, chunk_size=8)
     for block in (4, 2, 5, 3):
         one = KVBlocks(kv.data[1:2], kv.first_block)
-        chunk_summaries(one, range(block, block + 1), apart.rows(1, 2), chunk_size=8)
+        ops.chunk_summaries(one, range(block, block + 1), apart.rows(1, 2), chunk_size=8)
     assert torch.equal(together.codes[1, :, 64:], apart.codes[1, :, 64:])
     assert torch.equal(together.factors[1, :, 64:], apart.factors[1, :, 64:])
     assert bool((together.factors[1, :, 64:] >= 0).all())
-    chunk_summaries(kv, range(7, 7), apart, chunk_size=8)  # no block is no work
+    ops.chunk_summaries(kv, range(7, 7), apart, chunk_size=8)  # no block is no work
 
 
 @pytest.mark.gpu

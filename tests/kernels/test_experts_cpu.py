@@ -11,18 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from offload_runtime_kernels import experts_cpu as ops
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, expert_rows
-from offload_runtime_kernels.experts_cpu import (
-    ENCODINGS,
-    ExpertsCpu,
-    ExpertsLibrary,
-    HostExperts,
-    HostMatrix,
-    Instructions,
-    NoCpuShare,
-    load_experts_library,
-    random_rows,
-)
 from offload_runtime_kernels.gguf_blocks import FORMATS
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -38,9 +28,9 @@ def libraries(models_dir: Path) -> Path:
 
 
 @pytest.fixture
-def simple(libraries: Path) -> ExpertsLibrary:
+def simple(libraries: Path) -> ops.ExpertsLibrary:
     """What is compiled fast."""
-    return load_experts_library(libraries, FP32, ["F32"])
+    return ops.load_experts_library(libraries, FP32, ["F32"])
 
 
 @dataclass(frozen=True)
@@ -60,8 +50,8 @@ class Problem:
         """With a limit there are biases too."""
         make, count = torch.Generator().manual_seed(hidden), 6
         shape = ExpertShape(count, hidden, inner, limit=2.0 if limited else None)
-        first = random_rows(encoding, count * 2 * inner, hidden, make).view(count, -1)
-        second = random_rows(encoding, count * hidden, inner, make).view(count, -1)
+        first = ops.random_rows(encoding, count * 2 * inner, hidden, make).view(count, -1)
+        second = ops.random_rows(encoding, count * hidden, inner, make).view(count, -1)
         gap, rest = (torch.zeros(count, -size % 16, dtype=torch.uint8) for size in (first.shape[1], second.shape[1]))
         pool = torch.cat([first, gap, second, rest], dim=1)
         end, start = first.shape[1], first.shape[1] + gap.shape[1]
@@ -83,10 +73,10 @@ class Problem:
         )  # fmt: skip
         return out
 
-    def layer(self, library: ExpertsLibrary) -> HostExperts:
+    def layer(self, library: ops.ExpertsLibrary) -> ops.HostExperts:
         """The experts, for the CPU."""
-        first, second = (HostMatrix(m.encoding, m.data.storage_offset()) for m in (self.gate_up, self.down))
-        return HostExperts(
+        first, second = (ops.HostMatrix(m.encoding, m.data.storage_offset()) for m in (self.gate_up, self.down))
+        return ops.HostExperts(
             library, self.shape, first, second, gate_up_bias=self.gate_up_bias, down_bias=self.down_bias
         )  # fmt: skip
 
@@ -94,7 +84,7 @@ class Problem:
         """Where experts lie."""
         return [(number, self.gate_up.data[number].data_ptr()) for number in wanted]
 
-    def solved(self, cpu: ExpertsCpu, rows: int = 16) -> torch.Tensor:
+    def solved(self, cpu: ops.ExpertsCpu, rows: int = 16) -> torch.Tensor:
         """What threads give of the first rows."""
         out = self.x.new_full((rows, 2, self.shape.hidden), torch.nan)
         cpu.submit(self.layer(cpu.library), self.x[:rows], self.choices[:rows], self.blocks(*range(6)), out)
@@ -104,7 +94,7 @@ class Problem:
 
 def _cases() -> Iterator[Any]:
     """Every encoding in every dtype by the machine's instructions; by others in one dtype, which takes turns."""
-    for number, encoding in enumerate(ENCODINGS):
+    for number, encoding in enumerate(ops.ENCODINGS):
         for each, dtype in enumerate((BF16, FP16, FP32)):
             for instructions in ("native", "avx512", "avx2", "plain") if each == number % 3 else ("native",):
                 fast = (encoding, dtype, instructions) in (("MXFP4", BF16, "native"), ("Q4_0", FP16, "avx2"))
@@ -113,14 +103,14 @@ def _cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("encoding", "dtype", "instructions"), list(_cases()))
 def test_bits_are_the_references(
-    libraries: Path, encoding: str, dtype: torch.dtype, instructions: Instructions
+    libraries: Path, encoding: str, dtype: torch.dtype, instructions: ops.Instructions
 ) -> None:
     if (feature := {"avx512": "avx512vl", "avx2": "avx2"}.get(instructions, "")) not in CPU:
         pytest.skip(f"this processor has no {feature}")
-    library = load_experts_library(libraries, dtype, [encoding], instructions)
+    library = ops.load_experts_library(libraries, dtype, [encoding], instructions)
     unit = FORMATS[encoding].weights if encoding in FORMATS else 1
     sizes = {1: (44, 21), 32: (96, 160), 256: (256, 256)}[unit]
-    with ExpertsCpu(library, threads=1) as cpu:
+    with ops.ExpertsCpu(library, threads=1) as cpu:
         for limited in (False, True):
             problem = Problem.random(encoding, dtype, *sizes, limited=limited)
             expected = problem.expected
@@ -129,24 +119,24 @@ def test_bits_are_the_references(
 
 
 def test_matrices_may_be_stored_in_different_ways(libraries: Path) -> None:
-    library = load_experts_library(libraries, FP32, ["F32", "F16"])
+    library = ops.load_experts_library(libraries, FP32, ["F32", "F16"])
     one, other = (Problem.random(encoding, FP32, 40, 24) for encoding in ("F32", "F16"))
     mixed = Problem(one.shape, one.x, one.choices, one.gate_up, other.down)
     size = one.gate_up.data.shape[1]
     blocks = torch.cat([one.gate_up.data, other.down.data], dim=1)
-    layer = HostExperts(library, one.shape, HostMatrix("F32", 0), HostMatrix("F16", size))
+    layer = ops.HostExperts(library, one.shape, ops.HostMatrix("F32", 0), ops.HostMatrix("F16", size))
     out = torch.empty(16, 2, 40)
-    with ExpertsCpu(library, threads=1) as cpu:
+    with ops.ExpertsCpu(library, threads=1) as cpu:
         cpu.submit(layer, one.x, one.choices, [(number, blocks[number].data_ptr()) for number in range(6)], out)
         work = cpu.wait()
     assert torch.equal(out, mixed.expected)
     assert work.nbytes == blocks.nbytes and work.seconds > 0
 
 
-def test_rows_of_other_experts_stay(simple: ExpertsLibrary) -> None:
+def test_rows_of_other_experts_stay(simple: ops.ExpertsLibrary) -> None:
     problem = Problem.random("F32", FP32, 40, 24)
     out = torch.full((16, 2, 40), torch.nan)
-    with ExpertsCpu(simple, threads=1) as cpu:
+    with ops.ExpertsCpu(simple, threads=1) as cpu:
         layer = problem.layer(simple)
         for wanted in ([], [4], [5, 1]):
             cpu.submit(layer, problem.x, problem.choices, problem.blocks(*wanted), out)
@@ -156,10 +146,10 @@ def test_rows_of_other_experts_stay(simple: ExpertsLibrary) -> None:
 
 
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
-def test_threads_and_instances_work_side_by_side(simple: ExpertsLibrary) -> None:
+def test_threads_and_instances_work_side_by_side(simple: ops.ExpertsLibrary) -> None:
     problems = [Problem.random("F32", FP32, hidden, 120) for hidden in (200, 52)]
     expected = [problem.expected for problem in problems]
-    with ExpertsCpu(simple, threads=2) as both, ExpertsCpu(simple, threads=1) as alone:
+    with ops.ExpertsCpu(simple, threads=2) as both, ops.ExpertsCpu(simple, threads=1) as alone:
         layers = [problem.layer(simple) for problem in problems]
         for _ in range(100):
             outs = [torch.full_like(one, torch.nan) for one in expected]
@@ -170,10 +160,10 @@ def test_threads_and_instances_work_side_by_side(simple: ExpertsLibrary) -> None
                 assert torch.equal(out, wanted)
 
 
-def test_no_thread_is_left_behind(simple: ExpertsLibrary) -> None:
+def test_no_thread_is_left_behind(simple: ops.ExpertsLibrary) -> None:
     problem = Problem.random("F32", FP32, 40, 24)
     before = set(os.listdir("/proc/self/task"))
-    cpu = ExpertsCpu(simple, threads=1)
+    cpu = ops.ExpertsCpu(simple, threads=1)
     assert len(set(os.listdir("/proc/self/task")) - before) == 1
     child = os.fork()
     if not child:
@@ -186,11 +176,11 @@ def test_no_thread_is_left_behind(simple: ExpertsLibrary) -> None:
     assert not set(os.listdir("/proc/self/task")) - before
 
 
-def test_each_thread_has_a_core(simple: ExpertsLibrary) -> None:
-    with pytest.raises(NoCpuShare, match=f"{CORES + 1} threads need a core each"):
-        ExpertsCpu(simple, threads=CORES + 1)
-    with pytest.raises(NoCpuShare, match="a core each"):
-        ExpertsCpu(simple, threads=1, cores=[4096])
+def test_each_thread_has_a_core(simple: ops.ExpertsLibrary) -> None:
+    with pytest.raises(ops.NoCpuShare, match=f"{CORES + 1} threads need a core each"):
+        ops.ExpertsCpu(simple, threads=CORES + 1)
+    with pytest.raises(ops.NoCpuShare, match="a core each"):
+        ops.ExpertsCpu(simple, threads=1, cores=[4096])
 
 
 @pytest.mark.parametrize(("compiler", "message"), [
@@ -200,37 +190,37 @@ def test_each_thread_has_a_core(simple: ExpertsLibrary) -> None:
 ])  # fmt: skip
 def test_without_a_compiler(libraries: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, message: str) -> None:
     monkeypatch.setenv("CXX", compiler)
-    with pytest.raises(NoCpuShare, match=message):
-        load_experts_library(libraries, BF16, ["BF16"])
+    with pytest.raises(ops.NoCpuShare, match=message):
+        ops.load_experts_library(libraries, BF16, ["BF16"])
 
 
 def test_unknown_encodings_are_named(libraries: Path) -> None:
-    with pytest.raises(NoCpuShare, match="but not IQ4_XS"):
-        load_experts_library(libraries, BF16, ["IQ4_XS", "Q8_0"])
+    with pytest.raises(ops.NoCpuShare, match="but not IQ4_XS"):
+        ops.load_experts_library(libraries, BF16, ["IQ4_XS", "Q8_0"])
 
 
 def test_a_folder_that_cannot_be_written_is_named() -> None:
-    with pytest.raises(NoCpuShare, match=r"/dev/null/experts-.*cannot be written"):
-        load_experts_library(Path("/dev/null"), FP32, ["F32"])
+    with pytest.raises(ops.NoCpuShare, match=r"/dev/null/experts-.*cannot be written"):
+        ops.load_experts_library(Path("/dev/null"), FP32, ["F32"])
 
 
 @pytest.mark.slow
 def test_code_with_other_bits_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "g++ '-D__builtin_fmaf(a,b,c)=((a)*(b)+(c))'")
-    with pytest.raises(NoCpuShare, match="other bits of F32"):
-        load_experts_library(tmp_path, FP32, ["F32"], "plain")
+    with pytest.raises(ops.NoCpuShare, match="other bits of F32"):
+        ops.load_experts_library(tmp_path, FP32, ["F32"], "plain")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 1000, -1])
 def test_a_damaged_library_is_compiled_again(libraries: Path, tmp_path: Path, left: int) -> None:
-    load_experts_library(tmp_path, FP32, ["F32"])
+    ops.load_experts_library(tmp_path, FP32, ["F32"])
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
     path.unlink()  # the one that is loaded stays as it was
     path.write_bytes(content[:left])
-    library = load_experts_library(tmp_path, FP32, ["F32"])
+    library = ops.load_experts_library(tmp_path, FP32, ["F32"])
     assert [path] == list(tmp_path.iterdir()) and path.read_bytes()[:left] == content[:left]
     problem = Problem.random("F32", FP32, 40, 24)
-    with ExpertsCpu(library, threads=1) as cpu:
+    with ops.ExpertsCpu(library, threads=1) as cpu:
         assert torch.equal(problem.solved(cpu), problem.expected)

@@ -9,19 +9,10 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from offload_runtime_kernels.gated_delta import (
-    CHUNK_TOKENS,
-    DeltaMemory,
-    DeltaRows,
-    DeltaShape,
-    DeltaWeights,
-    fold,
-    gated_delta,
-    gated_delta_reference,
-)
+from offload_runtime_kernels import gated_delta as ops
 from offload_runtime_kernels.gated_delta_triton import gated_delta_triton
 
-SMALL, LARGE = DeltaShape(2, 4, 16, 32, 4), DeltaShape(4, 12, 128, 128, 4)
+SMALL, LARGE = ops.DeltaShape(2, 4, 16, 32, 4), ops.DeltaShape(4, 12, 128, 128, 4)
 MEMORY_TOKENS = 512  # an open chunk and the longest window
 # [start of a tree, its parents]; the second goes over a chunk's end on one path and branches behind it.
 TREES = [
@@ -34,7 +25,7 @@ TREES = [
 class _Layer:
     """A layer of random weights and so many rows to give it."""
 
-    def __init__(self, shape: DeltaShape, count: int, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, shape: ops.DeltaShape, count: int, dtype: torch.dtype, device: str) -> None:
         make = torch.Generator().manual_seed(count)
 
         def normal(*sizes: int) -> torch.Tensor:
@@ -43,38 +34,42 @@ class _Layer:
         self.shape, self.dtype, self.device = shape, dtype, device
         self.inputs, self.gates = normal(count, shape.channels), normal(count, 2 * shape.value_heads)
         rates = torch.rand(shape.value_heads, generator=make).log().to(device)
-        self.weights = DeltaWeights(normal(shape.channels, shape.taps) / 2, rates, normal(shape.value_heads).float())
+        self.weights = ops.DeltaWeights(
+            normal(shape.channels, shape.taps) / 2, rates, normal(shape.value_heads).float()
+        )
 
-    def memory(self) -> DeltaMemory:
-        return DeltaMemory.empty(self.shape, 1, MEMORY_TOKENS, self.dtype, self.device)
+    def memory(self) -> ops.DeltaMemory:
+        return ops.DeltaMemory.empty(self.shape, 1, MEMORY_TOKENS, self.dtype, self.device)
 
-    def run(self, memory: DeltaMemory, index: Sequence[int], rows: DeltaRows, *, keeps: bool = False) -> torch.Tensor:
+    def run(
+        self, memory: ops.DeltaMemory, index: Sequence[int], rows: ops.DeltaRows, *, keeps: bool = False
+    ) -> torch.Tensor:
         own = torch.tensor(index, device=self.device)
         parts = self.inputs[own].contiguous(), self.gates[own].contiguous()
-        return gated_delta(*parts, self.weights, memory, rows, self.shape, keeps=keeps)
+        return ops.gated_delta(*parts, self.weights, memory, rows, self.shape, keeps=keeps)
 
-    def read(self, cuts: Sequence[int], *, as_prompts: bool) -> tuple[torch.Tensor, DeltaMemory]:
+    def read(self, cuts: Sequence[int], *, as_prompts: bool) -> tuple[torch.Tensor, ops.DeltaMemory]:
         """All rows in pieces, of which each is committed before the next: results, and what is left."""
         memory, outs, at, base = self.memory(), list[torch.Tensor](), 0, 0
         for count in cuts:
             rows = _rows(at, base, count, self.device)
             outs.append(self.run(memory, range(at, at + count), rows, keeps=as_prompts))
             at += count
-            for chunk in () if as_prompts else range(base, at // CHUNK_TOKENS):
-                fold(memory, _rows((chunk + 1) * CHUNK_TOKENS, chunk, 0, self.device), self.shape)
-            base = at // CHUNK_TOKENS
+            for chunk in () if as_prompts else range(base, at // ops.CHUNK_TOKENS):
+                ops.fold(memory, _rows((chunk + 1) * ops.CHUNK_TOKENS, chunk, 0, self.device), self.shape)
+            base = at // ops.CHUNK_TOKENS
         return torch.cat(outs), memory
 
 
 def _rows(
     start: int, base: int, count: int, device: str, positions: Sequence[int] = (),
     ancestors: torch.Tensor | None = None,
-) -> DeltaRows:  # fmt: skip
+) -> ops.DeltaRows:  # fmt: skip
     def one(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     where = one(*(positions or range(start, start + count))).view(1, count)
-    return DeltaRows(one(0), one(start), one(base), one(count), where, ancestors)
+    return ops.DeltaRows(one(0), one(start), one(base), one(count), where, ancestors)
 
 
 def _paths(parents: Sequence[int]) -> list[list[int]]:
@@ -106,7 +101,7 @@ def _check_lag(layer: _Layer, count: int) -> None:
         memory = layer.memory()
         layer.run(memory, range(62), _rows(0, 0, 62, layer.device), keeps=True)
         for at in range(62, count - width + 1, width):
-            rows = replace(_rows(at, 0, width, layer.device), lag=(at + width - 1) // CHUNK_TOKENS)
+            rows = replace(_rows(at, 0, width, layer.device), lag=(at + width - 1) // ops.CHUNK_TOKENS)
             each = {field.name: getattr(rows, field.name) for field in fields(rows)}
             twice = {name: torch.cat((one, one)) for name, one in each.items() if isinstance(one, torch.Tensor)}
             out = layer.run(memory, [*range(at, at + width)] * 2, replace(rows, **twice))
@@ -119,7 +114,7 @@ def _check_tree(layer: _Layer, start: int, parents: Sequence[int]) -> None:
     depth = max(map(len, paths))
     ancestors = torch.tensor([[[start + one for one in path] + [0] * (depth - len(path)) for path in paths]])
     tree = _rows(
-        start, start // CHUNK_TOKENS, len(parents), layer.device, [start + len(path) - 1 for path in paths],
+        start, start // ops.CHUNK_TOKENS, len(parents), layer.device, [start + len(path) - 1 for path in paths],
         ancestors.int().to(layer.device),
     )  # fmt: skip
     memory = layer.memory()
@@ -127,7 +122,7 @@ def _check_tree(layer: _Layer, start: int, parents: Sequence[int]) -> None:
     before, nodes = copy.deepcopy(memory), range(start, start + len(parents))
     out = layer.run(memory, nodes, tree)
     for node, path in enumerate(paths):
-        rows = _rows(start, start // CHUNK_TOKENS, len(path), layer.device)
+        rows = _rows(start, start // ops.CHUNK_TOKENS, len(path), layer.device)
         chain = layer.run(copy.deepcopy(before), [start + one for one in path], rows)
         assert torch.equal(out[node], chain[-1]), (start, node)
 
@@ -164,18 +159,20 @@ def test_a_branch_of_a_tree_has_the_bits_of_a_chain(start: int, parents: list[in
 
 def test_sequences_of_one_pass_do_not_know_of_each_other() -> None:
     layer = _Layer(SMALL, 40, torch.float32, "cpu")
-    memory = DeltaMemory.empty(SMALL, 3, MEMORY_TOKENS, torch.float32, "cpu")
+    memory = ops.DeltaMemory.empty(SMALL, 3, MEMORY_TOKENS, torch.float32, "cpu")
     first = _rows(0, 0, 30, "cpu")
-    alone = gated_delta(layer.inputs[:30], layer.gates[:30], layer.weights, memory, first, SMALL, keeps=True)
+    alone = ops.gated_delta(layer.inputs[:30], layer.gates[:30], layer.weights, memory, first, SMALL, keeps=True)
 
     def words(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
     # Row 2 of memory reads the last ten, row 0 nothing but padding behind its first.
-    both = DeltaRows(words(2, 0), words(0, 30), words(0, 0), words(10, 1), words(*range(10), 30, *[-1] * 9).view(2, 10))
+    both = ops.DeltaRows(
+        words(2, 0), words(0, 30), words(0, 0), words(10, 1), words(*range(10), 30, *[-1] * 9).view(2, 10)
+    )
     inputs = torch.cat((layer.inputs[:10], layer.inputs[30:31].expand(10, -1)))
     gates = torch.cat((layer.gates[:10], layer.gates[30:31].expand(10, -1)))
-    out = gated_delta(inputs, gates, layer.weights, memory, both, SMALL)
+    out = ops.gated_delta(inputs, gates, layer.weights, memory, both, SMALL)
     assert torch.equal(out[:10], alone[:10])
     expected, _ = layer.read([31, 9], as_prompts=True)
     assert torch.equal(out[10], expected[30])
@@ -185,14 +182,14 @@ def test_sequences_of_one_pass_do_not_know_of_each_other() -> None:
 def test_kernels_agree_with_plain_torch() -> None:
     if torch.cuda.is_available():
         pytest.skip("the tests of a GPU compare more")
-    shape = DeltaShape(2, 4, 32, 32, 4, tiled=True)
+    shape = ops.DeltaShape(2, 4, 32, 32, 4, tiled=True)
     layer = _Layer(shape, 70, torch.float32, "cpu")
     for rows, index in ((_rows(0, 0, 66, "cpu"), range(66)),):
         parts = layer.inputs[index], layer.gates[index], layer.weights
         memories = layer.memory(), layer.memory()
         outs = [
             run(*parts, memory, rows, shape, keeps=True)
-            for run, memory in zip((gated_delta_reference, gated_delta_triton), memories, strict=True)
+            for run, memory in zip((ops.gated_delta_reference, gated_delta_triton), memories, strict=True)
         ]
         torch.testing.assert_close(outs[1], outs[0], atol=1e-6, rtol=1e-5)
         torch.testing.assert_close(memories[1].states, memories[0].states, atol=1e-6, rtol=1e-5)

@@ -8,19 +8,17 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from offload_runtime_kernels.gather_chunks import (
-    BlockTable,
-    gather_chunks,
-    gather_chunks_reference,
-    gather_chunks_triton,
-)
+from offload_runtime_kernels import gather_chunks as ops
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
 from offload_runtime.stream import HostArena
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, poisoned_outputs, random_tensor
 
 NUM_BLOCKS = 3
-GATHERERS = [pytest.param(gather_chunks_reference, id="reference"), pytest.param(gather_chunks_triton, id="triton")]
+GATHERERS = [
+    pytest.param(ops.gather_chunks_reference, id="reference"),
+    pytest.param(ops.gather_chunks_triton, id="triton"),
+]
 
 
 @dataclass
@@ -28,7 +26,7 @@ class Setup:
     """Sequences of three blocks, and a cache of K places: a layer of `layers`, all of which are NaN."""
 
     full: torch.Tensor  # [B, NUM_BLOCKS, 2, H_kv, 256, D]
-    source: BlockTable
+    source: ops.BlockTable
     layers: torch.Tensor  # [B, 2, N, 2, H_kv, 256, D], of which `data` is the first
     resident: torch.Tensor  # [B, H_kv, K] int32
     chunk_size: int
@@ -44,7 +42,7 @@ def _setup(
     dtype: torch.dtype = torch.float32,
 ) -> Setup:  # fmt: skip
     full = random_tensor(batch, NUM_BLOCKS, 2, num_kv_heads, BLOCK_TOKENS, head_dim, seed=1, dtype=dtype)
-    source = BlockTable.empty(batch, NUM_BLOCKS + 1, KERNEL_DEVICE)
+    source = ops.BlockTable.empty(batch, NUM_BLOCKS + 1, KERNEL_DEVICE)
     for sequence in range(batch):
         source.put(sequence, 0, full[sequence, :2])  # a run,
         source.put(sequence, 2, full[sequence, 2:])  # and a single block
@@ -140,7 +138,7 @@ def test_reads_page_locked_host_memory(dtype: torch.dtype) -> None:
     for num_kv_heads, head_dim, chunk_size, places in shapes:
         setup = _setup(num_kv_heads=num_kv_heads, head_dim=head_dim, chunk_size=chunk_size, places=places, dtype=dtype)
         arenas = _to_pinned_blocks(setup)
-        _run_updates(setup, gather_chunks, [[places, 1], [places, places]])
+        _run_updates(setup, ops.gather_chunks, [[places, 1], [places, places]])
         for arena in arenas:
             arena.close()
 
@@ -149,12 +147,12 @@ def test_reads_page_locked_host_memory(dtype: torch.dtype) -> None:
 def test_many_places_in_a_graph() -> None:
     setup = _setup(batch=1, num_kv_heads=4, head_dim=128, chunk_size=2, places=300, dtype=torch.bfloat16)
     arenas = _to_pinned_blocks(setup)
-    _update_and_check(setup, _selection(setup, [300], random.Random(2), keep=0.0), gather_chunks)
+    _update_and_check(setup, _selection(setup, [300], random.Random(2), keep=0.0), ops.gather_chunks)
     selected = _selection(setup, [300], random.Random(3), keep=0.9)
     resident_before = setup.resident.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gather_chunks(selected, setup.resident, setup.source, setup.data, chunk_size=2)
+        ops.gather_chunks(selected, setup.resident, setup.source, setup.data, chunk_size=2)
     assert torch.equal(setup.resident, resident_before)
     _update_and_check(setup, selected, lambda *_, **__: _replay(graph, selected, resident_before))
     for arena in arenas:

@@ -6,13 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from offload_runtime_kernels.gguf_blocks import (
-    FORMATS,
-    decode_blocks_reference,
-    decode_blocks_triton,
-    pack_rows,
-    unpack_rows,
-)
+from offload_runtime_kernels import gguf_blocks as ops
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 
@@ -29,7 +23,7 @@ NOT_FINITE = (0x7C00, 0xFC00, 0x7E00, 0xFC01)
 def blocks_of(kind: str, count: int, scales: tuple[int, ...] = SCALES) -> torch.Tensor:
     """uint8 [256 + count, nbytes]: every byte in every place, then random ones; with `scales` by turns; of powers
     of two first those that kernels take, and then the scales'."""
-    form, generator = FORMATS[kind], np.random.default_rng(len(kind) + count)
+    form, generator = ops.FORMATS[kind], np.random.default_rng(len(kind) + count)
     same = np.repeat(np.arange(256, dtype=np.uint8)[:, None], form.nbytes, axis=1)
     blocks = np.concatenate((same, generator.integers(0, 256, (count, form.nbytes), dtype=np.uint8)))
     for at in form.file_halves:
@@ -47,27 +41,27 @@ def by_package(kind: str, blocks: torch.Tensor) -> torch.Tensor:
 
 def in_rows(kind: str, blocks: torch.Tensor, blocks_a_row: int = 1) -> torch.Tensor:
     """uint8 [R, row_bytes]: so many blocks of a file after another as a row."""
-    form = FORMATS[kind]
+    form = ops.FORMATS[kind]
     rows = blocks.reshape(-1, blocks_a_row * form.nbytes)
     out = torch.full((len(rows), form.row_bytes(blocks_a_row * form.weights)), 255, dtype=torch.uint8)
-    pack_rows(rows, form, blocks_a_row * form.weights, out)
+    ops.pack_rows(rows, form, blocks_a_row * form.weights, out)
     return out
 
 
 def by_reference(kind: str, blocks: torch.Tensor, dtype: torch.dtype, blocks_a_row: int = 1) -> torch.Tensor:
     """[blocks, weights]."""
     stored = in_rows(kind, blocks, blocks_a_row)
-    out = torch.full((len(stored), blocks_a_row * FORMATS[kind].weights), float("nan"), dtype=dtype)
-    decode_blocks_reference(stored, FORMATS[kind], out)
+    out = torch.full((len(stored), blocks_a_row * ops.FORMATS[kind].weights), float("nan"), dtype=dtype)
+    ops.decode_blocks_reference(stored, ops.FORMATS[kind], out)
     return out.view(len(blocks), -1)
 
 
 def by_kernel(kind: str, blocks: torch.Tensor, dtype: torch.dtype, blocks_a_row: int = 1) -> torch.Tensor:
     """The same; what lies behind the result must stay as it is."""
     stored = in_rows(kind, blocks, blocks_a_row).to(KERNEL_DEVICE)
-    columns = blocks_a_row * FORMATS[kind].weights
+    columns = blocks_a_row * ops.FORMATS[kind].weights
     out = torch.full((len(stored) + 3, columns), 7.0, dtype=dtype, device=KERNEL_DEVICE)
-    decode_blocks_triton(stored, FORMATS[kind], out[: len(stored)])
+    ops.decode_blocks_triton(stored, ops.FORMATS[kind], out[: len(stored)])
     assert bool((out[len(stored) :] == 7.0).all())
     return out[: len(stored)].view(len(blocks), -1).cpu()
 
@@ -82,9 +76,9 @@ def assert_same_bits(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.few(4)
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ops.FORMATS)
 def test_reference_is_the_packages_formula(kind: str) -> None:
-    form = FORMATS[kind]
+    form = ops.FORMATS[kind]
     assert (form.weights, form.nbytes) == gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     for scales in (SCALES, SCALES + NOT_FINITE):
         # More than are decoded at a time.
@@ -108,7 +102,7 @@ def test_every_power_of_mxfp4_is_the_packages() -> None:
 @pytest.mark.parametrize("kind", PACKED)
 def test_blocks_that_the_package_packed(kind: str) -> None:
     values = np.random.default_rng(0).standard_t(3, (16, 256)).astype(np.float32)
-    blocks = torch.from_numpy(gguf.quantize(values, gguf.GGMLQuantizationType[kind])).view(-1, FORMATS[kind].nbytes)
+    blocks = torch.from_numpy(gguf.quantize(values, gguf.GGMLQuantizationType[kind])).view(-1, ops.FORMATS[kind].nbytes)
     expected = by_package(kind, blocks)
     assert_same_bits(by_reference(kind, blocks, FP32), expected)
     assert_same_bits(by_kernel(kind, blocks, FP32), expected)
@@ -116,27 +110,27 @@ def test_blocks_that_the_package_packed(kind: str) -> None:
     assert float(error) < 0.2 * float(np.abs(values).mean())  # and it is what was packed
 
 
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ops.FORMATS)
 def test_a_packed_row_has_the_bytes_of_its_blocks_and_zeros(kind: str) -> None:
     for blocks_a_row in (1, 2, 5):
-        blocks = blocks_of(kind, 4).view(-1, FORMATS[kind].nbytes)[:250]
+        blocks = blocks_of(kind, 4).view(-1, ops.FORMATS[kind].nbytes)[:250]
         rows = in_rows(kind, blocks, blocks_a_row)
-        padding = rows.shape[1] - blocks_a_row * FORMATS[kind].nbytes
-        assert 0 <= padding < 3 * FORMATS[kind].nbytes + 16  # of four blocks that are loaded together
+        padding = rows.shape[1] - blocks_a_row * ops.FORMATS[kind].nbytes
+        assert 0 <= padding < 3 * ops.FORMATS[kind].nbytes + 16  # of four blocks that are loaded together
         expected = torch.nn.functional.pad(blocks.reshape(len(rows), -1), (0, padding))
         assert torch.equal(rows.sort(dim=1).values, expected.sort(dim=1).values)
-        unpacked = unpack_rows(rows, FORMATS[kind], blocks_a_row * FORMATS[kind].weights)
+        unpacked = ops.unpack_rows(rows, ops.FORMATS[kind], blocks_a_row * ops.FORMATS[kind].weights)
         assert torch.equal(unpacked, blocks.reshape(len(rows), -1))
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ops.FORMATS)
 @pytest.mark.parametrize("dtype", [FP32, FP16, pytest.param(BF16, marks=pytest.mark.gpu)])
 def test_kernel_has_the_bits_of_the_reference(kind: str, dtype: torch.dtype) -> None:
     """Rows of whole tiles, of one block, and of some that neither a tile nor a unit of two blocks divides; a last
     program that is not full, and a row alone. Layouts differ in where bytes are: all blocks are in the first."""
     blocks = blocks_of(kind, 17 * 24 - 256, SCALES + NOT_FINITE)
-    whole_tile = 256 // FORMATS[kind].weights
+    whole_tile = 256 // ops.FORMATS[kind].weights
     for blocks_a_row in (2 * whole_tile, 1, 17 if whole_tile > 1 else 3):
         some = blocks[: len(blocks) // blocks_a_row * blocks_a_row]
         if blocks_a_row != 2 * whole_tile:
@@ -149,16 +143,16 @@ def test_kernel_has_the_bits_of_the_reference(kind: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", ops.FORMATS)
 def test_matrices_of_real_models(kind: str) -> None:
     """gate and up of Llama-3-70B, and a matrix of more weights than 32 bits count: rows that come again and again."""
-    form = FORMATS[kind]
+    form = ops.FORMATS[kind]
     blocks_a_row = 8192 // form.weights
     once = in_rows(kind, blocks_of(kind, 64 * blocks_a_row - 256), blocks_a_row).to(KERNEL_DEVICE)
     expected = torch.empty(64, 8192, dtype=BF16)
-    decode_blocks_reference(once.cpu(), form, expected)
+    ops.decode_blocks_reference(once.cpu(), form, expected)
     expected = expected.to(KERNEL_DEVICE)
     for height in (57344, (1 << 18) + 64):
         out = torch.empty(height, 8192, dtype=BF16, device=KERNEL_DEVICE)
-        decode_blocks_triton(once.repeat(height // 64, 1), form, out)
+        ops.decode_blocks_triton(once.repeat(height // 64, 1), form, out)
         assert all(torch.equal(part.view(torch.int16), expected.view(torch.int16)) for part in out.split(64))

@@ -10,18 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from offload_runtime_kernels.linear import (
-    LIBRARY_ROWS,
-    TILE_ROWS,
-    Activation,
-    LinearTile,
-    default_tile,
-    gated_product_reference,
-    gated_product_triton,
-    library_agrees,
-    linear,
-    linear_triton,
-)
+from offload_runtime_kernels import linear as ops
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, UNIT_ROUNDOFF, assert_within, poisoned_outputs, random_tensor
 
@@ -40,7 +29,7 @@ class Problem:
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     residual: torch.Tensor | None = None
-    gated: Activation | None = None
+    gated: ops.Activation | None = None
 
     def rows(self, chosen: slice) -> Problem:
         """The same for some rows of x."""
@@ -55,16 +44,16 @@ class Problem:
         m = self.weight.shape[0]
         return self.x.new_full((self.x.shape[0], m // 2 if self.gated else m), float("nan"))
 
-    def by_kernel(self, tile: LinearTile | None = None) -> torch.Tensor:
+    def by_kernel(self, tile: ops.LinearTile | None = None) -> torch.Tensor:
         """What the kernel makes of it."""
         out, add = self.out, self.residual is not None
-        linear_triton(self.x, self.weight, out, bias=self.bias, add=add, gated=self.gated, tile=tile)
+        ops.linear_triton(self.x, self.weight, out, bias=self.bias, add=add, gated=self.gated, tile=tile)
         return out
 
     def solved(self) -> torch.Tensor:
         """What a pass makes of it."""
         residual = None if self.residual is None else self.residual.clone()
-        return linear(self.x, self.weight, bias=self.bias, residual=residual, gated=self.gated)
+        return ops.linear(self.x, self.weight, bias=self.bias, residual=residual, gated=self.gated)
 
     def check(self, out: torch.Tensor) -> None:
         """Raise unless every element is within what roundings can do of the formula in double precision."""
@@ -91,7 +80,7 @@ class Problem:
 
 def make_problem(
     rows: int, m: int, k: int, *, dtype: torch.dtype = FP32, bias: bool = False, residual: bool = False,
-    gated: Activation | None = None,
+    gated: ops.Activation | None = None,
 ) -> Problem:  # fmt: skip
     """Random inputs with heavy tails: weights that keep the size of the rows."""
     return Problem(
@@ -103,7 +92,7 @@ def make_problem(
     )
 
 
-def check_kernel(problem: Problem, tile: LinearTile | None = None) -> None:
+def check_kernel(problem: Problem, tile: ops.LinearTile | None = None) -> None:
     """The kernel is right, writes everything it has to and nothing it reads."""
     before = problem.x.clone()
     problem.check(problem.by_kernel(tile))
@@ -137,17 +126,17 @@ def test_odd_shapes(rows: int, m: int, k: int) -> None:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("k", [128, 192, 200])
 @pytest.mark.parametrize(("rows", "tile"), [
-    (1, LinearTile(16, 16, 64, 1, 2, True)), (7, LinearTile(16, 32, 32, 4, 3, True)),
-    (37, LinearTile(16, 16, 64, 2, 3, False)), (20, LinearTile(32, 32, 128, 8, 2, False)),
+    (1, ops.LinearTile(16, 16, 64, 1, 2, True)), (7, ops.LinearTile(16, 32, 32, 4, 3, True)),
+    (37, ops.LinearTile(16, 16, 64, 2, 3, False)), (20, ops.LinearTile(32, 32, 128, 8, 2, False)),
 ])  # fmt: skip
-def test_every_way_to_cut(rows: int, tile: LinearTile, k: int) -> None:
+def test_every_way_to_cut(rows: int, tile: ops.LinearTile, k: int) -> None:
     check_kernel(make_problem(rows, 234, k, gated="silu"), tile)
     check_kernel(make_problem(rows, 234, k, bias=True, residual=True), tile)
 
 
 @pytest.mark.parametrize("fused", FUSED, ids=str)
 def test_products_of_many_rows(fused: dict[str, Any]) -> None:
-    most = make_problem(2 * max(LIBRARY_ROWS[KERNEL_DEVICE.type]) + 60, 64, 72, **fused)
+    most = make_problem(2 * max(ops.LIBRARY_ROWS[KERNEL_DEVICE.type]) + 60, 64, 72, **fused)
     for rows in (most, most.rows(slice(0, 50)), most.rows(slice(3, 103))):
         rows.check(rows.solved())
 
@@ -156,7 +145,7 @@ def test_products_of_many_rows(fused: dict[str, Any]) -> None:
 def test_a_row_has_the_same_bits_in_every_company(dtype: torch.dtype) -> None:
     """Alone, in windows of every size, at every place and where the library does the most of it."""
     for fused in FUSED[::2]:
-        most = make_problem(LIBRARY_ROWS[KERNEL_DEVICE.type][0] + 70, 96, 200, dtype=dtype, **fused)
+        most = make_problem(ops.LIBRARY_ROWS[KERNEL_DEVICE.type][0] + 70, 96, 200, dtype=dtype, **fused)
         expected = most.solved()
         for start, count in ((0, 1), (5, 1), (69, 2), (3, 7), (64, 9), (1, 20), (20, 40), (0, 64), (2, 65), (7, 127)):
             rows = slice(start, start + count)
@@ -165,7 +154,7 @@ def test_a_row_has_the_same_bits_in_every_company(dtype: torch.dtype) -> None:
 
 def test_the_library_does_only_what_it_has_the_same_bits_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that sums in another order is found out the first time, and not used."""
-    calls, height = [], LIBRARY_ROWS[KERNEL_DEVICE.type][-1]
+    calls, height = [], ops.LIBRARY_ROWS[KERNEL_DEVICE.type][-1]
     problem = make_problem(2 * height + 1, 40, 168)
     honest = problem.solved()
     true_mm = torch.mm
@@ -179,7 +168,7 @@ def test_the_library_does_only_what_it_has_the_same_bits_of(monkeypatch: pytest.
     monkeypatch.setattr(torch, "mm", other_order)
     other = replace(problem, weight=problem.weight[:38].contiguous())  # a shape that was not checked yet
     assert torch.equal(other.solved(), honest[:, :38])
-    assert not library_agrees(height, other.weight, None, gated=None)
+    assert not ops.library_agrees(height, other.weight, None, gated=None)
     before = len(calls)
     other.solved()
     assert len(calls) == before > 0
@@ -189,18 +178,18 @@ def test_it_adds_in_place_and_refuses_what_does_not_fit() -> None:
     problem = make_problem(3, 24, 24, residual=True)
     assert problem.residual is not None
     residual = problem.residual.clone()
-    assert linear(problem.x, problem.weight, residual=residual) is residual
+    assert ops.linear(problem.x, problem.weight, residual=residual) is residual
     problem.check(residual)
     with pytest.raises(AssertionError):
-        linear(problem.x, problem.weight, residual=residual, gated="silu")
+        ops.linear(problem.x, problem.weight, residual=residual, gated="silu")
     with pytest.raises(AssertionError):  # a program would read what another has written already
-        linear(problem.x, problem.weight, residual=problem.x)
+        ops.linear(problem.x, problem.weight, residual=problem.x)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 def test_every_way_to_cut_fits_a_consumer_card(dtype: torch.dtype) -> None:
-    for rows, m in product((*TILE_ROWS, 1000), (576, 4096, 8192, 128256)):
-        tile = default_tile(rows, m, dtype)
+    for rows, m in product((*ops.TILE_ROWS, 1000), (576, 4096, 8192, 128256)):
+        tile = ops.default_tile(rows, m, dtype)
         assert (tile.block_n + tile.block_m) * tile.block_k * dtype.itemsize * tile.num_stages <= CONSUMER_BYTES
 
 
@@ -253,7 +242,7 @@ def test_in_a_graph_it_reads_what_is_there_and_gives_the_same_bits_again(rows: i
     x, residual = first.x.clone(), torch.zeros(rows, 4096, dtype=BF16, device=KERNEL_DEVICE)
 
     def run() -> None:
-        linear(linear(x, first.weight, gated="silu"), second.weight, residual=residual)
+        ops.linear(ops.linear(x, first.weight, gated="silu"), second.weight, residual=residual)
 
     run()
     graph = torch.cuda.CUDAGraph()
@@ -273,11 +262,11 @@ def test_in_a_graph_it_reads_what_is_there_and_gives_the_same_bits_again(rows: i
 SUBNORMAL_SPACING = 2.0**-24  # of fp16
 
 
-def check_gated(rows: int, width: int, dtype: torch.dtype, activation: Activation = "silu") -> None:
+def check_gated(rows: int, width: int, dtype: torch.dtype, activation: ops.Activation = "silu") -> None:
     gate_up = random_tensor(rows, 2 * width, seed=1, dtype=dtype, scale=4.0)
-    expected = gated_product_reference(gate_up, activation)
+    expected = ops.gated_product_reference(gate_up, activation)
     with poisoned_outputs():
-        out = gated_product_triton(gate_up, activation)
+        out = ops.gated_product_triton(gate_up, activation)
     assert out.shape == (rows, width)
     # It may land on the other side of a rounding boundary, then the product is rounded: two of each. The fast
     # exponential adds a few fp32 roundings, which only fp32 can show. Below fp16's normal numbers the spacing, 6e-8,
@@ -291,7 +280,7 @@ def check_gated(rows: int, width: int, dtype: torch.dtype, activation: Activatio
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (3, 77), (2, 1024), (2, 2500)])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_gated_matches_reference(rows: int, width: int, activation: Activation) -> None:
+def test_gated_matches_reference(rows: int, width: int, activation: ops.Activation) -> None:
     check_gated(rows, width, torch.float32, activation)
 
 
@@ -299,7 +288,7 @@ def test_gated_matches_reference(rows: int, width: int, activation: Activation) 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (17, 77), (33, 1536), (5, 11008)])
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
-def test_gated_in_half_precision(rows: int, width: int, dtype: torch.dtype, activation: Activation) -> None:
+def test_gated_in_half_precision(rows: int, width: int, dtype: torch.dtype, activation: ops.Activation) -> None:
     check_gated(rows, width, dtype, activation)
 
 
@@ -307,14 +296,14 @@ def test_large_gates_saturate_without_nan() -> None:
     gate_up = random_tensor(1, 8, seed=2)
     gate_up[0, :4] = torch.tensor([-200.0, 200.0, -90.0, 0.0])
     up = gate_up[0, 4:]
-    out = gated_product_triton(gate_up, "gelu")
+    out = ops.gated_product_triton(gate_up, "gelu")
     assert_within(out[0], torch.stack((0 * up[0], 200 * up[1], 0 * up[2], 0 * up[3])), atol=1e-30, rtol=1e-6)
 
 
 @pytest.mark.gpu
 def test_row_bits_do_not_depend_on_the_number_of_rows() -> None:
     gate_up = random_tensor(256, 2 * 11008, seed=3, dtype=torch.bfloat16)
-    together = gated_product_triton(gate_up, "gelu")
+    together = ops.gated_product_triton(gate_up, "gelu")
     for start, count in ((0, 1), (100, 17), (255, 1), (3, 200)):
         rows = slice(start, start + count)
-        assert torch.equal(gated_product_triton(gate_up[rows].clone(), "gelu"), together[rows])
+        assert torch.equal(ops.gated_product_triton(gate_up[rows].clone(), "gelu"), together[rows])

@@ -8,15 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from offload_runtime_kernels.kv_blocks import (
-    BLOCK_TOKENS,
-    HeadNorm,
-    KVBlocks,
-    RopeRows,
-    Rotation,
-    rope_store_reference,
-    rope_store_triton,
-)
+from offload_runtime_kernels import kv_blocks as ops
 
 from tests.helpers.attention_cases import int32
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, UNIT_ROUNDOFF, assert_within, poisoned_outputs, random_tensor
@@ -28,12 +20,12 @@ def _ints(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device=KERNEL_DEVICE)
 
 
-def _rows(head_dim: int) -> RopeRows:
+def _rows(head_dim: int) -> ops.RopeRows:
     """Seven rows over three sequences, two of them padding, which name a slot that holds something."""
     positions = _ints(4, 9, -1, 0, 700, -1, 3)
     inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2, device=KERNEL_DEVICE) / head_dim)
     angle = positions.clamp_min(0)[:, None] * inv_freq
-    return RopeRows(
+    return ops.RopeRows(
         cos=1.1 * angle.cos(),
         sin=1.1 * angle.sin(),
         positions=positions,
@@ -43,7 +35,7 @@ def _rows(head_dim: int) -> RopeRows:
 
 
 def _check(
-    num_heads: int, num_kv_heads: int, head_dim: int, *, rotation: Rotation | None, dtype: torch.dtype,
+    num_heads: int, num_kv_heads: int, head_dim: int, *, rotation: ops.Rotation | None, dtype: torch.dtype,
     norm: bool = False, offset: float | None = None, of_values: bool = False, shared: bool = False,
 ) -> None:  # fmt: skip
     rows = _rows(head_dim)
@@ -52,14 +44,14 @@ def _check(
     head_norm = None
     if norm:
         q_weight, k_weight = (random_tensor(head_dim, seed=seed, dtype=dtype) for seed in (2, 3))
-        head_norm = HeadNorm(q_weight, k_weight, 1e-5, offset, of_values)
+        head_norm = ops.HeadNorm(q_weight, k_weight, 1e-5, offset, of_values)
     # Every other block of a larger memory, with values far from keys: the outer dimensions may be strided.
-    shape = (2, NUM_SEQUENCES, 2 * NUM_BLOCKS, num_kv_heads, BLOCK_TOKENS, head_dim)
+    shape = (2, NUM_SEQUENCES, 2 * NUM_BLOCKS, num_kv_heads, ops.BLOCK_TOKENS, head_dim)
     memory = random_tensor(*shape, seed=4, dtype=dtype)
-    expected, actual = (KVBlocks(m.permute(1, 2, 0, 3, 4, 5)[:, ::2]) for m in (memory, memory.clone()))
-    expected_q = rope_store_reference(qkv, rows, expected, rotation, head_norm, values_are_keys=shared)
+    expected, actual = (ops.KVBlocks(m.permute(1, 2, 0, 3, 4, 5)[:, ::2]) for m in (memory, memory.clone()))
+    expected_q = ops.rope_store_reference(qkv, rows, expected, rotation, head_norm, values_are_keys=shared)
     with poisoned_outputs():
-        q = rope_store_triton(qkv, rows, actual, rotation, head_norm, values_are_keys=shared)
+        q = ops.rope_store_triton(qkv, rows, actual, rotation, head_norm, values_are_keys=shared)
     # Products with cos and sin cancel, so the error is relative to the head's largest value: a few roundings of it.
     bound = max(float(t.abs().max()) for t in (expected_q, memory)) * UNIT_ROUNDOFF[dtype]
     assert_within(q, expected_q, atol=bound * (8 if dtype == torch.float32 else 4))
@@ -75,25 +67,25 @@ def _check(
 @pytest.mark.parametrize("head_dim", [16, 64, 80, 128])
 @pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(2, 2), (3, 1), (7, 1)])
 def test_matches_reference(num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    _check(num_heads, num_kv_heads, head_dim, rotation=Rotation(0, head_dim // 2), dtype=torch.float32)
+    _check(num_heads, num_kv_heads, head_dim, rotation=ops.Rotation(0, head_dim // 2), dtype=torch.float32)
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("rotation", [None, Rotation(0, 40), Rotation(9, 20), Rotation(4, 20, True)])
+@pytest.mark.parametrize("rotation", [None, ops.Rotation(0, 40), ops.Rotation(9, 20), ops.Rotation(4, 20, True)])
 @pytest.mark.parametrize("norm", [True, False])
-def test_layers_without_rotation_and_with_head_norms(rotation: Rotation | None, norm: bool) -> None:
+def test_layers_without_rotation_and_with_head_norms(rotation: ops.Rotation | None, norm: bool) -> None:
     _check(6, 2, 80, rotation=rotation, norm=norm, dtype=torch.float32)
 
 
-@pytest.mark.parametrize(("rotation", "shared"), [(Rotation(3, 12), True), (Rotation(0, 40, True), False)])
-def test_norms_with_an_offset_and_of_values(rotation: Rotation, shared: bool) -> None:
+@pytest.mark.parametrize(("rotation", "shared"), [(ops.Rotation(3, 12), True), (ops.Rotation(0, 40, True), False)])
+def test_norms_with_an_offset_and_of_values(rotation: ops.Rotation, shared: bool) -> None:
     _check(6, 2, 80, rotation=rotation, norm=True, offset=1.0, of_values=True, shared=shared, dtype=torch.float32)
 
 
 def test_values_may_be_the_keys_before_they_are_rotated() -> None:
     rows, qkv = _rows(16), random_tensor(7, 3 * 16, seed=5)
-    kv = KVBlocks(torch.zeros(NUM_SEQUENCES, NUM_BLOCKS, 2, 1, BLOCK_TOKENS, 16, device=KERNEL_DEVICE))
-    q = rope_store_triton(qkv, rows, kv, Rotation(0, 8), values_are_keys=True)
+    kv = ops.KVBlocks(torch.zeros(NUM_SEQUENCES, NUM_BLOCKS, 2, 1, ops.BLOCK_TOKENS, 16, device=KERNEL_DEVICE))
+    q = ops.rope_store_triton(qkv, rows, kv, ops.Rotation(0, 8), values_are_keys=True)
     keys, values = kv.at(rows.slots[:2].long(), rows.cache_positions[:2].long())
     assert q.shape == (7, 2, 16)
     assert torch.equal(values[:, 0], qkv[:2, 32:]) and not torch.equal(keys, values)
@@ -103,28 +95,28 @@ def test_pairs_are_halves_or_neighbours_of_the_channels_that_are_rotated() -> No
     """By the definition: those behind them pass, and the angles begin at their column."""
     rows, qkv = _rows(16), random_tensor(7, 3 * 16, seed=5)
     for rotation, first, second in (
-        (Rotation(2, 3), [0, 1, 2], [3, 4, 5]), (Rotation(2, 3, True), [0, 2, 4], [1, 3, 5])
+        (ops.Rotation(2, 3), [0, 1, 2], [3, 4, 5]), (ops.Rotation(2, 3, True), [0, 2, 4], [1, 3, 5])
     ):  # fmt: skip
-        kv = KVBlocks(torch.zeros(NUM_SEQUENCES, NUM_BLOCKS, 2, 1, BLOCK_TOKENS, 16, device=KERNEL_DEVICE))
+        kv = ops.KVBlocks(torch.zeros(NUM_SEQUENCES, NUM_BLOCKS, 2, 1, ops.BLOCK_TOKENS, 16, device=KERNEL_DEVICE))
         expected = qkv[:, :16].clone()
         cos, sin = rows.cos[:, 2:5], rows.sin[:, 2:5]
         expected[:, first] = qkv[:, first] * cos - qkv[:, second] * sin
         expected[:, second] = qkv[:, second] * cos + qkv[:, first] * sin
-        found = rope_store_reference(qkv, rows, kv, rotation)[:, 0]
+        found = ops.rope_store_reference(qkv, rows, kv, rotation)[:, 0]
         assert_within(found[rows.positions >= 0], expected[rows.positions >= 0], atol=1e-6)
 
 
-Store = Callable[[torch.Tensor, RopeRows, KVBlocks, Rotation | None], torch.Tensor]
-stores = pytest.mark.parametrize("store", [rope_store_reference, rope_store_triton])
+Store = Callable[[torch.Tensor, ops.RopeRows, ops.KVBlocks, ops.Rotation | None], torch.Tensor]
+stores = pytest.mark.parametrize("store", [ops.rope_store_reference, ops.rope_store_triton])
 
 
 @stores
 def test_writes_only_the_slots_of_real_rows(store: Store) -> None:
     rows = _rows(16)
     qkv = random_tensor(7, 4 * 16, seed=5)
-    shape = (NUM_SEQUENCES, NUM_BLOCKS, 2, 1, BLOCK_TOKENS, 16)
+    shape = (NUM_SEQUENCES, NUM_BLOCKS, 2, 1, ops.BLOCK_TOKENS, 16)
     data = torch.full(shape, float("nan"), device=KERNEL_DEVICE)
-    store(qkv, rows, KVBlocks(data), Rotation(0, 8))
+    store(qkv, rows, ops.KVBlocks(data), ops.Rotation(0, 8))
     written = data.isfinite()
     assert int(written.sum()) == 5 * 2 * 16
     for row, (sequence, block, cache_position) in zip(
@@ -140,8 +132,8 @@ def test_pieces_and_rings_take_a_token_where_its_block_lies(store: Store) -> Non
     qkv = random_tensor(7, 4 * 16, seed=5)
     # Blocks 4 to 7 from the beginning, and in rings that begin with block 6 and, of five blocks, with 5.
     for first_block, num_blocks, places in ((4, 5, (0, 1, 2, 3)), (0, 3, (1, 2, 0, 1)), (0, 5, (4, 0, 1, 2))):
-        data = torch.full((NUM_SEQUENCES, num_blocks, 2, 1, BLOCK_TOKENS, 16), float("nan"), device=KERNEL_DEVICE)
-        store(qkv, rows, KVBlocks(data, first_block), None)
+        data = torch.full((NUM_SEQUENCES, num_blocks, 2, 1, ops.BLOCK_TOKENS, 16), float("nan"), device=KERNEL_DEVICE)
+        store(qkv, rows, ops.KVBlocks(data, first_block), None)
         assert int(data.isfinite().sum()) == 5 * 2 * 16
         for row, sequence, block, cache_position in (
             (0, 0, 4, 0),
@@ -159,10 +151,10 @@ def test_batch_rows_may_be_one_row_expanded(store: Store) -> None:
     """As a prefill's workspace, which any sequence may name."""
     rows = replace(_rows(16), slots=_ints(*[2] * 7), cache_positions=_ints(0, 1, 0, 2, 300, 0, 4))
     qkv = random_tensor(7, 4 * 16, seed=5)
-    data = torch.zeros(1, NUM_BLOCKS, 2, 1, BLOCK_TOKENS, 16, device=KERNEL_DEVICE)
+    data = torch.zeros(1, NUM_BLOCKS, 2, 1, ops.BLOCK_TOKENS, 16, device=KERNEL_DEVICE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        store(qkv, rows, KVBlocks(data.expand(NUM_SEQUENCES, -1, -1, -1, -1, -1)), None)
+        store(qkv, rows, ops.KVBlocks(data.expand(NUM_SEQUENCES, -1, -1, -1, -1, -1)), None)
     assert torch.equal(data[0, 0, 0, 0, :3], qkv[[0, 1, 3], 2 * 16 : 3 * 16])
     assert torch.equal(data[0, 1, 1, 0, 44], qkv[4, 3 * 16 :])
 
@@ -171,7 +163,7 @@ def test_batch_rows_may_be_one_row_expanded(store: Store) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_matches_reference_in_half_precision(head_dim: int, dtype: torch.dtype) -> None:
-    whole, part = Rotation(0, head_dim // 2), Rotation(4, head_dim // 4, True)
+    whole, part = ops.Rotation(0, head_dim // 2), ops.Rotation(4, head_dim // 4, True)
     for rotation, norm, offset in ((whole, False, None), (whole, True, None), (part, True, 1.0), (None, False, None)):
         _check(6, 2, head_dim, rotation=rotation, norm=norm, offset=offset, dtype=dtype)
 
@@ -185,13 +177,15 @@ def test_row_bits_do_not_depend_on_the_number_of_rows() -> None:
     places = torch.arange(num_rows, dtype=torch.int32, device=KERNEL_DEVICE)
 
     def run(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (1, 2, 2, num_kv_heads, BLOCK_TOKENS, head_dim)
-        kv = KVBlocks(torch.zeros(shape, dtype=torch.bfloat16, device=KERNEL_DEVICE))
-        where = RopeRows(
+        shape = (1, 2, 2, num_kv_heads, ops.BLOCK_TOKENS, head_dim)
+        kv = ops.KVBlocks(torch.zeros(shape, dtype=torch.bfloat16, device=KERNEL_DEVICE))
+        where = ops.RopeRows(
             angle[rows].cos(), angle[rows].sin(), places[rows].clone(), places[rows].clone(),
             torch.zeros_like(places[rows]),
         )  # fmt: skip
-        q = rope_store_triton(qkv[rows].clone(), where, kv, Rotation(0, head_dim // 2), HeadNorm(weight, weight, 1e-6))
+        q = ops.rope_store_triton(
+            qkv[rows].clone(), where, kv, ops.Rotation(0, head_dim // 2), ops.HeadNorm(weight, weight, 1e-6)
+        )
         return q, torch.stack(kv.at(torch.zeros_like(where.cache_positions), where.cache_positions))
 
     q_together, kv_together = run(slice(0, num_rows))
@@ -203,31 +197,31 @@ def test_row_bits_do_not_depend_on_the_number_of_rows() -> None:
 
 
 def _data(num_blocks: int, *, batch: int = 2) -> torch.Tensor:
-    return random_tensor(batch, num_blocks, 2, 3, BLOCK_TOKENS, 16, seed=1)
+    return random_tensor(batch, num_blocks, 2, 3, ops.BLOCK_TOKENS, 16, seed=1)
 
 
 def test_shape() -> None:
-    kv = KVBlocks(_data(4))
+    kv = ops.KVBlocks(_data(4))
     assert (kv.num_blocks, kv.num_kv_heads, kv.head_dim) == (4, 3, 16)
 
 
 @pytest.mark.parametrize(("first_block", "position", "block"), [(0, 0, 0), (0, 511, 1), (2, 512, 0), (2, 1279, 2)])
 def test_a_position_lies_in_its_block(first_block: int, position: int, block: int) -> None:
     data = _data(3)
-    k, v = KVBlocks(data, first_block).at(int32(1), int32(position))
-    assert torch.equal(k, data[1, block, 0, :, position % BLOCK_TOKENS])
-    assert torch.equal(v, data[1, block, 1, :, position % BLOCK_TOKENS])
+    k, v = ops.KVBlocks(data, first_block).at(int32(1), int32(position))
+    assert torch.equal(k, data[1, block, 0, :, position % ops.BLOCK_TOKENS])
+    assert torch.equal(v, data[1, block, 1, :, position % ops.BLOCK_TOKENS])
 
 
 def test_a_ring_takes_block_seven_where_block_four_was() -> None:
     data = _data(3)
-    for side, found in enumerate(KVBlocks(data).at(int32(0), int32([4 * 256 + 9, 7 * 256 + 9, 8 * 256]))):
+    for side, found in enumerate(ops.KVBlocks(data).at(int32(0), int32([4 * 256 + 9, 7 * 256 + 9, 8 * 256]))):
         assert torch.equal(found, torch.stack((data[0, 1, side, :, 9], data[0, 1, side, :, 9], data[0, 2, side, :, 0])))
 
 
 def test_sequences_and_positions_broadcast() -> None:
     data = _data(2)
     positions = torch.arange(300, device=KERNEL_DEVICE)
-    k, v = KVBlocks(data).at(int32([[1], [0]]), positions)
+    k, v = ops.KVBlocks(data).at(int32([[1], [0]]), positions)
     flat = data.permute(2, 0, 1, 4, 3, 5).flatten(2, 3)  # [2, B, S, H_kv, D]
     assert torch.equal(k, flat[0, [1, 0], :300]) and torch.equal(v, flat[1, [1, 0], :300])

@@ -6,15 +6,7 @@ from itertools import cycle, product
 
 import pytest
 import torch
-from offload_runtime_kernels.scaled_rows import (
-    BITS,
-    ScaledFormat,
-    ScaledRows,
-    decode_scaled_reference,
-    decode_scaled_triton,
-    pack_numbers,
-    unpack_numbers,
-)
+from offload_runtime_kernels import scaled_rows as ops
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 from tests.kernels.test_gguf_blocks import assert_same_bits
@@ -57,14 +49,14 @@ def apart(rows: torch.Tensor, row_bytes: int) -> torch.Tensor:
 
 
 def stored_rows(
-    form: ScaledFormat, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor
-) -> ScaledRows:
+    form: ops.ScaledFormat, numbers: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor
+) -> ops.ScaledRows:
     """Of numbers in the order of columns, and what of the others the format has."""
-    columns = numbers.shape[1] * 8 // BITS[form.number]
+    columns = numbers.shape[1] * 8 // ops.BITS[form.number]
     scale_bytes, zero_bytes = form.scale_row_bytes(columns)
     units = torch.empty(len(numbers), form.row_bytes(columns), dtype=torch.uint8)
-    pack_numbers(numbers, form, units)
-    return ScaledRows(
+    ops.pack_numbers(numbers, form, units)
+    return ops.ScaledRows(
         units, apart(scales, scale_bytes), apart(zeros, zero_bytes) if form.zeros else zeros[:0, :0],
         groups if form.ordered else groups[:0],
     )  # fmt: skip
@@ -78,11 +70,11 @@ def moved(rows: torch.Tensor) -> torch.Tensor:
     return whole.to(KERNEL_DEVICE)[:, : rows.shape[1]]
 
 
-def on_device(stored: ScaledRows) -> ScaledRows:
-    return ScaledRows(*map(moved, stored))
+def on_device(stored: ops.ScaledRows) -> ops.ScaledRows:
+    return ops.ScaledRows(*map(moved, stored))
 
 
-def made(form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
+def made(form: ops.ScaledFormat, rows: int, columns: int) -> ops.ScaledRows:
     """Every byte, and every scale."""
     down, across = form.scales(rows, columns)
     generator = torch.Generator().manual_seed(rows * columns)
@@ -98,13 +90,13 @@ def made(form: ScaledFormat, rows: int, columns: int) -> ScaledRows:
     return stored_rows(form, numbers, scales, zeros, groups)
 
 
-def by_definition(stored: ScaledRows, form: ScaledFormat, rows: int, columns: int) -> torch.Tensor:
+def by_definition(stored: ops.ScaledRows, form: ops.ScaledFormat, rows: int, columns: int) -> torch.Tensor:
     """An element at a time, in the dtype of the scales; products of those of 16 bits are exact in fp32."""
 
-    numbers = unpack_numbers(stored.numbers, form, columns)
+    numbers = ops.unpack_numbers(stored.numbers, form, columns)
 
     def number(tensor: torch.Tensor, row: int, at: int) -> float:
-        if BITS[form.number] == 4:
+        if ops.BITS[form.number] == 4:
             return NUMBERS[form.number](int(tensor[row, at // 2]) >> 4 * (at % 2) & 15)
         return NUMBERS[form.number](int(tensor[row, at]))
 
@@ -117,12 +109,15 @@ def by_definition(stored: ScaledRows, form: ScaledFormat, rows: int, columns: in
     return out.float().to(form.scale)
 
 
-def formats(scale: torch.dtype, shape: tuple[int, int], block: tuple[int, int]) -> list[ScaledFormat]:
-    found = [ScaledFormat("FP8", *block, scale), ScaledFormat("int8", *block, scale)]
-    found += [ScaledFormat("int8", *block, scale, zeros=True), ScaledFormat("uint8", *block, scale, 128)]
+def formats(scale: torch.dtype, shape: tuple[int, int], block: tuple[int, int]) -> list[ops.ScaledFormat]:
+    found = [ops.ScaledFormat("FP8", *block, scale), ops.ScaledFormat("int8", *block, scale)]
+    found += [ops.ScaledFormat("int8", *block, scale, zeros=True), ops.ScaledFormat("uint8", *block, scale, 128)]
     if shape[1] % 2 == 0:
-        found += [ScaledFormat("uint4", *block, scale, 8), ScaledFormat("uint4", *block, scale, 1, zeros=True)]
-        found += [ScaledFormat("uint4", *block, scale, zeros=True, ordered=True), ScaledFormat("E2M1", *block, scale)]
+        found += [ops.ScaledFormat("uint4", *block, scale, 8), ops.ScaledFormat("uint4", *block, scale, 1, zeros=True)]
+        found += [
+            ops.ScaledFormat("uint4", *block, scale, zeros=True, ordered=True),
+            ops.ScaledFormat("E2M1", *block, scale),
+        ]
     return found
 
 
@@ -135,7 +130,7 @@ def test_reference_is_the_definition(scale: torch.dtype) -> None:
             expected = by_definition(stored, form, *shape)
             for dtype in (FP32, BF16, FP16):
                 out = torch.full(shape, 7.0, dtype=dtype)
-                decode_scaled_reference(stored, form, 0, out)
+                ops.decode_scaled_reference(stored, form, 0, out)
                 assert_same_bits(out, expected.to(dtype))
 
 
@@ -151,9 +146,9 @@ def test_kernel_has_the_bits_of_the_reference(scale: torch.dtype, dtype: torch.d
             first, last = (0, shape[0]) if next(whole) else (5, 12)
             stored = made(form, *shape)
             expected = torch.empty(last - first, shape[1], dtype=dtype)
-            decode_scaled_reference(stored, form, first, expected)
+            ops.decode_scaled_reference(stored, form, first, expected)
             out = torch.full((last - first + 3, shape[1]), 7.0, dtype=dtype, device=KERNEL_DEVICE)
-            decode_scaled_triton(on_device(stored), form, first, out[: last - first])
+            ops.decode_scaled_triton(on_device(stored), form, first, out[: last - first])
             assert_same_bits(out[: last - first].cpu(), expected)
             assert bool((out[last - first :] == 7.0).all())
 
@@ -164,36 +159,36 @@ def test_kernel_reads_scales_in_bf16() -> None:
         stored = made(form, 24, 128)
         stored.scales.copy_(torch.ldexp(torch.ones(stored.scales.shape), torch.arange(96).view(24, 4) - 48))
         expected = torch.empty(24, 128)
-        decode_scaled_reference(stored, form, 0, expected)
+        ops.decode_scaled_reference(stored, form, 0, expected)
         out = torch.full((24, 128), 7.0, device=KERNEL_DEVICE)
-        decode_scaled_triton(on_device(stored), form, 0, out)
+        ops.decode_scaled_triton(on_device(stored), form, 0, out)
         assert_same_bits(out.cpu(), expected)
 
 
 @pytest.mark.parametrize("number", ["uint8", "uint4"])
 def test_numbers_come_back_from_units(number: str) -> None:
     """Whole units, and rows that end within one."""
-    form = ScaledFormat(number, 1, 32, FP16)
+    form = ops.ScaledFormat(number, 1, 32, FP16)
     for columns in (2, 30, 64, 128, 130, 576):
         numbers = torch.randint(256, (9, form.file_bytes(columns)), dtype=torch.uint8)
         units = torch.full((9, form.row_bytes(columns)), 7, dtype=torch.uint8)
-        pack_numbers(numbers, form, units)
-        assert torch.equal(unpack_numbers(units, form, columns), numbers)
+        ops.pack_numbers(numbers, form, units)
+        assert torch.equal(ops.unpack_numbers(units, form, columns), numbers)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", BITS)
+@pytest.mark.parametrize("number", ops.BITS)
 def test_matrices_of_real_models(number: str) -> None:
     """gate and up of Llama-3-70B, and rows of a matrix of more weights than 32 bits count."""
     zero = 0 if number in ("FP8", "E2M1") else 8
-    form = ScaledFormat(number, 1, 128, FP16, zero, zeros=number == "uint4")
+    form = ops.ScaledFormat(number, 1, 128, FP16, zero, zeros=number == "uint4")
     for rows, columns, start in ((57344, 8192, 0), ((1 << 31) // 4096 + 16, 4096, 1 << 18)):
         once = made(form, 64, columns)
         repeated = on_device(once)[:3]  # of which every row is as long as it is said to be
-        stored = ScaledRows(*(each.repeat(rows // 64 + 1, 1)[:rows] for each in repeated), once[3])
+        stored = ops.ScaledRows(*(each.repeat(rows // 64 + 1, 1)[:rows] for each in repeated), once[3])
         out = torch.empty(rows - start, columns, dtype=BF16, device=KERNEL_DEVICE)
-        decode_scaled_triton(stored, form, start, out)
+        ops.decode_scaled_triton(stored, form, start, out)
         expected = torch.empty(64, columns, dtype=BF16)
-        decode_scaled_reference(once, form, 0, expected)
+        ops.decode_scaled_reference(once, form, 0, expected)
         whole, expected = out[: (rows - start) // 64 * 64].view(-1, 64, columns), expected.to(KERNEL_DEVICE)
         assert all(torch.allclose(part, expected, rtol=0.0, atol=0.0, equal_nan=True) for part in whole)

@@ -6,19 +6,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from offload_runtime_kernels.window_steps import (
-    WINDOW_HEADER_WORDS,
-    StepLayout,
-    StepRotation,
-    StepRows,
-    TreeLinks,
-    accept,
-    accept_triton,
-    put_tokens,
-    put_tokens_triton,
-    step_rows,
-    step_rows_triton,
-)
+from offload_runtime_kernels import window_steps as ops
 
 from tests.helpers.attention_cases import TREE_PARENTS, int32, tree_path
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, assert_within, poisoned_outputs
@@ -31,23 +19,23 @@ def _window(tokens: list[int], end: int, base: int = BASE, *, stop: int = FAR, l
     return int32([[end, base, stop, last, end - 1, *tokens]])
 
 
-def _chain(first: int, count: int) -> StepLayout:
-    return StepLayout.chain(first, count, KERNEL_DEVICE)
+def _chain(first: int, count: int) -> ops.StepLayout:
+    return ops.StepLayout.chain(first, count, KERNEL_DEVICE)
 
 
-def _links(parents: Sequence[int]) -> TreeLinks:
+def _links(parents: Sequence[int]) -> ops.TreeLinks:
     """Of nodes whose parents are given as nodes, -1 for the newest known token."""
     paths = [tree_path(parents, node) for node in range(len(parents))]
     bits = torch.tensor([sum(1 << node for node in path) for path in paths], dtype=torch.int64, device=KERNEL_DEVICE)
-    return TreeLinks(int32([parent + 1 for parent in parents]), bits, int32([len(path) for path in paths]))
+    return ops.TreeLinks(int32([parent + 1 for parent in parents]), bits, int32([len(path) for path in paths]))
 
 
-def _chained(count: int) -> TreeLinks:
+def _chained(count: int) -> ops.TreeLinks:
     return _links(range(-1, count - 1))
 
 
 def _tokens(window: torch.Tensor, sequence: int = 0) -> list[int]:
-    return window[sequence, WINDOW_HEADER_WORDS:].tolist()
+    return window[sequence, ops.WINDOW_HEADER_WORDS :].tolist()
 
 
 def _frequencies(half: int, batch: int = 1) -> torch.Tensor:
@@ -56,17 +44,17 @@ def _frequencies(half: int, batch: int = 1) -> torch.Tensor:
     return (bases ** -(torch.arange(half) / half)).to(KERNEL_DEVICE)
 
 
-def _rotation(frequencies: torch.Tensor, scaling: float = 1.0) -> StepRotation:
+def _rotation(frequencies: torch.Tensor, scaling: float = 1.0) -> ops.StepRotation:
     """Of a model with two rotations, the second of which is not scaled."""
     scalings = torch.full(frequencies.shape[1:], scaling, device=KERNEL_DEVICE)
     scalings[len(scalings) // 2 :] = 1.0
-    return StepRotation(frequencies, scalings)
+    return ops.StepRotation(frequencies, scalings)
 
 
-versions = pytest.mark.parametrize("run", [step_rows, step_rows_triton], ids=["public", "triton"])
+versions = pytest.mark.parametrize("run", [ops.step_rows, ops.step_rows_triton], ids=["public", "triton"])
 
 
-def _check_angles(rows: StepRows, rotated: list[int], rotation: StepRotation) -> None:
+def _check_angles(rows: ops.StepRows, rotated: list[int], rotation: ops.StepRotation) -> None:
     positions = torch.tensor(rotated, device=KERNEL_DEVICE).view(len(rotation.frequencies), -1)
     # The angle is rounded to fp32, then its cosine taken: that angle is the reference's too.
     angle = (positions.float()[..., None] * rotation.frequencies[:, None]).double().flatten(0, 1)
@@ -78,7 +66,7 @@ def _check_angles(rows: StepRows, rotated: list[int], rotation: StepRotation) ->
 @versions
 @pytest.mark.parametrize("half", [1, 5, 32, 48, 64])
 @pytest.mark.parametrize("scaling", [1.0, 1.25])
-def test_rows_before_and_behind_the_end(run: Callable[..., StepRows], half: int, scaling: float) -> None:
+def test_rows_before_and_behind_the_end(run: Callable[..., ops.StepRows], half: int, scaling: float) -> None:
     window = _window([7, -1, 9, 40, 3, 5, 6], BASE + 3)
     before, rotation = window.clone(), _rotation(_frequencies(half), scaling)
     with poisoned_outputs():
@@ -95,13 +83,13 @@ def test_rows_before_and_behind_the_end(run: Callable[..., StepRows], half: int,
     assert (again.tokens.tolist(), again.positions.tolist(), again.following.tolist()) == ([0], [[1001]], [1002])
 
 
-def _trunk_and_tree(known: int, parents: Sequence[int]) -> StepLayout:
+def _trunk_and_tree(known: int, parents: Sequence[int]) -> ops.StepLayout:
     """The newest known token, the nodes of a tree, and before them all the known tokens before the newest."""
     paths = [tree_path(parents, node) for node in range(len(parents))]
     trunk = list(range(-known, 0))
     ways = [trunk, *(trunk + path for path in paths), *(trunk[: index + 1] for index in range(known - 1))]
     depth = max(map(len, ways))
-    return StepLayout(
+    return ops.StepLayout(
         int32([way[-1] for way in ways]), int32([len(way) - 1 - known for way in ways]), 1 + len(parents), -known,
         int32([way + way[-1:] * (depth - len(way)) for way in ways]),
     )  # fmt: skip
@@ -109,7 +97,7 @@ def _trunk_and_tree(known: int, parents: Sequence[int]) -> StepLayout:
 
 @versions
 @pytest.mark.parametrize("placed", [False, True])
-def test_rows_of_a_tree(run: Callable[..., StepRows], placed: bool) -> None:
+def test_rows_of_a_tree(run: Callable[..., ops.StepRows], placed: bool) -> None:
     """Siblings stand at the same position, in slots of their own; what has its keys for good is padding."""
     window, place = _window([7, 8, 9, 20, 21, 22, 23], BASE + 3), int32([[256, 5]]) if placed else None
     layout, rotation = _trunk_and_tree(4, (-1, -1, 0, 2)), _rotation(_frequencies(8))
@@ -138,7 +126,7 @@ def test_rows_of_a_tree(run: Callable[..., StepRows], placed: bool) -> None:
     assert known.tokens.tolist()[5:] == [0, 7, 8]
 
 
-@pytest.mark.parametrize("run", [put_tokens, put_tokens_triton], ids=["public", "triton"])
+@pytest.mark.parametrize("run", [ops.put_tokens, ops.put_tokens_triton], ids=["public", "triton"])
 def test_a_token_is_put_and_the_cursor_moves_behind_it(run: Callable[..., None]) -> None:
     window, cursor = _window([7, 8, 0, 0, 0], BASE + 2), int32([0])
     run(window, window[:, 0], torch.tensor([[-1]], device=KERNEL_DEVICE), cursor=cursor)
@@ -152,12 +140,12 @@ def _with_runners_up(run: Callable[..., None]) -> Callable[..., None]:
     """`run`, where what would have been sampled instead of a token is a thousand more, so that it must lie where the
     token does, and nowhere else."""
 
-    def checked(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor, links: TreeLinks) -> None:
-        runners_up = torch.full((len(window), window.shape[1] - WINDOW_HEADER_WORDS), -7).int().to(KERNEL_DEVICE)
+    def checked(window: torch.Tensor, samples: torch.Tensor, counts: torch.Tensor, links: ops.TreeLinks) -> None:
+        runners_up = torch.full((len(window), window.shape[1] - ops.WINDOW_HEADER_WORDS), -7).int().to(KERNEL_DEVICE)
         expected, begins = runners_up.clone(), (window[:, 0] - window[:, 1]).tolist()
         run(window, samples, samples + 1000, counts, links, runners_up)
         for b, (begin, stop) in enumerate(zip(begins, (window[:, 0] - window[:, 1]).tolist(), strict=True)):
-            tokens = slice(WINDOW_HEADER_WORDS + begin, WINDOW_HEADER_WORDS + stop)
+            tokens = slice(ops.WINDOW_HEADER_WORDS + begin, ops.WINDOW_HEADER_WORDS + stop)
             expected[b, begin:stop] = window[b, tokens] + 1000
         assert torch.equal(runners_up, expected)
 
@@ -165,7 +153,7 @@ def _with_runners_up(run: Callable[..., None]) -> Callable[..., None]:
 
 
 accepting = pytest.mark.parametrize(
-    "run", [_with_runners_up(accept), _with_runners_up(accept_triton)], ids=["public", "triton"]
+    "run", [_with_runners_up(ops.accept), _with_runners_up(ops.accept_triton)], ids=["public", "triton"]
 )
 
 
@@ -228,8 +216,8 @@ def test_each_sequence_accepts_its_own(run: Callable[..., None]) -> None:
     # Behind the ends of 0 and 4 lie 4, 5, 6 and 403, 404, 405.
     samples = [[4, 5, 9, 8], [204, 205, 206, 1], [0, 0, 0, 0], [301, 302, 303, 1], [403, 404, 405, 77]]
     expected = window.clone()
-    expected[0, 0], expected[0, WINDOW_HEADER_WORDS + 5] = 1006, 9
-    expected[4, 0], expected[4, WINDOW_HEADER_WORDS + 5] = 11, 77
+    expected[0, 0], expected[0, ops.WINDOW_HEADER_WORDS + 5] = 1006, 9
+    expected[4, 0], expected[4, ops.WINDOW_HEADER_WORDS + 5] = 11, 77
     samples_gpu = torch.tensor(samples, device=KERNEL_DEVICE)
     run(window, samples_gpu, counts, _chained(3))
     assert torch.equal(window, expected)
