@@ -1,7 +1,5 @@
 """What tests share: Triton's interpreter where there is no GPU, no network, one GPU for all, small models."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

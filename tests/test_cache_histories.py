@@ -1,7 +1,5 @@
 """Any history of growing, proposing, verifying and rolling back leaves in a cache what a plain list says it holds."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

@@ -1,8 +1,6 @@
 """Layers dealt out to several cards, so that no card's copies take longest and each card fits; and a card that several
 runtimes share, whose allocator is held to what those allow that are open."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import json

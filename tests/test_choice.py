@@ -1,8 +1,6 @@
 """What `auto` chooses: the fastest of all that fits, never slower with more memory, the same in a plan and in a run;
 and TriForce."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

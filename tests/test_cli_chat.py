@@ -1,7 +1,5 @@
 """`chat` through a pipe and its commands, with a runtime that has no model."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

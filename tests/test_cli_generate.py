@@ -1,7 +1,5 @@
 """`generate`, `demo` and what all commands share, with a runtime that has no model."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The command line as a process of its own, with a small random model and the real engine; and markdown on a terminal:
 what stays on it, and that nothing which has left the screen is touched."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

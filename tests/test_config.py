@@ -1,7 +1,5 @@
 """Configuration: sizes as people write them, and values that make no sense refused at once."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """A configuration read without transformers says what transformers reads in it, and what cannot be is refused."""
 
-from __future__ import annotations
-
 import json
 import reprlib
 from pathlib import Path

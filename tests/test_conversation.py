@@ -1,7 +1,5 @@
 """A chat: only what is new goes through prefill, and the answers are those of a fresh start."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

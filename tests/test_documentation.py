@@ -1,8 +1,6 @@
 """What the documents name is there: files, headings, options, commands, fields of requests, every figure beside the
 JSON that it is from; and the programs of examples/ run."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

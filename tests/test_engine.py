@@ -1,8 +1,6 @@
 """Generation with a small random model: the same tokens whatever drafts, fits, streams or came before, of one prompt
 and of several at once; and the path of a token, by calls before its first kernel and files that it enters."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator

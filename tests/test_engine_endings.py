@@ -1,8 +1,6 @@
 """How an answer ends: stop strings, a closed stream, Ctrl-C; and several threads that call one runtime, whose calls
 wait for one another."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

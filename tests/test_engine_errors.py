@@ -1,7 +1,5 @@
 """What a user can do wrong: each mistake is a typed error that names the way out, before anything large is read."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """The same tokens as plain decoding on one device that holds everything: whatever proposes them, wherever weights, keys
 and values are, on however many devices, however long the prompt, wherever windows slide, however they are sampled."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from itertools import cycle, product

@@ -1,8 +1,6 @@
 """The contract on a real model, the demonstration's: tokens are those of transformers, greedy and sampled ones; its
 download, and what is said when that fails."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Experts on demand: whatever a pool has room for, and however a run asks for them, tokens are those of all of them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """Families against transformers, on random configurations, from safetensors and from GGUF, and on a GPU."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What a new user meets first: refusals without torch, threads, `repr` and `dir`, help of examples, an early end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

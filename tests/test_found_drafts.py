@@ -1,8 +1,6 @@
 """Drafts: `--draft auto` finds a small model beside the target or in the hub's cache, where it would be faster; and
 those whose vocabulary is not quite the target's: padded, with other control tokens, larger or smaller."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Mapping

@@ -3,8 +3,6 @@
 Half of them are the same in every run, the others new: FUZZ_SEED, which a failure names, repeats those.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 import json

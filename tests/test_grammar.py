@@ -1,7 +1,5 @@
 """Answers bound to a schema or a grammar: plain decoding's tokens whatever proposes them, and how such answers end."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,8 +1,6 @@
 """Runtimes whose drafts are heads: the answers of no draft at all, whatever was kept of earlier texts, and proposals
 that are as good behind those; and heads from the checkpoint to the answer."""
 
-from __future__ import annotations
-
 import json
 import logging
 import shutil

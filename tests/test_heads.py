@@ -1,8 +1,6 @@
 """Heads against what their definitions say, computed for a whole sequence at once; how they are read; and plans with
 them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """What passes keep of the residual stream for heads is the same for a row however it came into a pass; and captured
 passes, in windows filled up to few shapes, have the bits of those whose kernels are launched one by one."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hybrids: whatever a text's history, the states of gated delta layers are those of the text read at once."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

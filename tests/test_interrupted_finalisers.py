@@ -1,8 +1,6 @@
 """What finalisers raise Python prints and forgets, and libraries what is raised while they are imported: a Ctrl-C that
 lands there interrupts the command all the same. One that lands where a lock is taken leaves it to others."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import signal

@@ -1,7 +1,5 @@
 """The repository's shape: who may import whom, which packages exist, and nothing that belongs to one machine only."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

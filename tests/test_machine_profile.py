@@ -1,8 +1,6 @@
 """Machine profiles: what a file may say, where they are found, how a machine is measured, the advice that follows, what
 `offload-runtime profile` prints of it; and a smaller machine played by this one."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which weights, end tokens and templates a directory means: what transformers makes of the same one, or a refusal."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

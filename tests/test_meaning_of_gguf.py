@@ -1,7 +1,5 @@
 """What a GGUF file says is done as llama.cpp does it, whatever the file is called; what is no model of ours says so."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import struct

@@ -1,8 +1,6 @@
 """Host arenas of exact size, a device ledger that refuses before memory runs out, and whole runs on a GPU: what
 allocator and driver report at the peak is within what was planned."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Messages reach chat templates in the form that each of them takes, whatever OpenAI's clients send."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers with experts: which are chosen, that a row's bits are its own, how files store them, and what plans count."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Callable

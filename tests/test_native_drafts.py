@@ -1,7 +1,5 @@
 """Heads as drafts: the target's tokens, whatever they propose, and proposals that are what the head says."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from functools import partial

@@ -1,8 +1,6 @@
 """Prompt lookup: what followed earlier occurrences of the text's own ending, as by search, without searching; and a
 text that copies itself is copied, whatever came of n-grams in the requests before."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Bias and penalties: as transformers' processors make them, and plain decoding's tokens whatever proposes them; and
 log-probabilities of what is said: the model's own, of the row that decided each token, whoever proposed it."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise

@@ -1,8 +1,6 @@
 """`plan`: the answer first, what would bring more and what would fit; tables, JSON and a picture; a draft to get, files
 as they lie; and what a run says that cannot be."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,8 +1,6 @@
 """Plans of whole runs: within their budgets, monotone, the same as what is then loaded, and a way out when refused; and
 predictions, within 10 % of passes measured on an H200."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """Fields of requests and options of `serve`, `chat` and `generate` that other servers have, too; and the edges of what
 fields may say: null, greedy by other words, a name twice, integers beyond doubles."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

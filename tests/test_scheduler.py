@@ -1,7 +1,5 @@
 """Continuous batching: requests join and leave between passes, and each gets the tokens that it gets alone."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,6 @@
 """Any history of requests that are let in, stepped, cancelled and left, and of servings that save blocks and load them,
 leaves every answer as it is alone."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections.abc import Sequence

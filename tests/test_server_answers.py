@@ -1,8 +1,6 @@
 """OpenAI's own client against a real server: answers are those of `Runtime.generate`, streamed or not; and when an
 answer may end, and at what, and how likely its prompt was: the same whatever is proposed, in Python and over HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

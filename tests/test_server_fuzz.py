@@ -4,8 +4,6 @@ everybody else meanwhile.
 `FUZZED_SCHEMAS=20000 pytest -m slow tests/test_server_fuzz.py -s` asks so many and prints what they were answered.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

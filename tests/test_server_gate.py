@@ -1,8 +1,6 @@
 """Who may ask: hosts, keys, kinds and sizes of bodies, origins; and more requests than there are slots, clients that
 go, servers that stop."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -1,8 +1,6 @@
 """OpenAI's client asks for answers of a schema, and for calls of functions: those that have to be made, and those that
 are found in answers however they are cut."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

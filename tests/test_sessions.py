@@ -1,7 +1,5 @@
 """Sessions: what was read stays read when a conversation, or a server, goes on in another process."""
 
-from __future__ import annotations
-
 import os
 import random
 import resource

@@ -2,8 +2,6 @@
 the loss said beforehand, refused before anything is read; locking block by block; and an embedding that is not the
 head, on the host where that makes room for layers."""
 
-from __future__ import annotations
-
 import re
 import threading
 from collections.abc import Iterator

@@ -3,8 +3,6 @@ tokens are spelled beside their log-probabilities. And text of a message that sp
 everything around it has the tokens that it had before: those of a tokenizer to which the control tokens are known by
 other spellings, and which is the same otherwise."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -11,8 +11,6 @@ The vocabularies are reduced to what can occur in these strings, so that the ids
 `ids`, merges their order; merges are left out whose result is in no string, and tokens that no id and no merge needs.
 """
 
-from __future__ import annotations
-
 import json
 import lzma
 import unicodedata

@@ -1,8 +1,6 @@
 """Every tool: its help, a tiny run on a CPU that ends with a JSON line, and what the user has got wrong in one line;
 and a head that a tool has trained guesses more than an untrained one."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

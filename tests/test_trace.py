@@ -1,7 +1,5 @@
 """Traces of whole runs: every copy once, in its place, and the same figures as the engine's own counters."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

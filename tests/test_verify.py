@@ -1,8 +1,6 @@
 """`verify`: an exact runtime passes, every way of being inexact that we could think of is called a defect, and what it
 judges by: near-ties and the chi-square test, on logits made by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Loading plays every kind of step: it leaves nothing behind, and on a GPU no answer has to compile a kernel."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """Weights are kept as a GGUF file stores them, or in 12 bits of 16: the bytes of the file, the bits of plain weights,
 and logits and tokens of the decoded ones wherever they go."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace

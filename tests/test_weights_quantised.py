@@ -1,7 +1,5 @@
 """Quantised safetensors checkpoints are kept as they are stored, and give the bits of their decoded copies."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """A small model inside a large shape says the same, so does a sparse fine-tune, and files are whole or not there, of
 safetensors, which transformers loads too, and of GGUF."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

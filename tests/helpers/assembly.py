@@ -1,7 +1,5 @@
 """From a transformers model to one of our runners, through our loader."""
 
-from __future__ import annotations
-
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence

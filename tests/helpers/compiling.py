@@ -9,8 +9,6 @@ Triton decides when a kernel is decorated whether it is interpreted. A binary ta
 tables below differs in its code, and not only in its numbers.
 """
 
-from __future__ import annotations
-
 import json
 import pkgutil
 import re

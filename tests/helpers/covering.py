@@ -1,7 +1,5 @@
 """Which rows of a grid of parameters are tried by default: a few, in which every pair of values occurs if it can."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any

@@ -1,7 +1,5 @@
 """Random DFlash drafters: their configurations, their tensors, and what they say by the definitions alone."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

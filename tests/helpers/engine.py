@@ -1,7 +1,5 @@
 """Small random checkpoints with a tokenizer, as the engine loads them, and noisy copies that draft for them."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Random small models of every family, as transformers makes them, and as llama.cpp's converter would write them."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Inputs that are nearly right, and a judge of what a program makes of them: mutations of JSON, texts, bytes, GGUF."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

@@ -1,7 +1,5 @@
 """Triton's interpreter without what it does over and over: more than half of the time of a kernel's test."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

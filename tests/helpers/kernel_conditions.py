@@ -1,7 +1,5 @@
 """Under which conditions kernels are tested: where, in which dtypes, with poisoned outputs, how exactly."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Small random transformers models of every family, and their logits: the oracle of the decoder's tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

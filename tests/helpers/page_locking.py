@@ -1,7 +1,5 @@
 """A system that locks pages only up to a point, for machines without CUDA and for limits that cannot be had."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

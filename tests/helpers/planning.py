@@ -1,7 +1,5 @@
 """Requests and machines of all kinds for property tests of plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

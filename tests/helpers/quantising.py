@@ -4,8 +4,6 @@ Nothing of this is shared with what reads them. Each packer returns a module's t
 makes of them: fp32 that holds what it rounds to.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

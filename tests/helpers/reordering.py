@@ -1,8 +1,6 @@
 """Copy queues for tests: one whose copies overtake each other wherever nothing but the queue's own order says which
 comes first, and hooks before each copy."""
 
-from __future__ import annotations
-
 import queue
 import random
 import threading

@@ -1,7 +1,5 @@
 """Twelve JSON schemas, and others at random: of bounded answers, so that a model of random weights comes to an end."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """A server on a small runtime, and clients of it."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -1,7 +1,5 @@
 """Reading traces in tests: spans by row, in seconds."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Attention over the cache: the Triton kernels against plain torch, then the bits that must not depend on company."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention on the CPU: right in every dtype, and the same bits whatever else is in the window."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

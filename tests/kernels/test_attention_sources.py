@@ -3,8 +3,6 @@
 Everything runs on the CPU path and in Triton's interpreter without a GPU, natively with one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -1,7 +1,5 @@
 """`chunk_scores`: kernels and plain torch against one head, one row, one chunk at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """`chunk_summaries`: the Triton kernel against plain torch, and both against the definition in fp64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

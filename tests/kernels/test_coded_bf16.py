@@ -1,7 +1,5 @@
 """`encode_rows` and `decode_rows`: every bit comes back, by the reference and by the kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_reference, decode_rows_triton, encode_rows

@@ -1,7 +1,5 @@
 """`compact_rows`: rows of a path land on their positions, whole, in every layer, and nothing else changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest

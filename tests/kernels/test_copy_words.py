@@ -1,7 +1,5 @@
 """`copy_words`: every word arrives, nothing beside them is touched, and what is page-locked needs no copy engine."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from offload_runtime_kernels.copy_words import copy_words, copy_words_reference, copy_words_triton

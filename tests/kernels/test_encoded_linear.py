@@ -1,8 +1,6 @@
 """`coded_linear`, `gguf_linear` and `scaled_linear`: the product of rows with a matrix as it is stored, in 12-bit bf16,
 in GGUF blocks or in small numbers that have scales, against the product of the decoded matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import product

@@ -1,7 +1,5 @@
 """`gated_delta`: against transformers, and the same bits however a text comes: in pieces, windows or a tree."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Sequence

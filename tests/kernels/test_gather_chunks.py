@@ -1,7 +1,5 @@
 """`gather_chunks`: after every update the cache holds what a gather from scratch would, and only new chunks moved."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from dataclasses import dataclass

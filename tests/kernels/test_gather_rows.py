@@ -1,7 +1,5 @@
 """`gather_rows`: the bytes of every row, of any length, from host memory that no copy engine reads."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from offload_runtime_kernels.gather_rows import gather_rows, gather_rows_reference, gather_rows_triton

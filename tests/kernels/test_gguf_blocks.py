@@ -1,7 +1,5 @@
 """`decode_blocks`: every format against the gguf package and the kernel against the reference, bit for bit."""
 
-from __future__ import annotations
-
 import gguf
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """What holds a stream to an emulated link's pace: the kernel by a clock that the test turns, and by the GPU's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

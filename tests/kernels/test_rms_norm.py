@@ -1,7 +1,5 @@
 """`rms_norm`: the Triton kernel against plain torch, and rows that do not know of each other."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from offload_runtime_kernels.rms_norm import rms_norm, rms_norm_reference, rms_norm_triton

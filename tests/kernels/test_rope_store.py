@@ -1,7 +1,5 @@
 """`KVBlocks`: which position lies where; and `rope_store`: rotated queries, keys and values in their slots alone."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`choose_experts`: against torch's own softmax and order, ties, and bits that depend on the row alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`decode_scaled`: numbers against their definitions, and the kernel against the reference, bit for bit."""
 
-from __future__ import annotations
-
 from itertools import cycle, product
 
 import pytest

@@ -1,7 +1,5 @@
 """`select_chunks`: kernels and plain torch against sorting one head at a time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """What surrounds the pass of a step: the Triton kernels against plain torch and against lists of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import pytest
