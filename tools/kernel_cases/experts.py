@@ -1,8 +1,8 @@
 """Routed experts of a layer at the shapes of gpt-oss-120b and Qwen3-30B-A3B, all in the device's memory.
 
-Choices are drawn evenly, so that few tokens share experts. The reference is cuBLAS with matrices in bf16, one expert
-after the other. The bound is the longer of reading what is chosen once and of multiply-adds at the rate of cuBLAS's
-products in fp32.
+Choices are drawn evenly, so that few tokens share experts. The reference decodes one expert after the other and
+multiplies by cuBLAS in fp32, the same chain of multiply-adds. The bound is the longer of reading what is chosen once
+and of multiply-adds at the rate of cuBLAS's products in fp32.
 """
 
 from __future__ import annotations
@@ -51,14 +51,17 @@ def make_experts(model: str, rows: int) -> Case:
     expert_bytes = gate_up.data.shape[1] + down.data.shape[1]
     moved_bytes = sum(map(len, chosen)) * expert_bytes // _INPUTS
     (first, second), every = (gate_up, down), torch.arange(shape.num_experts, device=DEVICE)
-    decoded = first.decoded(every, torch.bfloat16), second.decoded(every, torch.bfloat16)
+
+    def product(rows: torch.Tensor, matrices: StoredMatrices, number: int) -> torch.Tensor:
+        [matrix] = matrices.decoded(every[number : number + 1], torch.bfloat16)
+        return F.linear(rows.float(), matrix.float()).bfloat16()
 
     def reference(index: int) -> torch.Tensor:
         out = torch.zeros_like(x)
         for number in chosen[index]:
             token, choice = (choices[index] == number).nonzero(as_tuple=True)
-            gate, up = F.linear(x[token], decoded[0][number]).chunk(2, dim=-1)
-            y = F.linear(F.silu(gate) * up, decoded[1][number]) * weights[index][token, choice, None]
+            gate, up = product(x[token], first, number).chunk(2, dim=-1)
+            y = product(F.silu(gate) * up, second, number) * weights[index][token, choice, None]
             out.index_add_(0, token, y.bfloat16())
         return out
 
