@@ -21,19 +21,10 @@ from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.runners import ModelRunner
 from offload_runtime.weights import checkpoint_tensors, open_checkpoint
+from tests.helpers import families as cases
 from tests.helpers import models
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_copy  # noqa: F401 (an autouse fixture)
-from tests.helpers.families import (
-    ARCHITECTURES,
-    CONFIGURATIONS,
-    KNOWN,
-    NO_TOKENS,
-    VOCABULARY,
-    family_config,
-    family_model,
-    write_family,
-)
 
 # Configurations of each family by default, by the slow tests, and asked for: FAMILY_SEEDS=30 before a family lands.
 OFTEN, SLOW = 1, 2
@@ -49,9 +40,9 @@ GREEDY_MARGIN = dict.fromkeys(LOGITS_ERROR, 2e-4)
 # Of each kind of layers one runs in every way each time.
 RUN_OFTEN = ("llama", "gemma3_text", "gemma4_text", "qwen3_5_text", "qwen3_moe")
 
-families = pytest.mark.parametrize("family", CONFIGURATIONS)
+families = pytest.mark.parametrize("family", cases.CONFIGURATIONS)
 run_families = pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=[] if one in RUN_OFTEN else pytest.mark.slow) for one in CONFIGURATIONS]
+    "family", [pytest.param(one, marks=[] if one in RUN_OFTEN else pytest.mark.slow) for one in cases.CONFIGURATIONS]
 )
 seeds = pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[] if seed < OFTEN else pytest.mark.slow) for seed in range(ALL)]
@@ -62,12 +53,16 @@ def _check(path: Path, family: str, model: Any, seed: int) -> None:
     """Greedy tokens behind a prompt; where one has just been said a random one takes its place, as texts of random
     models repeat themselves soon."""
     generator, made = torch.Generator().manual_seed(seed), make_runner(open_checkpoint(path), buffers=2)
-    text, logits, chosen = torch.randint(VOCABULARY, (PROMPT,), generator=generator).tolist(), list[torch.Tensor](), []
+    text, logits, chosen = (
+        torch.randint(cases.VOCABULARY, (PROMPT,), generator=generator).tolist(),
+        list[torch.Tensor](),
+        [],
+    )
     fed = text[:]
     for _ in range(24 if seed < OFTEN else 64):
         logits.append(prefill(made.runner, 0, fed)[0])
         chosen.append(int(logits[-1].argmax()))
-        fed = [int(torch.randint(VOCABULARY, (), generator=generator)) if chosen[-1] in text[-8:] else chosen[-1]]
+        fed = [int(torch.randint(cases.VOCABULARY, (), generator=generator)) if chosen[-1] in text[-8:] else chosen[-1]]
         text += fed
     made.close()
     expected = models.all_logits(model, text)[PROMPT - 1 : -1]
@@ -80,29 +75,29 @@ def _check(path: Path, family: str, model: Any, seed: int) -> None:
 @families
 @seeds
 def test_matches_transformers(family: str, seed: int, tmp_path: Path) -> None:
-    model = family_model(family, seed)
+    model = cases.family_model(family, seed)
     model.save_pretrained(tmp_path)
     _check(tmp_path, family, model, seed)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "olmo_hybrid"])  # of which one keeps its decays in fp32
 def test_weights_in_bf16_are_what_transformers_makes_of_them(family: str, tmp_path: Path) -> None:
-    family_model(family, 3).save_pretrained(tmp_path)
+    cases.family_model(family, 3).save_pretrained(tmp_path)
     state = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
     weights = models.load_plain(source := open_checkpoint(tmp_path), torch.bfloat16)
     for name, to in checkpoint_tensors(source.config()).items():
         torch.testing.assert_close(models.rows_of(to, weights), state[name], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", cases.ARCHITECTURES)
 @seeds
 def test_a_gguf_file_is_the_same_model(family: str, seed: int, tmp_path: Path) -> None:
-    model = family_model(family, seed, **KNOWN.get(family, {}))
+    model = cases.family_model(family, seed, **cases.KNOWN.get(family, {}))
     if family in ("gemma2", "gemma3_text"):  # llama.cpp knows it by the size of heads
         model.config.query_pre_attn_scalar = model.config.head_dim
         for layer in model.model.layers:
             layer.self_attn.scaling = model.config.head_dim**-0.5
-    _check(write_family(tmp_path / "m.gguf", family, model), family, model, seed)
+    _check(cases.write_family(tmp_path / "m.gguf", family, model), family, model, seed)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +109,7 @@ def test_a_gguf_file_is_the_same_model(family: str, seed: int, tmp_path: Path) -
     ],
 )  # fmt: skip
 def test_the_text_part_of_what_reads_images_is_the_model(family: str, outer: str, prefix: str, tmp_path: Path) -> None:
-    model = family_model(family, 3)
+    model = cases.family_model(family, 3)
     model.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     whole = {"model_type": outer.lower(), "architectures": [f"{outer}ForConditionalGeneration"]}
@@ -180,7 +175,7 @@ def _answers(target: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -
 @run_families
 def test_every_way_to_run_gives_the_tokens_of_plain_decoding(family: str, tmp_path: Path) -> None:
     tokenizer, target, noisy = byte_level_tokenizer(), tmp_path / "model", tmp_path / "noisy"
-    model = family_model(family, 1, max_position_embeddings=1024)
+    model = cases.family_model(family, 1, max_position_embeddings=1024)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
     write_noisy_copy(target, noisy, noise=0.02)
@@ -206,7 +201,7 @@ def _say(conversation: Conversation, text: str) -> GenerationResult:
 
 @run_families
 def test_a_session_goes_on_as_if_it_had_never_ended(family: str, tmp_path: Path) -> None:
-    family_model(family, 2, max_position_embeddings=1024).save_pretrained(tmp_path)
+    cases.family_model(family, 2, max_position_embeddings=1024).save_pretrained(tmp_path)
     byte_level_tokenizer().save_pretrained(tmp_path)
     asked, path = {"device": "cpu", "dtype": "fp32", "context": 500, "draft": "none"}, tmp_path / "chat.json"
     with Runtime.load(tmp_path, kv="host", resident_layers=0, **asked) as runtime:
@@ -220,17 +215,17 @@ def test_a_session_goes_on_as_if_it_had_never_ended(family: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=[] if one in RUN_OFTEN else pytest.mark.slow) for one in ARCHITECTURES]
+    "family", [pytest.param(one, marks=[] if one in RUN_OFTEN else pytest.mark.slow) for one in cases.ARCHITECTURES]
 )
 def test_a_quantised_file_streams_as_it_is_stored(family: str, tmp_path: Path) -> None:
     tokenizer, seed = byte_level_tokenizer(), 0
-    while family_config(family, seed).hidden_size % 32:
+    while cases.family_config(family, seed).hidden_size % 32:
         seed += 1
-    model = family_model(family, seed, max_position_embeddings=1024, **KNOWN.get(family, {}))
+    model = cases.family_model(family, seed, max_position_embeddings=1024, **cases.KNOWN.get(family, {}))
     words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    tokens = [*words, *NO_TOKENS[len(words) :]]
+    tokens = [*words, *cases.NO_TOKENS[len(words) :]]
     kind = gguf.GGMLQuantizationType.MXFP4 if family == "gpt_oss" else gguf.GGMLQuantizationType.Q8_0
-    path = write_family(tmp_path / "m.gguf", family, model, kind=kind, tokens=tokens)
+    path = cases.write_family(tmp_path / "m.gguf", family, model, kind=kind, tokens=tokens)
     tokenizer.save_pretrained(tmp_path)
     decoded = _answers(path, PROMPTS[::2], draft="none", kv="gpu", weights="decoded")
     stored = _answers(path, PROMPTS[::2], draft="ngram", kv="host", resident_layers=0, weights="stored")

@@ -12,21 +12,10 @@ import torch
 from emulation import emulated
 from typer.testing import CliRunner, Result
 
+from offload_runtime import hardware
 from offload_runtime.cache import HostKVCache, block_bytes
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError, StorageError
-from offload_runtime.hardware import (
-    DTYPES,
-    MachineProfile,
-    bench,
-    list_profiles,
-    load_profile,
-    measure,
-    profile_from_mapping,
-    profile_toml,
-    save_profile,
-    shipped_directory,
-)
 from offload_runtime.hardware.bench import HostInfo, NvmlAnswer, PcieLink, measure_decode_gweights_per_s
 from offload_runtime.hardware.measure import GpuReport, MachineReport, advise, measure_machine
 from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
@@ -79,24 +68,27 @@ def card(**changes: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_a_wrong_key_or_value_is_named_with_what_is_allowed(changes: dict[str, Any], words: str) -> None:
-    profile_from_mapping(card())
+    hardware.profile_from_mapping(card())
     with pytest.raises(ProfileError) as caught:
-        profile_from_mapping(card(**changes))
+        hardware.profile_from_mapping(card(**changes))
     assert words in str(caught.value)
 
 
 def test_a_profile_of_an_earlier_version_is_read_without_what_no_plan_reads_any_more() -> None:
     former = {"disk_gbps": 4.3, "pcie_width": 16, "cpu": {"name": "x", "cores": 4}, "link_by_copy_mib": {"1": 49.1}}
-    assert profile_from_mapping(card(**former)) == profile_from_mapping(card())
+    assert hardware.profile_from_mapping(card(**former)) == hardware.profile_from_mapping(card())
 
 
 # Where profiles are found.
 
 
 def test_the_shipped_profiles_are_there_and_plausible() -> None:
-    assert tuple(name for name, path in list_profiles().items() if path.parent == shipped_directory()) == SHIPPED
+    assert (
+        tuple(name for name, path in hardware.list_profiles().items() if path.parent == hardware.shipped_directory())
+        == SHIPPED
+    )
     for name in SHIPPED:
-        profile = load_profile(name)
+        profile = hardware.load_profile(name)
         assert profile.name == name
         assert profile.gpus == (2 if name.endswith("-x2") else 1)
         assert profile.link_gbps and profile.hbm_gbps and profile.vram_bytes and profile.vram_reserved_bytes
@@ -108,35 +100,35 @@ def test_the_shipped_profiles_are_there_and_plausible() -> None:
         assert profile.ram_bytes // 2 < profile.pinnable_bytes < profile.ram_bytes
         assert 50 < profile.tflops["bf16"] < 1000
         assert set(profile.decode_gweights_per_s) == DECODED
-    assert load_profile("rtx4090").vram_bytes == 24564 << 20
+    assert hardware.load_profile("rtx4090").vram_bytes == 24564 << 20
 
 
 def test_saved_profiles_are_listed_and_hide_shipped_ones(own: Path) -> None:
-    mine = profile_from_mapping(card(link_gbps=12.5))
-    assert save_profile(mine, "box") == own / "box.toml"
-    assert save_profile(mine, "rtx4090") == own / "rtx4090.toml"
-    assert load_profile("box") == replace(mine, name="box")
-    assert load_profile("rtx4090").link_gbps == 12.5
-    assert [(name, path.parent == shipped_directory()) for name, path in list_profiles().items()] == [
+    mine = hardware.profile_from_mapping(card(link_gbps=12.5))
+    assert hardware.save_profile(mine, "box") == own / "box.toml"
+    assert hardware.save_profile(mine, "rtx4090") == own / "rtx4090.toml"
+    assert hardware.load_profile("box") == replace(mine, name="box")
+    assert hardware.load_profile("rtx4090").link_gbps == 12.5
+    assert [(name, path.parent == hardware.shipped_directory()) for name, path in hardware.list_profiles().items()] == [
         ("box", False), ("h200", True), ("rtx3090", True), ("rtx4090", False), ("rtx4090-x2", True),
     ]  # fmt: skip
-    save_profile(replace(mine, link_gbps=13.0), "box")
-    assert load_profile("box").link_gbps == 13.0
+    hardware.save_profile(replace(mine, link_gbps=13.0), "box")
+    assert hardware.load_profile("box").link_gbps == 13.0
     for name in ("h200", "rtx4090-x2"):  # every kind of figure
-        save_profile(load_profile(name), "copy")
-        assert load_profile("copy") == replace(load_profile(name), name="copy")
+        hardware.save_profile(hardware.load_profile(name), "copy")
+        assert hardware.load_profile("copy") == replace(hardware.load_profile(name), name="copy")
     assert sorted(path.name for path in own.iterdir()) == ["box.toml", "copy.toml", "rtx4090.toml"]
 
 
 def test_an_unknown_name_gets_the_list_and_the_nearest() -> None:
     with pytest.raises(ProfileError, match=r"'rtx4900': did you mean rtx4090\? there are h200, rtx3090, rtx4090, rtx4"):
-        load_profile("rtx4900")
+        hardware.load_profile("rtx4900")
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "x.toml", "sp ace", "a" * 65, "ä", "a\n"])
 def test_names_that_cannot_be_loaded_again_are_refused(name: str, own: Path) -> None:
     with pytest.raises(ProfileError, match="is not a name for a profile"):
-        save_profile(profile_from_mapping(card()), name)
+        hardware.save_profile(hardware.profile_from_mapping(card()), name)
     assert not own.exists()
 
 
@@ -151,14 +143,14 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes | None, words: st
         path.write_bytes(content)
     for given_as in (path, str(path)):
         with pytest.raises(ProfileError, match=f"^{path}.*{words}"):
-            load_profile(given_as)
+            hardware.load_profile(given_as)
 
 
 def test_a_profile_that_cannot_be_written_says_where_and_how_out(own: Path) -> None:
     own.parent.mkdir()
     own.write_text("a file in the way")
     with pytest.raises(StorageError, match=r"box.toml cannot be written .* set OFFLOAD_RUNTIME_CONFIG"):
-        save_profile(profile_from_mapping(card()), "box")
+        hardware.save_profile(hardware.profile_from_mapping(card()), "box")
 
 
 @pytest.fixture(autouse=True)
@@ -190,13 +182,13 @@ def test_measuring_without_a_gpu_gives_the_host_and_reasons_for_the_rest() -> No
         assert report.missing[key] == "--device cpu leaves the GPU out"
     assert "torch" in profile.source
     assert any("no GPU was measured" in line for line in advise(report))
-    save_profile(profile, "cpu-box")
-    assert load_profile("cpu-box") == replace(profile, name="cpu-box")
+    hardware.save_profile(profile, "cpu-box")
+    assert hardware.load_profile("cpu-box") == replace(profile, name="cpu-box")
 
 
 def test_links_are_measured_side_by_side() -> None:
-    benches = [bench.LinkBench(torch.device("cpu"), back=back) for back in (False, True)]
-    rates_gbps = bench.measure_links_gbps(benches, bench.spent(0.1))
+    benches = [hardware.bench.LinkBench(torch.device("cpu"), back=back) for back in (False, True)]
+    rates_gbps = hardware.bench.measure_links_gbps(benches, hardware.bench.spent(0.1))
     assert len(rates_gbps) == 2 and all(0.01 < gbps < 1000 for gbps in rates_gbps)
     for one in benches:
         one.engine.close()
@@ -231,7 +223,7 @@ def report(
     nvml = NvmlAnswer("580.1", link, "" if link else "NVML is not available: no library")
     gpu = GpuReport(names, capability, free_bytes, nvml, alone)
     card = {"gpus": 1, "gpu_name": "Some GPU", "vram_bytes": 24 * GIB, "link_gbps": 25.0, **figures}
-    profile = MachineProfile("mine", "a test", ram_bytes=host.ram_bytes, **card)
+    profile = hardware.MachineProfile("mine", "a test", ram_bytes=host.ram_bytes, **card)
     return MachineReport(profile, host, missing or {}, gpu, 1.0)
 
 
@@ -305,18 +297,18 @@ def test_measuring_a_gpu_gives_plausible_figures() -> None:
     assert profile.link_gbps and profile.link_back_gbps and profile.hbm_gbps and profile.staging_gbps
     assert 1 < profile.link_gbps < 1000 and 1 < profile.link_back_gbps < 1000
     assert 2 * profile.link_gbps < profile.hbm_gbps < 20_000
-    assert set(profile.tflops) == set(DTYPES)
+    assert set(profile.tflops) == set(hardware.DTYPES)
     assert profile.tflops["bf16"] > profile.tflops["fp32"] > 1
     assert profile.graph_launch_us and 0.1 < profile.graph_launch_us < 100
     assert profile.host_gbps and 0.1 < profile.staging_gbps < profile.host_gbps
     assert not any(getattr(profile, key) for key in of_several)
     if found.gpu.nvml.link is not None:
         assert profile.link_gbps < found.gpu.nvml.link.peak_gbps
-    save_profile(profile, "measured")
-    assert load_profile("measured") == replace(profile, name="measured")
+    hardware.save_profile(profile, "measured")
+    assert hardware.load_profile("measured") == replace(profile, name="measured")
 
 
-PROFILE = MachineProfile(
+PROFILE = hardware.MachineProfile(
     "this-machine", "a test", 2, 64 * 10**9, gpu_name="Some GPU", vram_bytes=24 * 10**9, link_gbps=6.4, hbm_gbps=1008.0,
     graph_launch_us=1.25, pinnable_bytes=32 * 10**9, host_gbps=60.0, staging_gbps=17.5, tflops={"bf16": 165.2},
     decode_gweights_per_s={"Q4_K": 3470.0, "Q6_K": 2960.0}, links_at_once_gbps=(6.0, 5.5), transfer_us=31.0,
@@ -354,7 +346,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMeasuring:
 
 
 def profile(measuring: FakeMeasuring, *arguments: str) -> Result:
-    app = app_of(SimpleNamespace(measure_machine=measuring), measure)
+    app = app_of(SimpleNamespace(measure_machine=measuring), hardware.measure)
     return CliRunner().invoke(app, ["profile", *arguments], env={"COLUMNS": "140"})
 
 
@@ -372,7 +364,7 @@ def test_table_reasons_advice_and_toml_are_printed(measuring: FakeMeasuring) -> 
         "  - this is Linux under Windows (WSL2)",
     ):  # fmt: skip
         assert words in result.stdout
-    assert result.stdout.endswith("\n\n" + profile_toml(PROFILE))
+    assert result.stdout.endswith("\n\n" + hardware.profile_toml(PROFILE))
 
 
 def test_options_reach_the_measurement(measuring: FakeMeasuring) -> None:
@@ -387,7 +379,7 @@ def test_saving_says_where_and_can_be_loaded(measuring: FakeMeasuring, tmp_path:
     assert result.exit_code == 0
     assert result.stdout.endswith(f"\nsaved to {tmp_path / 'config/profiles/box.toml'}\n")
     assert "[tflops]" not in result.stdout
-    loaded = load_profile("box")
+    loaded = hardware.load_profile("box")
     assert (loaded.name, loaded.tflops) == ("box", PROFILE.tflops)
 
 
@@ -412,7 +404,7 @@ def test_what_was_measured_is_not_lost_when_it_cannot_be_saved(measuring: FakeMe
     (tmp_path / "config").write_text("a file in the way")
     result = profile(measuring, "--save", "box")
     assert result.exit_code == 2
-    assert result.stdout.endswith("\n\n" + profile_toml(PROFILE))
+    assert result.stdout.endswith("\n\n" + hardware.profile_toml(PROFILE))
     assert "box.toml cannot be written" in result.stderr
 
 
@@ -426,7 +418,7 @@ def test_typed_errors_end_the_command_in_one_line(measuring: FakeMeasuring) -> N
 TARGET = "deep_target"  # its keys and values take more memory than a ring for them
 MB, NUM_LAYERS = 1_000_000, 10
 # Slow enough for a layer of the checkpoint (83 kB) to take far longer than a thread oversleeps.
-TOY = MachineProfile(
+TOY = hardware.MachineProfile(
     "toy", "made up", 1, 10**9, gpu_name="toy", vram_bytes=400 * MB, vram_reserved_bytes=50 * MB, link_gbps=0.01,
     link_back_gbps=0.005, hbm_gbps=1000.0, tflops={"fp32": 1.0, "bf16": 1.0},
 )  # fmt: skip
@@ -447,7 +439,7 @@ def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path)
     with load(target, kv="host", resident_layers=0, draft="none") as plain:
         expected = _generate(plain)
         needed_bytes = plain.plan.device_bytes  # without a limit all keys and values stay on the host
-    save_profile(replace(TOY, vram_bytes=needed_bytes + 100_000, vram_reserved_bytes=None), "toy")
+    hardware.save_profile(replace(TOY, vram_bytes=needed_bytes + 100_000, vram_reserved_bytes=None), "toy")
     options: dict[str, Any] = {"kv": "host", "resident_layers": 0, "draft": "none"}
     with Runtime.load(target, **options, **emulated("toy", device="cpu")) as runtime:
         assert runtime.plan.resident_kv_layers == ()

@@ -13,18 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from offload_runtime import (
-    EndEvent,
-    ErrorEvent,
-    GenerationParams,
-    GenerationResult,
-    Runtime,
-    SamplingParams,
-    Scheduler,
-    Ticket,
-    TokenEvent,
-    errors,
-)
+import offload_runtime as rt
 from offload_runtime.config import SpeculationOptions
 from tests.helpers.engine import PROMPT, FailingRunner, load, one_thread  # noqa: F401 (an autouse fixture)
 
@@ -50,9 +39,9 @@ class Task:
     """A request, the answer that it gets alone, and after how many tokens it is cancelled, if at all."""
 
     prompt: list[int]
-    params: GenerationParams
+    params: rt.GenerationParams
     speculate: bool
-    alone: GenerationResult
+    alone: rt.GenerationResult
     cancelled_after: int | None = None
 
 
@@ -63,28 +52,28 @@ class Heard:
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     sources: list[str] = field(default_factory=list)
-    end: EndEvent | ErrorEvent | None = None
+    end: rt.EndEvent | rt.ErrorEvent | None = None
     has_ended: threading.Event = field(default_factory=threading.Event)
 
-    def __call__(self, event: TokenEvent | EndEvent | ErrorEvent) -> None:
+    def __call__(self, event: rt.TokenEvent | rt.EndEvent | rt.ErrorEvent) -> None:
         assert self.end is None, "nothing comes behind the end"
-        if isinstance(event, TokenEvent):
+        if isinstance(event, rt.TokenEvent):
             self.tokens.append(event.token)
             self.sources.append(event.source)
             self.text += event.text
             return
-        self.text += event.text if isinstance(event, EndEvent) else ""
+        self.text += event.text if isinstance(event, rt.EndEvent) else ""
         self.end = event
         self.has_ended.set()
 
     @property
-    def result(self) -> GenerationResult:
-        assert self.has_ended.wait(60) and isinstance(self.end, EndEvent), self.end
+    def result(self) -> rt.GenerationResult:
+        assert self.has_ended.wait(60) and isinstance(self.end, rt.EndEvent), self.end
         return self.end.result
 
     @property
     def error(self) -> BaseException:
-        assert self.has_ended.wait(60) and isinstance(self.end, ErrorEvent)
+        assert self.has_ended.wait(60) and isinstance(self.end, rt.ErrorEvent)
         return self.end.error
 
 
@@ -95,14 +84,14 @@ class Held(Heard):
         super().__init__()
         self.is_held, self.let_go = threading.Event(), threading.Event()
 
-    def __call__(self, event: TokenEvent | EndEvent | ErrorEvent) -> None:
+    def __call__(self, event: rt.TokenEvent | rt.EndEvent | rt.ErrorEvent) -> None:
         super().__call__(event)
         self.is_held.set()
         assert self.let_go.wait(60)
 
 
 def make_tasks(
-    runtime: Runtime, windows: Sequence[dict[str, Any]], count: int, seed: int, *, longest: int = 24
+    runtime: rt.Runtime, windows: Sequence[dict[str, Any]], count: int, seed: int, *, longest: int = 24
 ) -> list[Task]:  # fmt: skip
     """Requests of all kinds; some prompts reach over a block of the cache."""
     chance, words, tasks = random.Random(seed), runtime.encode(PROMPT), []
@@ -110,16 +99,16 @@ def make_tasks(
         most = 290 if number % 4 == 3 else 40
         prompt = [words[chance.randrange(len(words))] for _ in range(chance.randint(1, most))]
         sampling = [
-            SamplingParams(),
-            SamplingParams(temperature=0.8, seed=number, noise_id=number),
-            SamplingParams(temperature=1.0, seed=2, top_k=40, noise_id=number),
-            SamplingParams(temperature=0.7, seed=number, top_p=0.9, min_p=0.02),
-            SamplingParams(presence_penalty=1.5, repetition_penalty=1.2, logit_bias={words[0]: 2.0}),
-            SamplingParams(temperature=0.6, seed=number, frequency_penalty=0.8, top_k=40),
-            SamplingParams(temperature=0.9, seed=number, json_schema={"type": "array", "items": {"type": "string"}}),
+            rt.SamplingParams(),
+            rt.SamplingParams(temperature=0.8, seed=number, noise_id=number),
+            rt.SamplingParams(temperature=1.0, seed=2, top_k=40, noise_id=number),
+            rt.SamplingParams(temperature=0.7, seed=number, top_p=0.9, min_p=0.02),
+            rt.SamplingParams(presence_penalty=1.5, repetition_penalty=1.2, logit_bias={words[0]: 2.0}),
+            rt.SamplingParams(temperature=0.6, seed=number, frequency_penalty=0.8, top_k=40),
+            rt.SamplingParams(temperature=0.9, seed=number, json_schema={"type": "array", "items": {"type": "string"}}),
         ][chance.randrange(7)]
         stop = ("a",) if number % 5 == 4 else ()
-        params = GenerationParams(
+        params = rt.GenerationParams(
             chance.randint(1, longest), stop, sampling=sampling,
             ignore_eos=number % 3 > 0 and not sampling.has_grammar,
             logprobs=chance.choice([None, None, 2]), **chance.choice(windows),
@@ -131,7 +120,7 @@ def make_tasks(
     return tasks
 
 
-def assert_as_alone(task: Task, result: GenerationResult) -> None:
+def assert_as_alone(task: Task, result: rt.GenerationResult) -> None:
     if result.finish_reason == "interrupted":
         assert task.cancelled_after is not None
         assert result.tokens == task.alone.tokens[: len(result.tokens)] and task.alone.text.startswith(result.text[:-3])
@@ -143,7 +132,7 @@ def assert_as_alone(task: Task, result: GenerationResult) -> None:
     assert result.stats.new_tokens == len(result.tokens) and result.stats.prompt_tokens == len(task.prompt)
 
 
-def play(runtime: Runtime, tasks: Sequence[Task], seed: int) -> int:
+def play(runtime: rt.Runtime, tasks: Sequence[Task], seed: int) -> int:
     """Let requests join and leave at random, pass by pass; how many passes that took."""
     chance, coming = random.Random(seed), list(tasks)
     tokens: dict[Any, list[int]] = {}
@@ -190,7 +179,7 @@ def test_a_slot_that_is_used_again_is_as_good_as_new(target: Path, draft: Path, 
     options, _ = SPECULATION[proposals]
     text = [3 + (7 * i * i + i // 5) % 290 for i in range(900)]
     prompts = [text[:760], text[100:850]]  # of which much is far away
-    asked = GenerationParams(10, gamma=4, ignore_eos=True)
+    asked = rt.GenerationParams(10, gamma=4, ignore_eos=True)
     with loaded(target, **{"draft": draft, **options}, kv="gpu", max_batch=2) as runtime:
         # In the other order, so that what the one leaves behind for the other cannot make them alike.
         alone = [runtime.generate(prompt, params=asked) for prompt in reversed(prompts)][::-1]
@@ -217,20 +206,25 @@ def test_requests_come_and_go_on_a_gpu(target: Path, draft: Path, proposals: str
     """Steps are graphs there, which are replayed for whoever holds the slots."""
     options, windows = SPECULATION[proposals]
     asked = {"draft": draft, **options}
-    with Runtime.load(target, **asked, device="cuda", dtype="bf16", kv=kv, context=CONTEXT, max_batch=SLOTS) as runtime:
+    with rt.Runtime.load(
+        target, **asked, device="cuda", dtype="bf16", kv=kv, context=CONTEXT, max_batch=SLOTS
+    ) as runtime:
         tasks = make_tasks(runtime, windows, 24, seed=11)
         play(runtime, tasks, seed=4)
         play(runtime, list(reversed(tasks)), seed=5)
 
 
 @contextmanager
-def scheduler(target: Path, *, max_waiting: int = 64, **options: Any) -> Iterator[Scheduler]:
-    with loaded(target, **{"max_batch": 1, **options}) as runtime, Scheduler(runtime, max_waiting=max_waiting) as made:
+def scheduler(target: Path, *, max_waiting: int = 64, **options: Any) -> Iterator[rt.Scheduler]:
+    with (
+        loaded(target, **{"max_batch": 1, **options}) as runtime,
+        rt.Scheduler(runtime, max_waiting=max_waiting) as made,
+    ):
         yield made
 
 
-def params(count: int = 8, **options: Any) -> GenerationParams:
-    return GenerationParams(count, ignore_eos=True, **options)
+def params(count: int = 8, **options: Any) -> rt.GenerationParams:
+    return rt.GenerationParams(count, ignore_eos=True, **options)
 
 
 def unheard(event: object) -> None:
@@ -245,18 +239,18 @@ def test_threads_submit_and_cancel_as_they_please(target: Path) -> None:
 
         def submit(first: int) -> None:
             for task, one in list(zip(tasks, heard, strict=True))[first::2]:
-                tickets: list[Ticket] = []
+                tickets: list[rt.Ticket] = []
 
                 def on_event(event: Any, task: Task = task, one: Heard = one, tickets: Any = tickets) -> None:
                     one(event)
-                    if isinstance(event, TokenEvent) and len(one.tokens) == task.cancelled_after and tickets:
+                    if isinstance(event, rt.TokenEvent) and len(one.tokens) == task.cancelled_after and tickets:
                         tickets[0].cancel()
 
                 tickets.append(served.submit(task.prompt, task.params, on_event=on_event, speculate=task.speculate))
                 if task.cancelled_after == 0:
                     tickets[0].cancel()
 
-        with Scheduler(runtime) as served:
+        with rt.Scheduler(runtime) as served:
             threads = [threading.Thread(target=submit, args=(first,)) for first in (0, 1)]
             for thread in threads:
                 thread.start()
@@ -287,16 +281,16 @@ def test_a_queue_that_is_full_says_so(target: Path) -> None:
         assert first.is_held.wait(60)
         served.submit([6], params(), on_event=second)
         with pytest.raises(
-            errors.QueueFullError, match=r"1 requests wait already \(max_waiting\): try again in"
+            rt.errors.QueueFullError, match=r"1 requests wait already \(max_waiting\): try again in"
         ) as caught:
             served.submit([7], params(), on_event=unheard)
         assert caught.value.retry_after_s > 0
         assert served.counters.waiting + served.counters.running == 2
-        with pytest.raises(errors.ContextLengthError, match="exceed the context"):
+        with pytest.raises(rt.errors.ContextLengthError, match="exceed the context"):
             served.submit([7], params(100_000), on_event=unheard)
-        with pytest.raises(errors.OptionError, match="outside the vocabulary"):
+        with pytest.raises(rt.errors.OptionError, match="outside the vocabulary"):
             served.submit([70_000], params(), on_event=unheard)
-        with pytest.raises(errors.OptionError, match="exceeds the"):
+        with pytest.raises(rt.errors.OptionError, match="exceeds the"):
             served.submit([7], params(gamma=1000), on_event=unheard)
         first.let_go.set()
         assert len(first.result.tokens) == len(second.result.tokens) == 8
@@ -354,29 +348,31 @@ def test_a_request_without_numbers_ends_alone(copy: Path) -> None:
                 served.submit(prompts[name], params(12), on_event=one)
             served.close(grace_s=60)
         for name in ("own token", "prompt"):
-            assert isinstance(heard[name].error, errors.NumericalError)
+            assert isinstance(heard[name].error, rt.errors.NumericalError)
         assert heard["own token"].tokens == answers[5][: answers[5].index(poison) + 1]
         assert heard["beside"].result.tokens == heard["last"].result.tokens == answers[6]
         assert heard["behind"].result.tokens == answers[8]
 
 
-def failing(runtime: Runtime, error: Exception, *, after: int) -> None:
+def failing(runtime: rt.Runtime, error: Exception, *, after: int) -> None:
     loaded = runtime.engine.target
     runtime.engine.target = replace(loaded, runner=FailingRunner(loaded.runner, error, after=after))
 
 
-@pytest.mark.parametrize("error", [errors.BudgetError("the host is full"), torch.OutOfMemoryError("tried to allocate")])
+@pytest.mark.parametrize(
+    "error", [rt.errors.BudgetError("the host is full"), torch.OutOfMemoryError("tried to allocate")]
+)
 def test_a_pass_without_memory_ends_whoever_runs(target: Path, error: Exception) -> None:
     with loaded(target, max_batch=2) as runtime:
         alone = [runtime.generate([first], params=params(9), speculate=False).tokens for first in (5, 6, 7)]
         failing(runtime, error, after=2)
         heard = [Heard(), Heard(), Heard()]
-        with Scheduler(runtime) as served:
+        with rt.Scheduler(runtime) as served:
             for first, one in zip((5, 6, 7), heard, strict=True):
                 served.submit([first], params(9), on_event=one, speculate=False)
             served.close(grace_s=60)
-        failed = [one for one in heard if isinstance(one.end, ErrorEvent)]
-        assert failed and all(isinstance(one.error, errors.BudgetError) for one in failed)
+        failed = [one for one in heard if isinstance(one.end, rt.ErrorEvent)]
+        assert failed and all(isinstance(one.error, rt.errors.BudgetError) for one in failed)
         for tokens, one in zip(alone, heard, strict=True):
             assert one.end is not None and one.end.result.tokens == tokens[: len(one.tokens)] == one.tokens
             assert one in failed or one.tokens == tokens
@@ -385,13 +381,13 @@ def test_a_pass_without_memory_ends_whoever_runs(target: Path, error: Exception)
 
 def test_a_device_that_fails_ends_everything(target: Path) -> None:
     with loaded(target, max_batch=1) as runtime:
-        failing(runtime, errors.DeviceError("it burns"), after=2)
+        failing(runtime, rt.errors.DeviceError("it burns"), after=2)
         first, second = Heard(), Heard()
-        with Scheduler(runtime) as served:
+        with rt.Scheduler(runtime) as served:
             served.submit([5], params(), on_event=first, speculate=False)
             served.submit([6], params(), on_event=second, speculate=False)
             for one in (first, second):
-                assert isinstance(one.error, errors.DeviceError)
+                assert isinstance(one.error, rt.errors.DeviceError)
             assert len(first.tokens) == 3 and second.tokens == []
-            with pytest.raises(errors.OptionError, match=r"has stopped \(it burns\)"):
+            with pytest.raises(rt.errors.OptionError, match=r"has stopped \(it burns\)"):
                 served.submit([5], params(), on_event=unheard)

@@ -18,26 +18,12 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import load_profile
-from offload_runtime.plan import (
-    RunPlan,
-    common_figures,
-    describe_models,
-    pass_time,
-    plan_run,
-    prefill_time,
-    with_staging_rings,
-)
 from offload_runtime.plan.sizes import PROCESS_BYTES
 from offload_runtime.sizes import format_bytes, parse_bytes
 from offload_runtime.stream import HostArena, Registrar, ring_shape
+from tests.helpers import engine as engines
 from tests.helpers.assembly import copying_threads
-from tests.helpers.engine import (  # noqa: F401 (an autouse fixture)
-    PROMPT,
-    byte_level_tokenizer,
-    load,
-    one_thread,
-    refuse_weights,
-)
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.helpers.planning import CONFIGS, load_streaming_kv, without_limit
 from tests.test_weights_gguf import write
@@ -49,26 +35,26 @@ NEW_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def whole(target: Path) -> RunPlan:
+def whole(target: Path) -> planning.RunPlan:
     """The plan with every layer streamed."""
-    with load(target, resident_layers=0, draft="none") as runtime:
+    with engines.load(target, resident_layers=0, draft="none") as runtime:
         return runtime.plan
 
 
 @pytest.fixture(scope="module")
-def layer_bytes(whole: RunPlan) -> int:
+def layer_bytes(whole: planning.RunPlan) -> int:
     return whole.target.host_bytes_of_layers([0])
 
 
 @pytest.fixture(scope="module")
 def expected(target: Path) -> list[int]:
     """Tokens without any streaming."""
-    with load(target, draft="none") as runtime:
+    with engines.load(target, draft="none") as runtime:
         return list(tokens_of(runtime))
 
 
 def tokens_of(runtime: Runtime) -> tuple[int, ...]:
-    return runtime.generate(PROMPT, max_new_tokens=NEW_TOKENS, temperature=0.8, seed=3, ignore_eos=True).tokens
+    return runtime.generate(engines.PROMPT, max_new_tokens=NEW_TOKENS, temperature=0.8, seed=3, ignore_eos=True).tokens
 
 
 @pytest.fixture
@@ -122,7 +108,7 @@ def test_bytes_cross_the_link_once(target: Path, layer_bytes: int) -> None:
         engine = runtime.engine.target.cards[0].engine
         engine.drain()
         before = engine.bytes_copied
-        result = runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True)
+        result = runtime.generate(engines.PROMPT, max_new_tokens=4, ignore_eos=True)
         engine.drain()
         assert engine.bytes_copied - before == (result.stats.passes + 1) * result.stats.bytes_per_pass
         assert result.stats.pinned_bytes == runtime.engine.target.pinned_bytes > 0
@@ -134,13 +120,13 @@ def test_bytes_cross_the_link_once(target: Path, layer_bytes: int) -> None:
 
 def refused(target: Path, **options: Any) -> str:
     with pytest.raises(BudgetError) as caught:
-        Runtime.load(target, device="cpu", draft="none", on_progress=refuse_weights, **options)
+        Runtime.load(target, device="cpu", draft="none", on_progress=engines.refuse_weights, **options)
     return str(caught.value)
 
 
 def lock_refused(target: Path, **options: Any) -> str:
     with pytest.raises(BudgetError) as caught:
-        load_locked_by(LimitedRegistrar(NO_LIMIT), target, on_progress=refuse_weights, **options)
+        load_locked_by(LimitedRegistrar(NO_LIMIT), target, on_progress=engines.refuse_weights, **options)
     return str(caught.value)
 
 
@@ -235,7 +221,7 @@ def test_tokens_and_sizes_are_those_of_a_plan_that_has_it_on_the_host(device: st
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():  # so that tokens depend on what was read
         model.model.embed_tokens.weight.normal_(0, 0.5)
-    byte_level_tokenizer().save_pretrained(tmp_path)
+    engines.byte_level_tokenizer().save_pretrained(tmp_path)
     path = write(tmp_path / "m.gguf", model, kind="Q8_0", vocabulary={}) if stored == "Q8_0" else tmp_path
     model.to(torch.bfloat16).save_pretrained(tmp_path)
     asked: dict[str, Any] = {"device": device, "context": 512, "draft": "ngram", "tree_nodes": 16, "kv": "gpu"}
@@ -268,7 +254,7 @@ def test_a_plan_has_it_where_a_pass_brings_less() -> None:
 
     def planned(name: str, **options: Any) -> Any:
         asked: dict[str, Any] = {"draft": "none", "context": 8192, "kv": "gpu", **options}
-        return plan_run(describe_models(RuntimeConfig(str(CONFIGS / name), **asked)), card)
+        return planning.plan_run(planning.describe_models(RuntimeConfig(str(CONFIGS / name), **asked)), card)
 
     def nowhere_else(plan: Any) -> bool:
         return "embedding" not in plan.host and "embedding and head" in plan.device
@@ -289,16 +275,16 @@ NEW_LONG_TOKENS = 22  # behind 750 tokens a block becomes full
 
 
 @pytest.fixture(scope="module")
-def wanted(target: Path) -> RunPlan:
+def wanted(target: Path) -> planning.RunPlan:
     """The plan with all that is streamed on the host: every layer, and the keys and values of every layer."""
-    with load(target, kv="host", resident_layers=0, draft="none", context=KV_CONTEXT) as runtime:
+    with engines.load(target, kv="host", resident_layers=0, draft="none", context=KV_CONTEXT) as runtime:
         return runtime.plan
 
 
 @pytest.fixture(scope="module")
 def told(target: Path) -> tuple[int, ...]:
     """Tokens without any streaming."""
-    with load(target, draft="none", context=KV_CONTEXT) as runtime:
+    with engines.load(target, draft="none", context=KV_CONTEXT) as runtime:
         return long_tokens_of(runtime)
 
 
@@ -319,15 +305,17 @@ def on_host(registrar: LimitedRegistrar, target: Path, **options: Any) -> Runtim
     return load_locked_by(registrar, target, **{"kv": "host", "context": KV_CONTEXT, **options})
 
 
-def least(plan: RunPlan) -> int:
-    return with_staging_rings(plan.target, 0).ring_bytes
+def least(plan: planning.RunPlan) -> int:
+    return planning.with_staging_rings(plan.target, 0).ring_bytes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "resident"), [(0.0, 3), (0.6, 0), (0.6, 3), (0.6, NUM_LAYERS), (0.9, 3), (1.0, NUM_LAYERS)]
 )
-def test_a_limit_is_kept(target: Path, wanted: RunPlan, told: tuple[int, ...], share: float, resident: int) -> None:
+def test_a_limit_is_kept(
+    target: Path, wanted: planning.RunPlan, told: tuple[int, ...], share: float, resident: int
+) -> None:
     model = wanted.target
     kv_bytes, layer_bytes = model.host_kv_bytes, model.host_bytes_of_layers([0])
     limit = max(least(wanted), int(share * (kv_bytes + (NUM_LAYERS - resident) * layer_bytes)))
@@ -344,15 +332,15 @@ def test_a_limit_is_kept(target: Path, wanted: RunPlan, told: tuple[int, ...], s
             assert 0 < len(staged) < NUM_LAYERS
         if staged:
             assert f"the KV cache of {len(staged)} layers" in runtime.placement
-        stats = runtime.generate(PROMPT, max_new_tokens=2, ignore_eos=True).stats
+        stats = runtime.generate(engines.PROMPT, max_new_tokens=2, ignore_eos=True).stats
         assert stats.pinned_bytes == registrar.locked_bytes <= plan.pinned_bytes
         assert (stats.pageable_bytes > 0) == plan.is_staged
         staged_kv_bytes = len(staged) * 2 * 49152  # two blocks of 700 tokens are full
         weight_bytes = len(plan.placement.staged_layers) * model.layer_bytes
-        machine = replace(common_figures(), staging_gbps=15.0)
-        decoding = pass_time(plan, machine, length_tokens=700, rows=1)
+        machine = replace(planning.common_figures(), staging_gbps=15.0)
+        decoding = planning.pass_time(plan, machine, length_tokens=700, rows=1)
         assert decoding.staged_bytes == weight_bytes + staged_kv_bytes
-        prefill = prefill_time(plan, machine, 700)
+        prefill = planning.prefill_time(plan, machine, 700)
         assert prefill.staging_s == pytest.approx((weight_bytes + staged_kv_bytes) / 15e9)
         written_bytes = NUM_LAYERS * 2 * 49152
         assert prefill.link_bytes == decoding.weight_bytes + written_bytes
@@ -390,7 +378,9 @@ def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, told:
 SMALL = {"budget_tokens": 256, "chunk_size": 8}
 
 
-def test_triforce_needs_its_keys_and_values_page_locked(target: Path, one_layer_draft: Path, wanted: RunPlan) -> None:
+def test_triforce_needs_its_keys_and_values_page_locked(
+    target: Path, one_layer_draft: Path, wanted: planning.RunPlan
+) -> None:
     kv_bytes = wanted.target.host_kv_bytes
     registrar = LimitedRegistrar(NO_LIMIT)
     options = SpeculationOptions("triforce", **SMALL)
@@ -403,7 +393,7 @@ def test_triforce_needs_its_keys_and_values_page_locked(target: Path, one_layer_
             draft=one_layer_draft,
             speculation=options,
             pinned=kv_bytes - 100_000,
-            on_progress=refuse_weights,
+            on_progress=engines.refuse_weights,
         )
     said = str(caught.value)
     assert "no TriForce here" in said and "too little by 100.0 kB" in said and "--pinned page-locks" in said

@@ -1,6 +1,7 @@
 """Small random transformers models of every family, and their logits: the oracle of the decoder's tests."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,8 +54,11 @@ def _rope(rope_type: str, **others: Any) -> dict[str, Any]:
     return {"rope_type": rope_type, "rope_theta": 10000.0, **others}
 
 
-def _llama(**others: Any) -> transformers.LlamaForCausalLM:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_sizes(**others)))
+def _of(family: str, **others: Any) -> Any:
+    return getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**_sizes(**others)))
+
+
+_llama = partial(_of, "Llama")
 
 
 def _half_dim_factors(low: float, high: float) -> list[float]:
@@ -66,36 +70,23 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "llama-gqa": lambda: _llama(num_key_value_heads=2),
     "llama-gqa3-wide-heads": lambda: _llama(num_attention_heads=6, num_key_value_heads=2, head_dim=20),
     "llama-biases": lambda: _llama(attention_bias=True, mlp_bias=True),
-    "mistral-window": lambda: transformers.MistralForCausalLM(
-        transformers.MistralConfig(**_sizes(num_key_value_heads=2, sliding_window=9, head_dim=12))
+    "mistral-window": lambda: _of("Mistral", num_key_value_heads=2, sliding_window=9, head_dim=12),
+    "qwen2": lambda: _of("Qwen2", num_key_value_heads=2),
+    "qwen2-window": lambda: _of(
+        "Qwen2", num_key_value_heads=1, use_sliding_window=True, sliding_window=7, max_window_layers=2
     ),
-    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_sizes(num_key_value_heads=2))),
-    "qwen2-window": lambda: transformers.Qwen2ForCausalLM(
-        transformers.Qwen2Config(
-            **_sizes(num_key_value_heads=1, use_sliding_window=True, sliding_window=7, max_window_layers=2)
-        )
-    ),
-    "qwen3": lambda: transformers.Qwen3ForCausalLM(
-        transformers.Qwen3Config(**_sizes(num_key_value_heads=2, head_dim=32))
-    ),
-    "smollm3": lambda: transformers.SmolLM3ForCausalLM(
-        transformers.SmolLM3Config(**_sizes(num_key_value_heads=2, no_rope_layer_interval=2, tie_word_embeddings=True))
-    ),
+    "qwen3": lambda: _of("Qwen3", num_key_value_heads=2, head_dim=32),
+    "smollm3": lambda: _of("SmolLM3", num_key_value_heads=2, no_rope_layer_interval=2, tie_word_embeddings=True),
 }
 
 # Their frequencies depend on the length of the sequence, so one forward pass over everything is no oracle for decoding.
 LENGTH_DEPENDENT_BUILDERS: dict[str, Callable[[], Any]] = {
     "llama-dynamic": lambda: _llama(max_position_embeddings=SHORT_LENGTH, rope_parameters=_rope("dynamic", factor=3.0)),
-    "llama-longrope": lambda: _llama(
-        rope_parameters=_rope(
-            "longrope",
-            factor=512 / SHORT_LENGTH,
-            original_max_position_embeddings=SHORT_LENGTH,
-            short_factor=_half_dim_factors(1.0, 1.5),
-            long_factor=_half_dim_factors(2.0, 8.0),
-        )
-    ),
-}
+    "llama-longrope": lambda: _llama(rope_parameters=_rope(
+        "longrope", factor=512 / SHORT_LENGTH, original_max_position_embeddings=SHORT_LENGTH,
+        short_factor=_half_dim_factors(1.0, 1.5), long_factor=_half_dim_factors(2.0, 8.0),
+    )),
+}  # fmt: skip
 
 
 def random_model(name: str, *, seed: int = 0) -> Any:

@@ -195,15 +195,10 @@ def test_every_way_to_cut_fits_a_consumer_card(dtype: torch.dtype) -> None:
 
 # Rows of W and K of Llama-2-7B's layers, and of SmolLM2-135M's.
 REAL = [
-    (12288, 4096, {}),
-    (4096, 4096, {"residual": True, "bias": True}),
-    (22016, 4096, {"gated": "silu"}),
-    (4096, 11008, {"residual": True}),
-    (960, 576, {"bias": True}),
-    (576, 576, {"residual": True}),
-    (3072, 576, {"gated": "silu"}),
-    (576, 1536, {"residual": True}),
-]
+    (12288, 4096, {}), (4096, 4096, {"residual": True, "bias": True}), (22016, 4096, {"gated": "silu"}),
+    (4096, 11008, {"residual": True}), (960, 576, {"bias": True}), (576, 576, {"residual": True}),
+    (3072, 576, {"gated": "silu"}), (576, 1536, {"residual": True}),
+]  # fmt: skip
 REAL_CASES = [(BF16, *shape) for shape in REAL] + [(FP16, *REAL[number]) for number in (2, 3, 4, 5)]
 
 
