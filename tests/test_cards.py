@@ -61,17 +61,12 @@ def test_gpus_of_other_kinds_are_warned_of(monkeypatch: pytest.MonkeyPatch, capl
     for name, answer in (("is_available", lambda: True), ("device_count", lambda: 3)):
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: kinds[getattr(device, "index", device)])
-    for device, warned in (
-        ("cuda:0,cuda:1,cuda:2", True),
-        ("cuda:0,cuda:2", False),
-        ("auto", False),
-        ("cuda:1", False),
-    ):
+    for device, warns in (("cuda:0,cuda:1,cuda:2", True), ("cuda:0,cuda:2", False), ("auto", False), ("cuda:1", False)):
         caplog.clear()
         chosen = choose_devices(RuntimeConfig("model", device=device))
         assert len(chosen) == {"auto": 2}.get(device, device.count(",") + 1)
-        assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
-        assert not warned or caplog.messages[0].startswith("RTX 3090 and RTX 4090: GPUs of different kinds round")
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * warns
+        assert not warns or caplog.messages[0].startswith("RTX 3090 and RTX 4090: GPUs of different kinds round")
 
 
 @pytest.mark.gpu
@@ -123,10 +118,8 @@ def test_two_gpus_say_the_same(wide_target: Path, noisy_copy_of: Callable[[Path]
             continue  # it needs all layers on the devices
         vram = ",".join(["4GB"] * len(device.split(",")))
         options |= {"device": device, "resident_layers": stay, "vram": vram}
-        with Runtime.load(
-            wide_target, **options | {"device": device, "resident_layers": stay, "vram": vram}
-        ) as runtime:
-            results = runtime.generate_batch([PROMPT, PROMPT[:20], [7] * 700], **asked)
+        with Runtime.load(wide_target, **options | {"device": device, "resident_layers": stay, "vram": vram}) as loaded:
+            results = loaded.generate_batch([PROMPT, PROMPT[:20], [7] * 700], **asked)
             answers.append([result.tokens for result in results])
     assert all(answer == answers[0] for answer in answers)
 
@@ -307,9 +300,7 @@ def test_a_model_that_does_not_fit_beside_another_says_so(card: SharedCard, targ
 
 
 def test_a_refusal_names_who_holds_the_card(card: SharedCard, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = [
-        types.SimpleNamespace(pid=pid, usedGpuMemory=size * GB) for pid, size in ((77, 3), (os.getpid(), 1), (88, 19))
-    ]
+    held = [types.SimpleNamespace(pid=pid, usedGpuMemory=gb * GB) for pid, gb in ((77, 3), (os.getpid(), 1), (88, 19))]
     answers: dict[str, Any] = {
         "Init": None, "DeviceGetHandleByUUID": None, "DeviceGetComputeRunningProcesses": held,
         "DeviceGetGraphicsRunningProcesses": [], "SystemGetProcessName": "/usr/bin/game",
@@ -360,9 +351,7 @@ class Driver:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("readable", [True, False])
-def test_retrieval_needs_a_card_that_reads_arenas(
-    target: Path, monkeypatch: pytest.MonkeyPatch, readable: bool
-) -> None:
+def test_retrieval_needs_cards_that_read_arenas(target: Path, monkeypatch: pytest.MonkeyPatch, readable: bool) -> None:
     options: dict[str, Any] = {"device": "cuda", "kv": "host", "draft": "none", "context": 512}
     options["speculation"] = SpeculationOptions("triforce", budget_tokens=256)
     if not readable:

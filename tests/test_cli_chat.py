@@ -38,15 +38,13 @@ def said(runtime: FakeRuntime) -> list[Any]:
 
 
 def test_each_line_is_a_turn(runtime: FakeRuntime) -> None:
-    result = chat(
-        runtime, "--system", "Be brief.", "--seed", "9", "--tree-nodes", "50", turns="one\n\n  \n two \nthree"
-    )
+    shown = chat(runtime, "--system", "Be brief.", "--seed", "9", "--tree-nodes", "50", turns="one\n\n  \n two \nthree")
     assert runtime.loads[0].tree_nodes == 50
-    assert (result.exit_code, result.stdout) == (0, (NOISE + "Hello\n") * 3)
+    assert (shown.exit_code, shown.stdout) == (0, (NOISE + "Hello\n") * 3)
     assert said(runtime) == ["one", "two", "three"]
     assert runtime.requests[2][1] == GenerationParams(1024, sampling=SamplingParams(0.7, seed=9))
     # Two words of system prompt, then a word each way and turn.
-    assert "12.5 tokens/s · draft 1.5 tokens/pass · link 80 % · context 8 of 100\n" in result.stderr
+    assert "12.5 tokens/s · draft 1.5 tokens/pass · link 80 % · context 8 of 100\n" in shown.stderr
 
 
 @pytest.mark.parametrize(

@@ -167,11 +167,7 @@ def test_a_callback_asks_for_nothing(shared: Runtime, expected: dict[str, list[i
     asked: list[str] = []
 
     def callback(*_: object) -> bool:
-        for call in (
-            *calls_of(shared).values(),
-            lambda prompt: shared.stream(prompt, **ASKED),
-            lambda _: shared.close(),
-        ):
+        for call in (*calls_of(shared).values(), lambda text: shared.stream(text, **ASKED), lambda _: shared.close()):
             with pytest.raises(OptionError, match=INSIDE):
                 call(OTHER)
         asked.append(shared.tokenizer.decode(shared.encode(OTHER)))  # touches nothing of the pass

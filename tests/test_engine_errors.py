@@ -79,22 +79,14 @@ class TestBeforeLoading:
         refused(errors.OptionError, target, word, **options)
 
     def test_triforce_needs_all_layers_on_the_device(self, target: Path) -> None:
-        options = {
-            "speculation": SpeculationOptions("triforce", budget_tokens=64),
-            "resident_layers": 2,
-            "draft": "none",
-        }
-        refused(
-            errors.BudgetError, target, "3 of 5 layers would be streamed", "resident-layers auto it fits", **options
-        )
+        asked = {"speculation": SpeculationOptions("triforce", budget_tokens=64), "resident_layers": 2, "draft": "none"}
+        refused(errors.BudgetError, target, "3 of 5 layers would be streamed", "resident-layers auto it fits", **asked)
 
     @pytest.mark.parametrize(("device", "error", "word"), [
         ("gpu", errors.OptionError, "cuda"), ("mps", errors.OptionError, "cuda:N or cpu"),
         ("cuda:99", errors.DeviceError, "cuda:99" if torch.cuda.is_available() else "--device cpu"),
     ])  # fmt: skip
-    def test_devices_that_are_not_there(
-        self, target: Path, device: str, error: type[errors.OffloadError], word: str
-    ) -> None:
+    def test_devices_not_there(self, target: Path, device: str, error: type[errors.OffloadError], word: str) -> None:
         refused(error, target, word, device=device)
 
 

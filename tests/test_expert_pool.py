@@ -335,9 +335,7 @@ def test_a_pool_finds_about_what_its_plan_expects(mixture: Path) -> None:
         assert result.stats.expert_hit_rate == pytest.approx(1 - missed, abs=0.1)
 
 
-def test_measured_hits_count_by_how_many_they_are(
-    mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measured_hits_count_by_their_number(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "own"))
     config = open_checkpoint(mixture).config()
     for wanted, share, expected in ((100, 0.9, 0.5), (30_000, 0.5, 1.0), (10_000, 0.5**3, 1.5)):

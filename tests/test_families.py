@@ -166,10 +166,8 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def _answers(target: Path, prompts: list[list[int]] = PROMPTS, **options: Any) -> list[list[int]]:
-    with Runtime.load(
-        target, **{"device": "cpu", "dtype": "fp32", "context": 500, "max_batch": 3, **options}
-    ) as runtime:
-        return [result.tokens for result in runtime.generate_batch(prompts, **GREEDY)]
+    with Runtime.load(target, **{"device": "cpu", "dtype": "fp32", "context": 500, "max_batch": 3, **options}) as made:
+        return [result.tokens for result in made.generate_batch(prompts, **GREEDY)]
 
 
 @run_families
@@ -184,12 +182,9 @@ def test_every_way_to_run_gives_the_tokens_of_plain_decoding(family: str, tmp_pa
     for name, options in WAYS.items():
         assert _answers(target, **{"draft": noisy, **options}) == expected, name
     limited = any(window is not None for window in config.layer_windows)
-    triforce = {
-        "gamma": 4,
-        "speculation": SpeculationOptions("triforce", budget_tokens=64, chunk_size=8, gamma_draft=2),
-    }
+    asked = {"gamma": 4, "speculation": SpeculationOptions("triforce", budget_tokens=64, chunk_size=8, gamma_draft=2)}
     with pytest.raises(OptionError, match=r"full attention|take a draft of") if limited else nullcontext():
-        assert _answers(target, draft=noisy, **triforce) == expected
+        assert _answers(target, draft=noisy, **asked) == expected
 
 
 def _say(conversation: Conversation, text: str) -> GenerationResult:

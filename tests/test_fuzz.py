@@ -365,12 +365,7 @@ def command_lines(scratch: Path, stack: ExitStack) -> Part:
             change(random, rest if random.random() < 0.95 else command)
         words = [word for word in command + rest if _stays_here(word)]
         if "profile" in words:  # it would measure
-            words = [
-                "profile",
-                "--full",
-                "--device=cpu",
-                *(word for word in rest if "dev" not in word and _stays_here(word)),
-            ]
+            words = ["profile", "--full", "--device=cpu", *(w for w in rest if "dev" not in w and _stays_here(w))]
         damaged, _ = fuzzing.mutate_bytes(random, machine)
         (scratch / "damaged.toml").write_bytes(damaged)
         answers = words[:1] in (["generate"], ["chat"])

@@ -102,9 +102,7 @@ def dflash(carrying: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("kind", "way"), KINDS)
-def test_sessions_and_prefixes_go_on_with_a_head(
-    carrying: Path, dflash: Path, tmp_path: Path, kind: str, way: str
-) -> None:
+def test_sessions_and_prefixes_with_a_head(carrying: Path, dflash: Path, tmp_path: Path, kind: str, way: str) -> None:
     draft = dflash if kind == "dflash" else kind
     check_goes_on(carrying, tmp_path / "chat.json", draft=draft, device="cpu", kv="gpu", resident_layers=1, **WAYS[way])
     options = {"draft": draft, "context": CONTEXT, "kv": "gpu", "max_batch": SLOTS, "resident_layers": 1}
@@ -143,9 +141,7 @@ def test_a_head_knows_prompts_that_were_scored(carrying: Path, dflash: Path, kin
     with load(carrying, draft=dflash if kind == "dflash" else kind, context=CONTEXT, **WAYS[way]) as runtime:
         assert runtime.engine.draft is not None
         for prompt in PROMPTS[:2]:
-            plain, scored = (
-                runtime.generate(prompt, max_new_tokens=4, **asked) for asked in ({}, {"prompt_logprobs": 0})
-            )
+            plain, scored = (runtime.generate(prompt, max_new_tokens=4, **how) for how in ({}, {"prompt_logprobs": 0}))
             assert scored.tokens == plain.tokens
             assert runtime.engine.draft.runner.cache.length(0) >= len(prompt)
 
@@ -213,9 +209,7 @@ def plain(targets: dict[str, Path]) -> list[list[int]]:
         *(("dflash", way) for way in ("streamed", "host KV", "trees", "together")),
     ],
 )  # fmt: skip
-def test_answers_are_those_of_plain_decoding(
-    kind: str, way: str, targets: dict[str, Path], plain: list[list[int]]
-) -> None:
+def test_answers_are_plain_decodings(kind: str, way: str, targets: dict[str, Path], plain: list[list[int]]) -> None:
     draft = targets.get(kind, kind)
     with Runtime.load(targets["target"], draft=draft, **{"device": "cpu", **PLACES[way]}) as runtime:
         assert answers(runtime) == plain
@@ -256,9 +250,7 @@ def test_a_head_beside_the_target_is_taken_where_it_fits(targets: dict[str, Path
         assert "drafting with fits" in runtime.placement and "the EAGLE-3 head" in runtime.placement
 
 
-def test_a_damaged_mtp_layer_is_done_without_unless_it_is_asked_for(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_mtp_layer_is_done_without_unless_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     damaged = add_random_mtp(write_checkpoint(tmp_path / "plain"), tmp_path / "damaged")
     stored = load_file(damaged / "model.safetensors")
     del stored["mtp.norm.weight"]

@@ -302,11 +302,9 @@ def test_an_answer_leaves_a_state_at_its_last_whole_block(hybrid: Path) -> None:
     params, short = replace(PARAMS, max_new_tokens=10), _text(250, 4)
     with Runtime.load(hybrid, draft="none", max_batch=1, **ASKED) as loaded:
         answer = loaded.generate(short, params=params).tokens
-        prompts = [short, _text(300, 3), [*short, *answer, 5]]
+        asked = [short, _text(300, 3), [*short, *answer, 5]]
         store_bytes = 6 * loaded.plan.target.kv_block_bytes
-        _check_kept(
-            loaded, prompts, _fresh(loaded, prompts, params), [0, 0, 256], params, prefix_cache_bytes=store_bytes
-        )
+        _check_kept(loaded, asked, _fresh(loaded, asked, params), [0, 0, 256], params, prefix_cache_bytes=store_bytes)
 
 
 def test_a_store_that_a_text_does_not_fit_has_it_up_to_a_state(hybrid: Path) -> None:

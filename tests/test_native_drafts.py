@@ -108,30 +108,28 @@ def target(request: pytest.FixtureRequest, tmp_path: Path, short_target: Path) -
 def random_history(target: ModelRunner, head: ModelRunner, seed: int, *, least: int = 0) -> None:
     """Texts that begin, grow by all kinds of budgets, end and go on otherwise: their tokens are the target's own, and
     so many of each window of the head."""
-    random_, budgets = random.Random(seed), [PLAINLY, CHAIN, TREE, TREE, DraftBudget("ngram", 6), AWARE]
+    luck, budgets = random.Random(seed), [PLAINLY, CHAIN, TREE, TREE, DraftBudget("ngram", 6), AWARE]
     params = [natives.PLAIN, NOISY][seed % 2]
-    prompts = {slot: random_tokens(random_.choice((1, 2, 40, 70)), seed=seed + slot) for slot in (0, 1)}
-    expected = {slot: natives.plainly(target, prompt, 40, params) for slot, prompt in prompts.items()}
+    prompts = {slot: random_tokens(luck.choice((1, 2, 40, 70)), seed=seed + slot) for slot in (0, 1)}
+    wanted = {slot: natives.plainly(target, prompt, 40, params) for slot, prompt in prompts.items()}
     drafter = natives.drafter_of(head, seed=seed)
-    decoding = natives.Decoding.of(natives.SlowRunner(target, drafter, random_.choice((0, 8))), drafter, {}, params)
+    decoding = natives.Decoding.of(natives.SlowRunner(target, drafter, luck.choice((0, 8))), drafter, {}, params)
     for _ in range(8):
         for slot in {0, 1} - {*decoding.texts}:
-            if random_.random() < 0.7:
-                decoding.join(
-                    {slot: expected[slot][: random_.randint(len(prompts[slot]), len(prompts[slot]) + 20)]}, params
-                )
-        running = {slot for slot in decoding.texts if len(decoding.texts[slot]) < len(expected[slot])}
+            if luck.random() < 0.7:
+                decoding.join({slot: wanted[slot][: luck.randint(len(prompts[slot]), len(prompts[slot]) + 20)]}, params)
+        running = {slot for slot in decoding.texts if len(decoding.texts[slot]) < len(wanted[slot])}
         if running:
-            asked = {slot: random_.choice(budgets) for slot in sorted(running)}
+            asked = {slot: luck.choice(budgets) for slot in sorted(running)}
             for slot, output in decoding.step(asked).items():
                 assert {*output.proposal.sources} <= {head.decoder.config.name, "ngram"}
                 assert len(output.path) >= least or not asked[slot].drafts or asked[slot].cost_aware
         for slot, text in [*decoding.texts.items()]:
-            most = min(len(text), len(expected[slot]))
-            assert text[:most] == expected[slot][:most]
-            if random_.random() < 0.2 or most == len(expected[slot]):
+            most = min(len(text), len(wanted[slot]))
+            assert text[:most] == wanted[slot][:most]
+            if luck.random() < 0.2 or most == len(wanted[slot]):
                 decoding.leave(slot)
-                kept = random_.randint(0, target.cache.length(slot))
+                kept = luck.randint(0, target.cache.length(slot))
                 target.cache.truncate(slot, min(kept, len(prompts[slot]) - 1))
 
 

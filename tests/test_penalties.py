@@ -217,12 +217,10 @@ def test_they_are_the_models_own(target: Path, draft: Path, scores: list[list[To
     gamma, per_pass = None if proposals == "none" else 5, list[float]()
     with load(target, draft=chosen, tree_nodes=nodes) as runtime:
         for way, rows, count in zip(SCORED_WAYS, scores, (5, 0, 3), strict=True):
-            result = runtime.generate(
-                PROMPT, max_new_tokens=SCORED, ignore_eos=True, logprobs=count, gamma=gamma, **way
-            )
-            assert_close(result.logprobs, rows, count)
-            assert [one.token for one in result.logprobs or ()] == result.tokens
-            per_pass.append(result.stats.tokens_per_pass)
+            found = runtime.generate(PROMPT, max_new_tokens=SCORED, ignore_eos=True, logprobs=count, gamma=gamma, **way)
+            assert_close(found.logprobs, rows, count)
+            assert [one.token for one in found.logprobs or ()] == found.tokens
+            per_pass.append(found.stats.tokens_per_pass)
     assert max(per_pass) > 1.2 or proposals == "none"
 
 

@@ -142,12 +142,10 @@ def test_a_desktop_keeps_its_memory_unless_the_user_says_what_a_run_may_take() -
 
 
 def test_loading_refuses_with_the_same_advice_and_promises_nothing_on_a_cpu(target: Path) -> None:
-    with pytest.raises(
-        BudgetError, match=r"--ram of 1\.6 GB is too small by .*\. What would do: with --ram"
-    ) as refused:
+    with pytest.raises(BudgetError, match=r"--ram of 1\.6 GB is too small by .*\. What would do: with --ram") as caught:
         Runtime.load(target, device="cpu", ram="1.601GB")
-    assert "tokens/s" not in str(refused.value) and "dtype" not in str(refused.value)
-    size = re.search(r"with --ram ([0-9.]+GB)", str(refused.value))
+    assert "tokens/s" not in str(caught.value) and "dtype" not in str(caught.value)
+    size = re.search(r"with --ram ([0-9.]+GB)", str(caught.value))
     assert size is not None
     Runtime.load(target, device="cpu", ram=size[1]).close()
 

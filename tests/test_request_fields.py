@@ -274,13 +274,9 @@ def test_logits_of_answers_of_any_length(runtime: Runtime, answers: Sequence[Seq
 
 
 def test_logits_of_what_is_no_answer(runtime: Runtime) -> None:
-    for prompt, answer, kind in (
-        ([], [5], OptionError),
-        ([5], [1 << 30], OptionError),
-        ([5], [5] * 64, ContextLengthError),
-    ):
+    for asked, said, kind in (([], [5], OptionError), ([5], [2**30], OptionError), ([5], [5] * 64, ContextLengthError)):
         with pytest.raises(kind):
-            list(runtime.logits(prompt, [answer]))
+            list(runtime.logits(asked, [said]))
 
 
 def test_a_chat_that_could_not_be_saved_does_not_end_well(tmp_path: Path) -> None:

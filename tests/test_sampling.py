@@ -98,9 +98,7 @@ def test_a_token_depends_on_its_own_logits_seed_position_and_noise_id_only():
 
 def test_known_tokens_do_not_change_between_releases():
     logits = torch.linspace(2, -2, 100).expand(8, 100)
-    tokens = sample(
-        logits, SamplingParams(temperature=1.0, seed=42), torch.arange(8), torch.zeros(8, dtype=torch.int64)
-    )
+    tokens = sample(logits, SamplingParams(1.0, seed=42), torch.arange(8), torch.zeros(8, dtype=torch.int64))
     assert tokens.tolist() == [2, 24, 7, 25, 34, 0, 17, 10]
 
 

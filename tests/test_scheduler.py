@@ -206,20 +206,15 @@ def test_requests_come_and_go_on_a_gpu(target: Path, draft: Path, proposals: str
     """Steps are graphs there, which are replayed for whoever holds the slots."""
     options, windows = SPECULATION[proposals]
     asked = {"draft": draft, **options}
-    with rt.Runtime.load(
-        target, **asked, device="cuda", dtype="bf16", kv=kv, context=CONTEXT, max_batch=SLOTS
-    ) as runtime:
-        tasks = make_tasks(runtime, windows, 24, seed=11)
-        play(runtime, tasks, seed=4)
-        play(runtime, list(reversed(tasks)), seed=5)
+    with rt.Runtime.load(target, **asked, device="cuda", dtype="bf16", kv=kv, context=CONTEXT, max_batch=SLOTS) as made:
+        tasks = make_tasks(made, windows, 24, seed=11)
+        play(made, tasks, seed=4)
+        play(made, list(reversed(tasks)), seed=5)
 
 
 @contextmanager
 def scheduler(target: Path, *, max_waiting: int = 64, **options: Any) -> Iterator[rt.Scheduler]:
-    with (
-        loaded(target, **{"max_batch": 1, **options}) as runtime,
-        rt.Scheduler(runtime, max_waiting=max_waiting) as made,
-    ):
+    with loaded(target, **{"max_batch": 1, **options}) as model, rt.Scheduler(model, max_waiting=max_waiting) as made:
         yield made
 
 

@@ -225,20 +225,15 @@ def test_nothing_ends_an_answer_before_min_tokens(runtime: Runtime, lone: Runtim
 
 
 def test_stop_tokens_end_an_answer_and_wait_as_long(runtime: Runtime, lone: Runtime) -> None:
-    plain = lone.generate(WORDS, max_new_tokens=16, ignore_eos=True).tokens
-    at = next(place for place in range(4, 16) if plain[place] not in plain[:place])
+    said = lone.generate(WORDS, max_new_tokens=16, ignore_eos=True).tokens
+    at = next(place for place in range(4, 16) if said[place] not in said[:place])
     for ignoring in (False, True):
-        result = runtime.generate(WORDS, max_new_tokens=16, stop_token_ids=[plain[at]], ignore_eos=ignoring)
-        assert result.tokens == plain[: at + 1] and result.finish_reason == "stop"
+        result = runtime.generate(WORDS, max_new_tokens=16, stop_token_ids=[said[at]], ignore_eos=ignoring)
+        assert result.tokens == said[: at + 1] and result.finish_reason == "stop"
     assert result.text == lone.generate(WORDS, max_new_tokens=at, ignore_eos=True).text
-    asked: dict[str, Any] = {
-        "max_new_tokens": 16,
-        "min_tokens": at + 2,
-        "stop_token_ids": [plain[at]],
-        "ignore_eos": True,
-    }
-    result = runtime.generate(WORDS, **asked)
-    assert plain[at] not in result.tokens[: at + 2] and result.tokens == lone.generate(WORDS, **asked).tokens
+    how: dict[str, Any] = {"max_new_tokens": 16, "min_tokens": at + 2, "stop_token_ids": [said[at]], "ignore_eos": True}
+    result = runtime.generate(WORDS, **how)
+    assert said[at] not in result.tokens[: at + 2] and result.tokens == lone.generate(WORDS, **how).tokens
 
 
 def test_a_stop_string_waits_as_well(lone: Runtime) -> None:

@@ -102,10 +102,8 @@ def odd_schema(chance: random.Random) -> Any:
     """Whatever a schema may say: its keywords with values that nobody means."""
     schema: Any = random_schema(chance)
     odd = [{"type": "string", "pattern": chance.choice(PATTERNS)}, {"$ref": chance.choice(REFS)}]
-    inner = {chance.choice(KEYWORDS): chance.choice([*odd, schema, [schema, *odd]])}
-    schema = chance.choice(
-        [schema, {**schema, **inner}, {"properties": {"p": inner}, "$defs": {"a": odd[0], "b": odd[1]}}]
-    )
+    one = {chance.choice(KEYWORDS): chance.choice([*odd, schema, [schema, *odd]])}
+    schema = chance.choice([schema, {**schema, **one}, {"properties": {"p": one}, "$defs": {"a": odd[0], "b": odd[1]}}])
     return mutate_json(chance, schema, KEYWORDS)[0]
 
 

@@ -176,12 +176,10 @@ def test_an_answer_of_a_schema_may_be_a_call_instead(calling: Served) -> None:
     schema, kinds = {"enum": [1, 2, "three"]}, set[bool]()
     asked = {**ASKED, "tools": TOOLS, "parallel_tool_calls": False, "logit_bias": compact(calling.runtime)}
     for seed in range(6):
-        (choice,) = calling.openai.chat.completions.create(
-            **asked, seed=seed, response_format=format_of(schema)
-        ).choices
-        kinds.add(bool(called(choice.message)))
-        if not choice.message.tool_calls:
-            assert_valid(choice.message.content, schema)
+        (said,) = calling.openai.chat.completions.create(**asked, seed=seed, response_format=format_of(schema)).choices
+        kinds.add(bool(called(said.message)))
+        if not said.message.tool_calls:
+            assert_valid(said.message.content, schema)
     assert kinds == {False, True}
 
 

@@ -132,14 +132,12 @@ def lock_refused(target: Path, **options: Any) -> str:
 
 @pytest.mark.usefixtures("nothing_left")
 def test_too_little_host_memory_is_refused_before_anything_is_read(target: Path) -> None:
-    message = refused(target, ram=PROCESS_BYTES + 10_000, resident_layers=0)
+    said = refused(target, ram=PROCESS_BYTES + 10_000, resident_layers=0)
     size = format_bytes(PROCESS_BYTES)
-    assert f"--ram of {size} is too small by" in message and "streamed layers" in message
-    assert (
-        f"Python and libraries {size}" in message and "What would do: with --ram" in message and "--vram" not in message
-    )
-    message = refused(target, ram=PROCESS_BYTES + 10_000, kv="host", context=400)
-    assert "with --ram" in message and "KV cache" in message
+    assert f"--ram of {size} is too small by" in said and "streamed layers" in said
+    assert f"Python and libraries {size}" in said and "What would do: with --ram" in said and "--vram" not in said
+    said = refused(target, ram=PROCESS_BYTES + 10_000, kv="host", context=400)
+    assert "with --ram" in said and "KV cache" in said
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -271,7 +269,7 @@ def test_a_plan_has_it_where_a_pass_brings_less() -> None:
 
 KV_CONTEXT = 4096
 BOOK = [(7 * index) % 250 + 4 for index in range(750)]
-NEW_LONG_TOKENS = 22  # behind 750 tokens a block becomes full
+LONG_TOKENS = 22  # behind 750 tokens a block becomes full
 
 
 @pytest.fixture(scope="module")
@@ -296,9 +294,7 @@ def no_thread_left() -> Iterator[None]:
 
 
 def long_tokens_of(runtime: Runtime) -> tuple[int, ...]:
-    return tuple(
-        runtime.generate(BOOK, max_new_tokens=NEW_LONG_TOKENS, temperature=0.8, seed=3, ignore_eos=True).tokens
-    )
+    return tuple(runtime.generate(BOOK, max_new_tokens=LONG_TOKENS, temperature=0.8, seed=3, ignore_eos=True).tokens)
 
 
 def on_host(registrar: LimitedRegistrar, target: Path, **options: Any) -> Runtime:

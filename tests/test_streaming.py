@@ -36,9 +36,7 @@ def _views(index: int, buffer: torch.Tensor) -> LayerViews:
     return {"w": buffer}
 
 
-def _streamer(
-    engine: CopyEngine, *, num_layers: int = 7, buffers: int = 2, resident: tuple[int, ...] = ()
-) -> LayerStreamer:
+def _ring(engine: CopyEngine, num_layers: int = 7, buffers: int = 2, resident: tuple[int, ...] = ()) -> LayerStreamer:
     return LayerStreamer(
         [_layer(index) for index in range(num_layers)],
         {index: _layer(index) for index in resident},
@@ -78,7 +76,7 @@ def engine() -> Iterator[ThreadCopyEngine]:
 @pytest.mark.parametrize("resident", [(), (0,), (6,), (1, 3, 4)])
 @pytest.mark.parametrize("buffers", [1, 2, 3])
 def test_every_layer_arrives_intact(engine: ThreadCopyEngine, buffers: int, resident: tuple[int, ...]) -> None:
-    streamer = _streamer(engine, buffers=buffers, resident=resident)
+    streamer = _ring(engine, buffers=buffers, resident=resident)
     for number in range(12):  # slots and streamed layers do not divide each other: every alignment occurs
         assert _run_pass(streamer, compute_s=0.001 * (number % 2)) == list(range(7))
 
@@ -89,7 +87,7 @@ def test_every_layer_arrives_intact(engine: ThreadCopyEngine, buffers: int, resi
 def test_copies_that_overtake_each_other_arrive_intact(buffers: int, resident: tuple[int, ...]) -> None:
     """In passes that end, and behind some that are interrupted."""
     engine = ReorderingCopyEngine(random.Random(buffers), _random_delays(0, 0.002))
-    streamer = _streamer(engine, buffers=buffers, resident=resident)
+    streamer = _ring(engine, buffers=buffers, resident=resident)
     for number in range(10):
         assert _run_pass(streamer, compute_s=0.001 * (number % 2)) == list(range(7))
         with pytest.raises(_InterruptedError):
@@ -113,7 +111,7 @@ def _interrupt(streamer: LayerStreamer, at: int) -> None:
 @pytest.mark.parametrize("at", range(7))
 @pytest.mark.parametrize(("buffers", "resident"), [(1, ()), (2, (2,)), (3, (0, 6))])
 def test_a_pass_starts_over(engine: ThreadCopyEngine, buffers: int, resident: tuple[int, ...], at: int) -> None:
-    streamer = _streamer(engine, buffers=buffers, resident=resident)
+    streamer = _ring(engine, buffers=buffers, resident=resident)
     for _ in range(3):
         with pytest.raises(_InterruptedError):
             _interrupt(streamer, at)
@@ -150,7 +148,7 @@ class _InterruptedEngine(ThreadCopyEngine):
 @pytest.mark.parametrize("call", ["enqueue", "compute_wait", "compute_record"])
 def test_no_buffer_is_lost_where_the_queue_itself_is_interrupted(call: str) -> None:
     engine = _InterruptedEngine(call)
-    streamer = _streamer(engine, buffers=3)
+    streamer = _ring(engine, buffers=3)
     for others in range(9):
         engine.others = others
         with pytest.raises(_InterruptedError):

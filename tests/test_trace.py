@@ -66,12 +66,10 @@ def traced(path: Path, target: Path, *, load: Callable[..., Runtime] = Runtime.l
         batch = options.get("max_batch", 1)
         gamma = None if options.get("draft") == "none" else 7
         batched = batch > 1
-        results = (
-            runtime.generate_batch(PROMPTS[:batch], gamma=gamma, **ASKED) if batched else [generate(runtime, gamma)]
-        )
+        found = runtime.generate_batch(PROMPTS[:batch], gamma=gamma, **ASKED) if batched else [generate(runtime, gamma)]
         captured = runtime.plan.captured_bytes > 0
         assert not path.exists()
-    return Traced(traces.rows_of(path), results, engine, writeback, json.loads(path.read_text())["otherData"], captured)
+    return Traced(traces.rows_of(path), found, engine, writeback, json.loads(path.read_text())["otherData"], captured)
 
 
 def generate(runtime: Runtime, gamma: int | None = None) -> GenerationResult:
@@ -86,9 +84,7 @@ def assert_consistent(run: Traced, *, tolerance_s: float) -> None:
     for row, engine in queues.items():
         assert traces.total_bytes(rows[row]) == (engine.bytes_copied if engine is not None else 0)
         slack_s = tolerance_s * (1 + len(rows[row]))
-        assert traces.total_s(rows[row]) == pytest.approx(
-            engine.copy_seconds() if engine is not None else 0.0, abs=slack_s
-        )
+        assert traces.total_s(rows[row]) == pytest.approx(engine.copy_seconds() if engine else 0.0, abs=slack_s)
     # Of what is staged the host waits for the staging as well.
     waits = [bar for bar in rows["stalls"] if bar.name == "wait for the link"]
     waits += [bar for bar in rows["host"] if bar.name == "staging for the link"]

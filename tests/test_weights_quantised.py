@@ -395,9 +395,7 @@ def test_a_quantised_embedding_and_odd_sizes_are_refused(tmp_path: Path) -> None
     config = {**PACKED, **group(strategy="channel", group_size=None)}
     odd = FORMATS["packed 4 bits"]._replace(config=config, pack=lambda w: packed_int(w, w.shape[1], 4))
     write_quantised(tmp_path, odd, num_hidden_layers=1, intermediate_size=324)
-    with pytest.raises(
-        CheckpointError, match=r"down_proj has shape \[192, 324\], and only multiples of 8 can be packed"
-    ):
+    with pytest.raises(CheckpointError, match=r"down_proj has shape .192, 324., and only multiples of 8 can be packed"):
         open_checkpoint(tmp_path)
 
 

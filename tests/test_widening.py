@@ -153,11 +153,9 @@ def test_heads_guess_the_same_beside_the_widened_model(kind: str, tmp_path: Path
 def command(source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Runs the command in this process."""
 
-    def run(*words: str) -> int:
+    def run(*more: str) -> int:
         monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers of this process are pytest's
-        return widen_model.main(
-            ["--source", str(source_dir), "--device", "cpu", "--out", str(tmp_path / "out"), *words]
-        )
+        return widen_model.main(["--source", str(source_dir), "--device", "cpu", "--out", str(tmp_path / "out"), *more])
 
     return run
 

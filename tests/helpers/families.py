@@ -10,7 +10,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-import transformers
+import transformers as hf
 
 VOCABULARY = 320
 NO_TOKENS = [f"t{index}" for index in range(VOCABULARY)]  # of no kind of tokenizer
@@ -56,33 +56,29 @@ def _scaled(draw: random.Random) -> dict[str, Any]:
 
 def _llama(draw: random.Random) -> Any:
     biases = {name: draw.random() < 0.3 for name in ("attention_bias", "mlp_bias")}
-    return transformers.LlamaConfig(**_any_width(draw, _alike(draw)), **biases, rope_parameters=_scaled(draw))
+    return hf.LlamaConfig(**_any_width(draw, _alike(draw)), **biases, rope_parameters=_scaled(draw))
 
 
 def _mistral(draw: random.Random) -> Any:
     window = draw.choice((5, 40))
-    return transformers.MistralConfig(
-        **_any_width(draw, _alike(draw)), sliding_window=window, rope_parameters=_scaled(draw)
-    )
+    return hf.MistralConfig(**_any_width(draw, _alike(draw)), sliding_window=window, rope_parameters=_scaled(draw))
 
 
 def _qwen2(draw: random.Random) -> Any:
-    return transformers.Qwen2Config(**_plain_heads(_alike(draw)), rope_parameters=_scaled(draw))
+    return hf.Qwen2Config(**_plain_heads(_alike(draw)), rope_parameters=_scaled(draw))
 
 
 def _qwen3(draw: random.Random) -> Any:
-    return transformers.Qwen3Config(**_any_width(draw, _alike(draw)), rope_parameters=_scaled(draw))
+    return hf.Qwen3Config(**_any_width(draw, _alike(draw)), rope_parameters=_scaled(draw))
 
 
 def _smollm3(draw: random.Random) -> Any:
-    return transformers.SmolLM3Config(
-        **_plain_heads(_alike(draw)), no_rope_layer_interval=4, rope_parameters=_scaled(draw)
-    )
+    return hf.SmolLM3Config(**_plain_heads(_alike(draw)), no_rope_layer_interval=4, rope_parameters=_scaled(draw))
 
 
 def _olmo2(draw: random.Random) -> Any:
     rope = draw.choice(({"rope_type": "default"}, {"rope_type": "linear", "factor": 2.0}))
-    return transformers.Olmo2Config(
+    return hf.Olmo2Config(
         **_plain_heads(_alike(draw)), attention_bias=draw.random() < 0.3,
         rope_parameters={**rope, "rope_theta": _theta(draw)},
     )  # fmt: skip
@@ -93,14 +89,14 @@ def _olmo3(draw: random.Random) -> Any:
     theta, full = _theta(draw), draw.choice(({"rope_type": "default"}, yarn))
     rope = {"full_attention": {**full, "rope_theta": theta},
             "sliding_attention": {"rope_type": "default", "rope_theta": theta}}  # fmt: skip
-    return transformers.Olmo3Config(
+    return hf.Olmo3Config(
         **_plain_heads(_alike(draw)) | {"num_hidden_layers": 5}, sliding_window=draw.choice((7, 33)),
         rope_parameters=rope,
     )  # fmt: skip
 
 
 def _granite(draw: random.Random) -> Any:
-    return transformers.GraniteConfig(
+    return hf.GraniteConfig(
         **_plain_heads(_alike(draw)), attention_multiplier=draw.choice((0.1, 0.3)), embedding_multiplier=6.0,
         residual_multiplier=draw.choice((1.0, 0.4)), logits_scaling=draw.choice((1.0, 4.0)),
         attention_bias=draw.random() < 0.3, mlp_bias=draw.random() < 0.3,
@@ -109,7 +105,7 @@ def _granite(draw: random.Random) -> Any:
 
 
 def _gemma2(draw: random.Random) -> Any:
-    return transformers.Gemma2Config(
+    return hf.Gemma2Config(
         **_any_width(draw, _alike(draw)) | {"tie_word_embeddings": True}, sliding_window=draw.choice((5, 40)),
         query_pre_attn_scalar=draw.choice((8, 16, 24)), attn_logit_softcapping=draw.choice((2.0, 50.0)),
         final_logit_softcapping=draw.choice((3.0, 30.0)),
@@ -121,7 +117,7 @@ def _gemma3_text(draw: random.Random) -> Any:
     full = draw.choice(({"rope_type": "default"}, {"rope_type": "linear", "factor": 8.0}))
     rope = {"full_attention": {**full, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
-    return transformers.Gemma3TextConfig(
+    return hf.Gemma3TextConfig(
         **_any_width(draw, _alike(draw)) | {"num_hidden_layers": draw.choice((3, 7)), "tie_word_embeddings": True},
         sliding_window=draw.choice((5, 40)), query_pre_attn_scalar=draw.choice((8, 16, 24)), rope_parameters=rope,
     )  # fmt: skip
@@ -129,14 +125,12 @@ def _gemma3_text(draw: random.Random) -> Any:
 
 def _glm4(draw: random.Random) -> Any:
     rope = {"rope_type": "default", "rope_theta": _theta(draw), "partial_rotary_factor": draw.choice((0.25, 0.5))}
-    return transformers.Glm4Config(
-        **_any_width(draw, _alike(draw)), rope_parameters=rope, attention_bias=draw.random() < 0.5
-    )
+    return hf.Glm4Config(**_any_width(draw, _alike(draw)), rope_parameters=rope, attention_bias=draw.random() < 0.5)
 
 
 def _cohere2(draw: random.Random) -> Any:
     sizes = _plain_heads(_alike(draw)) | {"num_hidden_layers": 5, "tie_word_embeddings": True}
-    return transformers.Cohere2Config(
+    return hf.Cohere2Config(
         **sizes, layer_norm_eps=draw.choice((1e-5, 1e-2)), logit_scale=draw.choice((0.25, 0.8)),
         sliding_window=draw.choice((5, 40)), attention_bias=draw.random() < 0.3,
         rope_parameters={"rope_type": "default", "rope_theta": _theta(draw)},
@@ -151,7 +145,7 @@ def _phi3(draw: random.Random) -> Any:
         pairs = int(head_dim * share) // 2
         rope = {"rope_type": "longrope", "short_factor": [draw.uniform(1, 2) for _ in range(pairs)],
                 "long_factor": [draw.uniform(2, 9) for _ in range(pairs)]}  # fmt: skip
-    return transformers.Phi3Config(
+    return hf.Phi3Config(
         **sizes, original_max_position_embeddings=SWITCH, sliding_window=draw.choice((None, 19)),
         rope_parameters={**rope, "rope_theta": _theta(draw), "partial_rotary_factor": share},
     )  # fmt: skip
@@ -163,14 +157,14 @@ def _ministral3(draw: random.Random) -> Any:
         "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
         "llama_4_scaling_beta": draw.choice((0.1, 0.7)),
     }  # fmt: skip
-    return transformers.Ministral3Config(**_any_width(draw, _alike(draw)), rope_parameters=rope)
+    return hf.Ministral3Config(**_any_width(draw, _alike(draw)), rope_parameters=rope)
 
 
 def _gemma4_text(draw: random.Random) -> Any:
     sizes, shared = _any_width(draw, _alike(draw)), draw.random() < 0.7
     rope = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}  # fmt: skip
-    return transformers.Gemma4TextConfig(
+    return hf.Gemma4TextConfig(
         **sizes | {"num_hidden_layers": draw.choice((3, 7)), "tie_word_embeddings": True}, rope_parameters=rope,
         sliding_window=draw.choice((5, 40)), hidden_size_per_layer_input=0, attention_k_eq_v=shared,
         global_head_dim=draw.choice((32, 48)), num_global_key_value_heads=1 if shared else None,
@@ -194,24 +188,24 @@ def _hybrid(
 
 
 def _qwen3_5_text(draw: random.Random) -> Any:
-    return transformers.Qwen3_5TextConfig(**_hybrid(draw))
+    return hf.Qwen3_5TextConfig(**_hybrid(draw))
 
 
 def _qwen3_next(draw: random.Random) -> Any:
     sizes = _experts(draw, _hybrid(draw)) | {"shared_expert_intermediate_size": draw.choice((16, 48))}
     sparse = draw.choice(({}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}, {"num_experts": 0}))
-    return transformers.Qwen3NextConfig(**sizes | sparse, norm_topk_prob=draw.random() < 0.7)
+    return hf.Qwen3NextConfig(**sizes | sparse, norm_topk_prob=draw.random() < 0.7)
 
 
 def _qwen3_5_moe_text(draw: random.Random) -> Any:
     sizes = _experts(draw, _hybrid(draw)) | {"shared_expert_intermediate_size": draw.choice((16, 48))}
-    return transformers.Qwen3_5MoeTextConfig(**sizes)
+    return hf.Qwen3_5MoeTextConfig(**sizes)
 
 
 def _glm4_moe(draw: random.Random) -> Any:
     sizes = _experts(draw, _any_width(draw, _alike(draw)), "n_routed_experts")
     rope = {"rope_type": "default", "rope_theta": _theta(draw), "partial_rotary_factor": draw.choice((0.25, 0.5))}
-    return transformers.Glm4MoeConfig(
+    return hf.Glm4MoeConfig(
         **sizes, first_k_dense_replace=draw.choice((0, 1)), n_shared_experts=draw.choice((1, 2)),
         norm_topk_prob=draw.random() < 0.7, routed_scaling_factor=draw.choice((1.0, 2.5)),
         use_qk_norm=draw.random() < 0.5, attention_bias=draw.random() < 0.5, rope_parameters=rope,
@@ -230,7 +224,7 @@ def _experts(draw: random.Random, sizes: dict[str, Any], count: str = "num_exper
 
 def _qwen3_moe(draw: random.Random) -> Any:
     sizes = _experts(draw, _any_width(draw, _alike(draw)))
-    return transformers.Qwen3MoeConfig(
+    return hf.Qwen3MoeConfig(
         **sizes, norm_topk_prob=draw.random() < 0.7, rope_parameters=_scaled(draw),
         **draw.choice(({}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0]})),
     )  # fmt: skip
@@ -239,12 +233,12 @@ def _qwen3_moe(draw: random.Random) -> Any:
 def _mixtral(draw: random.Random) -> Any:
     sizes = _experts(draw, _any_width(draw, _alike(draw)), "num_local_experts")
     del sizes["moe_intermediate_size"]
-    return transformers.MixtralConfig(**sizes, sliding_window=draw.choice((None, 40)), rope_parameters=_scaled(draw))
+    return hf.MixtralConfig(**sizes, sliding_window=draw.choice((None, 40)), rope_parameters=_scaled(draw))
 
 
 def _olmo_hybrid(draw: random.Random) -> Any:
     theta = draw.choice((None, 10000.0))
-    return transformers.OlmoHybridConfig(**_hybrid(draw, lambda _, sizes: _plain_heads(sizes)) | {
+    return hf.OlmoHybridConfig(**_hybrid(draw, lambda _, sizes: _plain_heads(sizes)) | {
         "linear_allow_neg_eigval": draw.random() < 0.7, "linear_key_head_dim": draw.choice((32, 96)),
         "rope_parameters": {"rope_type": "default", "rope_theta": theta},
     })  # fmt: skip
@@ -255,7 +249,7 @@ def _gpt_oss(draw: random.Random) -> Any:
     del sizes["moe_intermediate_size"]
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "truncate": False,
             "beta_fast": 32.0, "beta_slow": 1.0, "rope_theta": _theta(draw)}  # fmt: skip
-    return transformers.GptOssConfig(**sizes, sliding_window=draw.choice((5, 40)), rope_parameters=yarn)
+    return hf.GptOssConfig(**sizes, sliding_window=draw.choice((5, 40)), rope_parameters=yarn)
 
 
 CONFIGURATIONS: dict[str, Callable[[random.Random], Any]] = {
@@ -296,7 +290,7 @@ def family_model(family: str, seed: int, **changes: Any) -> Any:
     config = family_config(family, seed)
     for name, value in changes.items():
         setattr(config, name, value)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
+    model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     generator, first = torch.Generator().manual_seed(seed), 0.0 if family.startswith(("gemma2", "gemma3")) else 1.0
     with torch.no_grad():
         for name, buffer in model.named_buffers():
@@ -436,7 +430,7 @@ def _of_hybrid(name: str, values: np.ndarray, config: Any) -> dict[str, np.ndarr
 def _layer_sizes(config: Any) -> list[Any]:
     """The configuration of each layer, which are one where all are alike."""
     count = config.num_hidden_layers
-    if isinstance(config, transformers.Gemma4TextConfig):
+    if isinstance(config, hf.Gemma4TextConfig):
         return [config.per_layer_config[layer] for layer in range(count)]
     return [config] * count
 
@@ -468,9 +462,7 @@ def _unstacked(parameters: Iterable[tuple[str, torch.Tensor]], config: Any) -> l
 
 def _of_nextn(name: str) -> str | None:
     """What a tensor around a layer that guesses further tokens is called."""
-    found = re.fullmatch(
-        r"model.layers.(\d+).(eh_proj|enorm|hnorm|embed_tokens|shared_head.norm|shared_head.head)(.*)", name
-    )
+    found = re.fullmatch(r"model.layers.(\d+).(eh_proj|enorm|hnorm|embed_tokens|shared_head.(?:norm|head))(.*)", name)
     return f"blk.{found[1]}.nextn.{found[2].replace('.', '_')}{found[3]}" if found else None
 
 

@@ -374,6 +374,4 @@ def small_gguf(arch: str, *, sentencepiece: bool = False) -> dict[str, Any]:
         tensors[name] = [list(reversed(shape)), kind, offset]
         nbytes = math.prod(shape) // elements * block_bytes
         offset += nbytes + -nbytes % gguf.GGUF_DEFAULT_ALIGNMENT
-    return {
-        "metadata": {key: _typed(value) for key, value in metadata.items()}, "tensors": tensors, "data_bytes": offset
-    }  # fmt: skip
+    return {"metadata": {key: _typed(item) for key, item in metadata.items()}, "tensors": tensors, "data_bytes": offset}

@@ -77,15 +77,12 @@ def words(values: torch.Tensor, bits: int, order: tuple[int, ...] | None = None)
 def packed_int(w: torch.Tensor, size: int, bits: int, *, symmetric: bool = True, ordered: bool = False) -> Packed:
     """pack-quantized: words along the rows, zeros' words down the columns."""
     groups = rounded(w, size, bits, BF16, symmetric=symmetric, ordered=ordered)
-    tensors = {
-        "weight_packed": words(groups.q, bits), "weight_scale": groups.scales,
-        "weight_shape": torch.tensor(w.shape),
-    }  # fmt: skip
+    out = {"weight_packed": words(groups.q, bits), "weight_scale": groups.scales, "weight_shape": torch.tensor(w.shape)}
     if not symmetric:
-        tensors["weight_zero_point"] = words(groups.zeros.t(), bits).t()
+        out["weight_zero_point"] = words(groups.zeros.t(), bits).t()
     if ordered:
-        tensors["weight_g_idx"] = groups.of
-    return tensors, groups.decoded
+        out["weight_g_idx"] = groups.of
+    return out, groups.decoded
 
 
 def plain_int(w: torch.Tensor, *, symmetric: bool = True) -> Packed:

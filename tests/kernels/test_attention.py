@@ -61,9 +61,7 @@ def test_soft_caps_and_sinks_match_the_reference(prefill: bool, window: int | No
 
 def test_soft_caps_and_sinks_of_trees_over_several_splits() -> None:
     rows = tree_rows(TREE_PARENTS, (300, 250), position_order=(3, 0, 8, 1, 7, 2, 5, 4, 6), slots=(1, 0))
-    case = AttentionCase.random(
-        batch=2, num_queries=len(TREE_PARENTS), num_kv_heads=1, group=3, head_dim=16, capacity=320
-    )
+    case = AttentionCase.random(batch=2, num_queries=9, num_kv_heads=1, group=3, head_dim=16, capacity=320)
     _check(case.capped_with_sinks(), rows)
 
 
@@ -118,9 +116,7 @@ def test_prefill_does_not_read_tiles_behind_the_sliding_window() -> None:
 @pytest.mark.parametrize("committed", [(5, 60), (300, 250), (0, 256)])
 def test_tree_matches_reference(committed: tuple[int, int], window: int | None) -> None:
     rows = tree_rows(TREE_PARENTS, committed, position_order=(3, 0, 8, 1, 7, 2, 5, 4, 6), slots=(1, 0))
-    case = AttentionCase.random(
-        batch=2, num_queries=len(TREE_PARENTS), num_kv_heads=1, group=3, head_dim=16, capacity=320
-    )
+    case = AttentionCase.random(batch=2, num_queries=9, num_kv_heads=1, group=3, head_dim=16, capacity=320)
     _check(case, rows, window=window)
 
 

@@ -129,9 +129,7 @@ def test_a_path_through_a_tree_has_the_bits_of_a_chain(
         path = cases.tree_path(cases.TREE_PARENTS, leaf)
         on_device = cases.AttentionCase(case.q, case.kv)
         chain = cases.chain_of_path(on_device, path, committed, [committed + position_order[node] for node in path])
-        assert torch.equal(_run(chain, cases.chain_rows((committed,), (len(path),)), window), out[:, path]), (
-            f"leaf {leaf}"
-        )
+        assert torch.equal(_run(chain, cases.chain_rows((committed,), (len(path),)), window), out[:, path]), leaf
 
 
 def test_blocks_of_other_sequences_and_of_the_future_are_not_read() -> None:

@@ -153,10 +153,8 @@ def _one_by_one(case: cases.AttentionCase, sources: Sequence[KeySource], rows: Q
         own: list[KeySource] = []
         for source in sources:
             assert source.bounds is not None
-            first, num_keys = source.bounds[b].tolist()
-            own.append(
-                KeySource(KVBlocks(source.kv.data[b : b + 1]), range(first, first + len(source.blocks)), num_keys)
-            )
+            first, count = source.bounds[b].tolist()
+            own.append(KeySource(KVBlocks(source.kv.data[b : b + 1]), range(first, first + len(source.blocks)), count))
         one = cases.AttentionCase(case.q[b : b + 1], KVBlocks(case.kv.data[b : b + 1]))
         out.append(_expected(one, own, QueryRows(rows.positions[b : b + 1], cases.int32([0]), rows.max_length)))
     return torch.cat(out)

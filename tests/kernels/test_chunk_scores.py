@@ -34,15 +34,13 @@ def _summaries(means: torch.Tensor) -> ChunkSummaries:
     return ChunkSummaries(codes.contiguous(), torch.stack((units, spreads), -1).half())
 
 
-def _expected(
-    q: torch.Tensor, summaries: torch.Tensor | ChunkSummaries, counts: list[int], used: list[int]
-) -> torch.Tensor:
+def _expected(q: torch.Tensor, kept: torch.Tensor | ChunkSummaries, counts: list[int], used: list[int]) -> torch.Tensor:
     """The definition, in fp64."""
-    if isinstance(summaries, ChunkSummaries):
-        unit, spread = summaries.factors.double().unbind(-1)
-        means = summaries.codes.double() * unit[..., None]
+    if isinstance(kept, ChunkSummaries):
+        unit, spread = kept.factors.double().unbind(-1)
+        means = kept.codes.double() * unit[..., None]
     else:
-        means, spread = summaries, torch.zeros(summaries.shape[:3], dtype=torch.float64)
+        means, spread = kept, torch.zeros(kept.shape[:3], dtype=torch.float64)
     batch, num_rows, num_heads, _ = q.shape
     num_kv_heads, chunks = means.shape[1:3]
     group = num_heads // num_kv_heads
@@ -88,9 +86,7 @@ def test_scores_of_summaries_match_the_definition(
     with poisoned_outputs():
         scores = run(q, summaries, _ints(*counts), scale=SCALE, rows_used=_ints(*used))
     assert_within(scores.cpu(), _expected(q, summaries, counts, used), atol=1e-30, rtol=5e-5)
-    longer = ChunkSummaries(
-        *(torch.nn.functional.pad(part, (0, 0, 0, 9)) for part in (summaries.codes, summaries.factors))
-    )
+    longer = ChunkSummaries(*(torch.constant_pad_nd(one, (0, 0, 0, 9)) for one in (summaries.codes, summaries.factors)))
     assert_within(
         ops.chunk_scores(q, longer, counts, scale=SCALE, rows_used=_ints(*used)), scores.double(), atol=1e-12, rtol=3e-5
     )

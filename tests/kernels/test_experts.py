@@ -57,9 +57,7 @@ class Problem:
     buffers: torch.Tensor | None = None
 
     @classmethod
-    def random(
-        cls, shape: ExpertShape, rows: int, num_chosen: int, dtype: torch.dtype, *, bias: bool = False
-    ) -> Problem:
+    def random(cls, shape: ExpertShape, rows: int, chosen: int, dtype: torch.dtype, *, bias: bool = False) -> Problem:
         """Heavy-tailed values, whose sums differ in another order."""
         make = torch.Generator().manual_seed(rows)
 
@@ -67,24 +65,22 @@ class Problem:
             return (torch.randn(sizes, generator=make) * torch.randn(sizes, generator=make).exp() / 3).to(dtype)
 
         number, hidden, inner = shape.num_experts, shape.hidden, shape.inner
-        chosen = torch.rand(rows, number, generator=make).topk(num_chosen, dim=1)
-        order = chosen.indices.sort(dim=1)
-        weights = chosen.values.gather(1, order.indices)
+        likely = torch.rand(rows, number, generator=make).topk(chosen, dim=1)
+        order = likely.indices.sort(dim=1)
+        weights = likely.values.gather(1, order.indices)
         gate_up, down = normal(number, 2 * inner, hidden), normal(number, hidden, inner)
         biases = (normal(number, 2 * inner), normal(number, hidden)) if bias else (None, None)
         x = normal(rows, hidden)
         return cls(shape, x, order.values, weights, StoredMatrices.of(gate_up), StoredMatrices.of(down), biases)
 
     @classmethod
-    def encoded(
-        cls, shape: ExpertShape, rows: int, num_chosen: int, dtype: torch.dtype, kinds: tuple[str, str]
-    ) -> Problem:
+    def encoded(cls, shape: ExpertShape, rows: int, chosen: int, dtype: torch.dtype, kinds: tuple[str, str]) -> Problem:
         """With random blocks."""
         stored = (
             random_blocks(kind, shape.num_experts, *sizes)
             for kind, sizes in zip(kinds, ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner)), strict=True)
         )
-        one = cls.random(replace(shape, hidden=16, inner=16), rows, num_chosen, dtype)
+        one = cls.random(replace(shape, hidden=16, inner=16), rows, chosen, dtype)
         make = torch.Generator().manual_seed(rows)
         normal = [torch.randn(size, generator=make) for size in ((rows, shape.hidden), (shape.num_experts, 1))]
         x, bias = (normal[0] * normal[0].exp() / 64).to(dtype), normal[1].to(dtype)

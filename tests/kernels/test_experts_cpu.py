@@ -102,9 +102,7 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("encoding", "dtype", "instructions"), list(_cases()))
-def test_bits_are_the_references(
-    libraries: Path, encoding: str, dtype: torch.dtype, instructions: ops.Instructions
-) -> None:
+def test_bits_are_expected(libraries: Path, encoding: str, dtype: torch.dtype, instructions: ops.Instructions) -> None:
     if (feature := {"avx512": "avx512vl", "avx2": "avx2"}.get(instructions, "")) not in CPU:
         pytest.skip(f"this processor has no {feature}")
     library = ops.load_experts_library(libraries, dtype, [encoding], instructions)

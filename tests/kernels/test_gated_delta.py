@@ -31,10 +31,8 @@ class _Layer:
 
         self.shape, self.dtype, self.device = shape, dtype, device
         self.inputs, self.gates = normal(count, shape.channels), normal(count, 2 * shape.value_heads)
-        rates = torch.rand(shape.value_heads, generator=make).log().to(device)
-        self.weights = ops.DeltaWeights(
-            normal(shape.channels, shape.taps) / 2, rates, normal(shape.value_heads).float()
-        )
+        rate = torch.rand(shape.value_heads, generator=make).log().to(device)
+        self.weights = ops.DeltaWeights(normal(shape.channels, shape.taps) / 2, rate, normal(shape.value_heads).float())
 
     def memory(self) -> ops.DeltaMemory:
         return ops.DeltaMemory.empty(self.shape, 1, MEMORY_TOKENS, self.dtype, self.device)
@@ -161,13 +159,11 @@ def test_sequences_of_one_pass_do_not_know_of_each_other() -> None:
     first = _rows(0, 0, 30, "cpu")
     alone = ops.gated_delta(layer.inputs[:30], layer.gates[:30], layer.weights, memory, first, SMALL, keeps=True)
 
-    def words(*values: int) -> torch.Tensor:
+    def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
     # Row 2 of memory reads the last ten, row 0 nothing but padding behind its first.
-    both = ops.DeltaRows(
-        words(2, 0), words(0, 30), words(0, 0), words(10, 1), words(*range(10), 30, *[-1] * 9).view(2, 10)
-    )
+    both = ops.DeltaRows(ints(2, 0), ints(0, 30), ints(0, 0), ints(10, 1), ints(*range(10), 30, *[-1] * 9).view(2, 10))
     inputs = torch.cat((layer.inputs[:10], layer.inputs[30:31].expand(10, -1)))
     gates = torch.cat((layer.gates[:10], layer.gates[30:31].expand(10, -1)))
     out = ops.gated_delta(inputs, gates, layer.weights, memory, both, SMALL)

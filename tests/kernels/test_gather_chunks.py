@@ -13,10 +13,7 @@ from offload_runtime.stream import HostArena
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, poisoned_outputs, random_tensor
 
 NUM_BLOCKS = 3
-GATHERERS = [
-    pytest.param(ops.gather_chunks_reference, id="reference"),
-    pytest.param(ops.gather_chunks_triton, id="triton"),
-]
+RUNS = [pytest.param(ops.gather_chunks_reference, id="reference"), pytest.param(ops.gather_chunks_triton, id="triton")]
 
 
 @dataclass
@@ -110,7 +107,7 @@ def _run_updates(setup: Setup, run: Callable[..., torch.Tensor], counts: list[li
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("run", GATHERERS)
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize(("chunk_size", "places"), [(8, 40), (2, 33), (64, 4)])
 def test_repeated_updates(chunk_size: int, places: int, run: Callable[..., torch.Tensor]) -> None:
     _run_updates(_setup(chunk_size=chunk_size, places=places), run, [[places, places]] * 2)

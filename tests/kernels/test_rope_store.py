@@ -133,15 +133,9 @@ def test_pieces_and_rings_take_a_token_where_its_block_lies(store: Store) -> Non
         data = torch.full((NUM_SEQUENCES, num_blocks, 2, 1, ops.BLOCK_TOKENS, 16), float("nan"), device=KERNEL_DEVICE)
         store(qkv, rows, ops.KVBlocks(data, first_block), None)
         assert int(data.isfinite().sum()) == 5 * 2 * 16
-        for row, sequence, block, cache_position in (
-            (0, 0, 4, 0),
-            (1, 0, 5, 7),
-            (3, 1, 6, 0),
-            (4, 2, 7, 1),
-            (6, 1, 7, 0),
-        ):
-            assert torch.equal(data[sequence, places[block - 4], 0, 0, cache_position], qkv[row, 2 * 16 : 3 * 16])
-            assert torch.equal(data[sequence, places[block - 4], 1, 0, cache_position], qkv[row, 3 * 16 :])
+        for row, sequence, block, position in ((0, 0, 4, 0), (1, 0, 5, 7), (3, 1, 6, 0), (4, 2, 7, 1), (6, 1, 7, 0)):
+            assert torch.equal(data[sequence, places[block - 4], 0, 0, position], qkv[row, 2 * 16 : 3 * 16])
+            assert torch.equal(data[sequence, places[block - 4], 1, 0, position], qkv[row, 3 * 16 :])
 
 
 @stores

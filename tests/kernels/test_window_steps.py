@@ -105,10 +105,7 @@ def test_rows_of_a_tree(run: Callable[..., ops.StepRows], placed: bool) -> None:
     positions = [1002, 1003, 1003, 1004, 1005]
     padding = [-1, -1, -1]
     assert rows.positions.tolist() == [[*(position - moved for position in positions), *padding]]
-    assert rows.cache_positions.tolist() == [
-        *(cache_position - moved for cache_position in range(1002, 1007)),
-        *padding,
-    ]
+    assert rows.cache_positions.tolist() == [*(position - moved for position in range(1002, 1007)), *padding]
     assert rows.tokens.tolist() == [9, 20, 21, 22, 23, 0, 0, 0]
     assert rows.following.tolist()[:5] == [position + 1 for position in positions] and rows.used.tolist() == [5]
     assert rows.committed is not None and rows.committed.tolist() == [999 - moved]
