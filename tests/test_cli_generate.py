@@ -300,12 +300,10 @@ def test_a_batch_as_json(runtime: FakeRuntime, files: list[str]) -> None:
 
 def test_ctrl_c_keeps_the_answers_that_are_done(runtime: FakeRuntime, files: list[str]) -> None:
     runtime.before_piece = lambda number: press_ctrl_c() if number == 2 else None
-    result = generate(runtime, *files)
-    assert result.exit_code == 130
-    assert [line for line in result.stdout.splitlines() if not line.startswith("==")] == [
-        NOISE.strip(), "answer 0", "half", "half"
-    ]  # fmt: skip
-    assert [": stopped · " in line for line in result.stderr.splitlines()[-3:]] == [False, True, True]
+    out = generate(runtime, *files)
+    assert out.exit_code == 130
+    assert [x for x in out.stdout.splitlines() if not x.startswith("==")] == [NOISE.strip(), "answer 0", "half", "half"]
+    assert [": stopped · " in line for line in out.stderr.splitlines()[-3:]] == [False, True, True]
     record = json.loads(generate(runtime, *files, "--json").stdout)
     assert [answer["finish_reason"] for answer in record["results"]] == ["stop", "interrupted", "interrupted"]
 

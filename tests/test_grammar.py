@@ -228,12 +228,8 @@ def test_tokens_that_are_allowed_make_json_with_every_vocabulary(name: str, tmp_
     tokenizer = open_checkpoint(written(tmp_path, metadata_of(name))).tokenizer()
     vocab_size, chance = len(tokenizer) + 40, random.Random(2)
     compiler = GrammarCompiler(tokenizer, vocab_size, frozenset({tokenizer.eos_token_id}))
-    schema = {
-        "type": "array",
-        "prefixItems": [{"const": "naïve 日本\n</s><|im_end|><unk>"}, PERSON],
-        "minItems": 2,
-        "items": False,
-    }
+    items = [{"const": "naïve 日本\n</s><|im_end|><unk>"}, PERSON]
+    schema = {"type": "array", "prefixItems": items, "minItems": 2, "items": False}
     matcher, tokens, is_complete = compiler.compile(SamplingParams(json_schema=schema)), list[int](), False
     while not is_complete:
         (mask,) = token_masks([matcher], [((0,), (-1,))], torch.device("cpu"))

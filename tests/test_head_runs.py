@@ -112,9 +112,7 @@ def test_sessions_and_prefixes_with_a_head(carrying: Path, dflash: Path, tmp_pat
 
 
 @pytest.mark.parametrize(("kind", "way"), KINDS)
-def test_a_head_keeps_what_it_has_read_of_a_conversation(
-    carrying: Path, dflash: Path, tmp_path: Path, kind: str, way: str
-) -> None:
+def test_a_head_keeps_what_it_has_read(carrying: Path, dflash: Path, tmp_path: Path, kind: str, way: str) -> None:
     with load(carrying, draft=dflash if kind == "dflash" else kind, context=CONTEXT, **WAYS[way]) as runtime:
         assert runtime.engine.draft is not None
         held = runtime.engine.draft.runner.cache

@@ -214,10 +214,7 @@ def _agreement(draft: Path, prompt: list[int], answer: list[int]) -> list[bool]:
     one.close()
     positions = torch.arange(len(answer), dtype=torch.int32) + len(prompt) + 1
     sampling = SlotSampling.of([SamplingParams(temperature=0.7, seed=3)], logits.device)
-    return [
-        int(token) == said
-        for token, said in zip(sample(logits, sampling, positions, 0 * positions), answer[1:], strict=False)
-    ]
+    return [int(a) == b for a, b in zip(sample(logits, sampling, positions, 0 * positions), answer[1:], strict=False)]
 
 
 def test_a_draft_that_was_wrong_goes_on_as_if_it_had_read_the_text(hybrid: Path, tmp_path: Path) -> None:

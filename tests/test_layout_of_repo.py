@@ -167,11 +167,7 @@ def test_what_is_imported_is_required(extra: str) -> None:
     required = [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else ())]
     names = {re.split(r"[^\w-]", one, maxsplit=1)[0] for one in required}
     paths = [path for path in RUNTIME.rglob("*.py") if (path.parent.name == "server") == bool(extra)]
-    tops = (
-        {name.partition(".")[0] for path in paths for name in _names(_nodes(path))}
-        - set(sys.stdlib_module_names)
-        - NOT_REQUIRED
-    )
+    tops = {n.partition(".")[0] for p in paths for n in _names(_nodes(p))} - set(sys.stdlib_module_names) - NOT_REQUIRED
     others = {DISTRIBUTIONS.get(top, top) for top in tops if not top.startswith("offload_runtime")}
     assert not others - names, f"imported, but not among the dependencies: {sorted(others - names)}"
 

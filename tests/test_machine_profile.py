@@ -83,10 +83,7 @@ def test_a_profile_of_an_earlier_version_is_read_without_what_no_plan_reads_any_
 
 
 def test_the_shipped_profiles_are_there_and_plausible() -> None:
-    assert (
-        tuple(name for name, path in hardware.list_profiles().items() if path.parent == hardware.shipped_directory())
-        == SHIPPED
-    )
+    assert tuple(n for n, p in hardware.list_profiles().items() if p.parent == hardware.shipped_directory()) == SHIPPED
     for name in SHIPPED:
         profile = hardware.load_profile(name)
         assert profile.name == name

@@ -20,13 +20,8 @@ from offload_runtime.sampling import SlotSampling, filter_logits
 from tests.helpers.sampling import perturbed_logits, sample, slots_of
 
 NAN, INF = float("nan"), float("inf")
-FILTERS = [
-    {"top_k": 5},
-    {"top_p": 0.8},
-    {"min_p": 0.1},
-    {"top_k": 8, "top_p": 0.9},
-    {"top_k": 9, "top_p": 0.95, "min_p": 0.05},
-]
+FILTERS = [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.9},
+           {"top_k": 9, "top_p": 0.95, "min_p": 0.05}]  # fmt: skip
 
 
 def chi_square_limit(freedom, z=3.7):

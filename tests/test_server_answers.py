@@ -30,9 +30,7 @@ def alone(short_target: Path) -> Iterator[Runtime]:
 
 
 def test_a_chat_gets_the_answer_that_generate_gives(served: Served, alone: Runtime) -> None:
-    answer = served.openai.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=12, temperature=0.8, top_p=0.9, seed=7, user="somebody"
-    )
+    answer = served.ask(messages=MESSAGES, max_tokens=12, temperature=0.8, top_p=0.9, seed=7, user="somebody")
     expected = alone.generate(MESSAGES, max_new_tokens=12, temperature=0.8, top_p=0.9, seed=7)
     (choice,) = answer.choices
     assert choice.message.content == expected.text and choice.message.role == "assistant"
@@ -59,9 +57,7 @@ def test_a_stream_says_the_same_as_a_whole_answer(served: Served) -> None:
 
 
 def test_n_answers_draw_the_noise_ids_in_order(served: Served, alone: Runtime) -> None:
-    answer = served.openai.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=8, temperature=1.0, seed=3, n=3
-    )
+    answer = served.ask(messages=MESSAGES, max_tokens=8, temperature=1.0, seed=3, n=3)
     expected = [alone.generate(MESSAGES, max_new_tokens=8, temperature=1.0, seed=3, noise_id=i) for i in range(3)]
     assert [choice.message.content for choice in answer.choices] == [one.text for one in expected]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
@@ -75,12 +71,9 @@ def test_penalties_and_biases_are_those_of_generate(served: Served, alone: Runti
         "temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 1.5, "seed": 5,
     }  # fmt: skip
     plain = alone.generate(MESSAGES, max_new_tokens=16, temperature=1.0, seed=5)
-    bias = {plain.tokens[0]: -100}
-    expected = alone.generate(MESSAGES, max_new_tokens=16, logit_bias=bias, repetition_penalty=1.3, **asked)
-    answer = served.openai.chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=16, logit_bias={str(token): value for token, value in bias.items()},
-        extra_body={"repetition_penalty": 1.3}, **asked,
-    )  # fmt: skip
+    first, penalty = plain.tokens[0], {"repetition_penalty": 1.3}
+    expected = alone.generate(MESSAGES, max_new_tokens=16, logit_bias={first: -100}, **penalty, **asked)
+    answer = served.ask(messages=MESSAGES, max_tokens=16, logit_bias={str(first): -100}, extra_body=penalty, **asked)
     assert answer.choices[0].message.content == expected.text != plain.text
 
 
@@ -112,9 +105,7 @@ def test_an_answer_ends_at_a_stop_string(served: Served, alone: Runtime) -> None
     stop = next(letter for letter in whole.text if letter.isascii() and letter.isprintable())
     expected = alone.generate(MESSAGES, max_new_tokens=60, stop=stop)
     for given in (stop, [stop, "never said"]):
-        answer = served.openai.chat.completions.create(
-            model=MODEL, messages=MESSAGES, temperature=0, max_tokens=60, stop=given
-        )
+        answer = served.ask(messages=MESSAGES, temperature=0, max_tokens=60, stop=given)
         assert answer.choices[0].message.content == expected.text
         assert answer.choices[0].finish_reason == "stop"
 

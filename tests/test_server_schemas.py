@@ -66,9 +66,7 @@ def ask_all(served: Served, schemas: Sequence[dict[str, Any]]) -> list[str]:
 
     def ask(one: tuple[int, dict[str, Any]]) -> str:
         seed, schema = one
-        answer = served.openai.chat.completions.create(
-            **ASKED, seed=seed, response_format=format_of(schema), logit_bias=bias
-        )  # fmt: skip
+        answer = served.ask(**ASKED, seed=seed, response_format=format_of(schema), logit_bias=bias)
         (choice,) = answer.choices
         assert choice.finish_reason == "stop"
         assert_valid(choice.message.content, schema)
@@ -104,9 +102,7 @@ def test_a_stream_says_the_same_and_a_cut_answer_says_so(served: Served) -> None
 
 def test_any_object_and_plain_completions(served: Served) -> None:
     close = served.runtime.tokenizer.convert_tokens_to_ids("}")
-    answer = served.openai.chat.completions.create(
-        **ASKED, response_format={"type": "json_object"}, logit_bias={str(close): 100}
-    )
+    answer = served.ask(**ASKED, response_format={"type": "json_object"}, logit_bias={str(close): 100})
     assert answer.choices[0].message.content == "{}"
     text = served.openai.completions.create(
         model=MODEL, prompt=PROMPT, extra_body={"response_format": format_of({"const": "x"})}

@@ -282,9 +282,7 @@ def test_who_is_killed_leaves_a_whole_session(runtime: Runtime, tmp_path: Path) 
 
 def ask(url_of: Any, *texts: str) -> tuple[str, int]:
     """What is answered behind a conversation, and how many tokens of it were not read."""
-    messages: Any = [
-        {"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate((LONG, *texts))
-    ]
+    messages: Any = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate((LONG, *texts))]
     answer = url_of.openai.chat.completions.create(model=MODEL, messages=messages, max_tokens=8, temperature=0)
     (choice,) = answer.to_dict()["choices"]
     return choice["message"]["content"], choice["x_stats"]["kept_tokens"]

@@ -307,16 +307,14 @@ def least(plan: planning.RunPlan) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("share", "resident"), [(0.0, 3), (0.6, 0), (0.6, 3), (0.6, NUM_LAYERS), (0.9, 3), (1.0, NUM_LAYERS)]
+    ("share", "stay"), [(0.0, 3), (0.6, 0), (0.6, 3), (0.6, NUM_LAYERS), (0.9, 3), (1.0, NUM_LAYERS)]
 )
-def test_a_limit_is_kept(
-    target: Path, wanted: planning.RunPlan, told: tuple[int, ...], share: float, resident: int
-) -> None:
+def test_limits_hold(target: Path, wanted: planning.RunPlan, told: tuple[int, ...], share: float, stay: int) -> None:
     model = wanted.target
     kv_bytes, layer_bytes = model.host_kv_bytes, model.host_bytes_of_layers([0])
-    limit = max(least(wanted), int(share * (kv_bytes + (NUM_LAYERS - resident) * layer_bytes)))
+    limit = max(least(wanted), int(share * (kv_bytes + (NUM_LAYERS - stay) * layer_bytes)))
     registrar = LimitedRegistrar(limit)
-    with on_host(registrar, target, pinned=limit, resident_layers=resident) as runtime:
+    with on_host(registrar, target, pinned=limit, resident_layers=stay) as runtime:
         assert long_tokens_of(runtime) == long_tokens_of(runtime) == told
         plan = runtime.plan
         staged = plan.placement.staged_kv_layers
@@ -324,7 +322,7 @@ def test_a_limit_is_kept(
         assert (share == 1.0) == (not plan.is_staged)
         if share == 0.0:
             assert len(staged) == NUM_LAYERS
-        if share == 0.6 and resident == NUM_LAYERS:
+        if share == 0.6 and stay == NUM_LAYERS:
             assert 0 < len(staged) < NUM_LAYERS
         if staged:
             assert f"the KV cache of {len(staged)} layers" in runtime.placement
@@ -374,9 +372,7 @@ def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, told:
 SMALL = {"budget_tokens": 256, "chunk_size": 8}
 
 
-def test_triforce_needs_its_keys_and_values_page_locked(
-    target: Path, one_layer_draft: Path, wanted: planning.RunPlan
-) -> None:
+def test_triforce_needs_page_locked_keys(target: Path, one_layer_draft: Path, wanted: planning.RunPlan) -> None:
     kv_bytes = wanted.target.host_kv_bytes
     registrar = LimitedRegistrar(NO_LIMIT)
     options = SpeculationOptions("triforce", **SMALL)

@@ -121,9 +121,7 @@ def assert_figures(run: Traced) -> None:
     for one in stats:  # which have begun together
         assert round(sum(bar.args["bytes"] for bar in rounds[: one.passes]) / one.passes) == one.bytes_per_pass
     proposals = [bar for bar in run.rows["draft"] if bar.name == "propose"]
-    assert len([bar for bar in proposals if any(bar.args["proposed"])]) == len(
-        [bar for bar in rounds if any(bar.args["proposed"])]
-    )
+    assert len([b for b in proposals if any(b.args["proposed"])]) == len([b for b in rounds if any(b.args["proposed"])])
 
 
 @pytest.mark.few(1)
@@ -217,7 +215,7 @@ def test_a_trace_that_cannot_be_written_is_said_and_memory_is_given_back(target:
 
 
 @pytest.fixture(scope="module")
-def said_on_a_gpu(target: Path) -> dict[int, list[list[int]]]:
+def of_a_gpu(target: Path) -> dict[int, list[list[int]]]:
     """By plain decoding, of which nobody keeps a trace, for the first prompts alone and for all at once."""
     options: dict[str, Any] = {"draft": "none", "dtype": "bf16", "device": "cuda", "max_batch": len(PROMPTS)}
     with Runtime.load(target, context=CONTEXT, **options) as runtime:
@@ -228,12 +226,10 @@ def said_on_a_gpu(target: Path) -> dict[int, list[list[int]]]:
 @pytest.mark.gpu
 @pytest.mark.alone
 @pytest.mark.parametrize("name", list(RUNS))
-def test_a_trace_of_a_gpu(
-    target: Path, draft: Path, said_on_a_gpu: dict[int, list[list[int]]], name: str, tmp_path: Path,
-) -> None:  # fmt: skip
+def test_on_a_gpu(target: Path, draft: Path, of_a_gpu: dict[int, list[list[int]]], name: str, tmp_path: Path) -> None:
     options = {"draft": draft, "resident_layers": NUM_LAYERS, "dtype": "bf16", "device": "cuda", **RUNS[name]}
     run = traced(tmp_path / "trace.json", target, load=load_streaming_kv, **options)
-    assert [result.tokens for result in run.results] == said_on_a_gpu[len(run.results)]
+    assert [result.tokens for result in run.results] == of_a_gpu[len(run.results)]
     assert_consistent(run, tolerance_s=traces.EVENT_S)
     assert_figures(run)
     assert {bar.args["kind"] for bar in run.rows["link"]} - {"measurement"} == STREAMED[name]

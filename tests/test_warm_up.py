@@ -75,9 +75,7 @@ LENGTHS = (1, 9, 20, 34, 300, 505, 1100, 2000, 9000)
 
 
 @pytest.mark.parametrize("cache", ["streaming", "retrieval", "of a head"])
-def test_warming_up_leaves_nothing(
-    two_layer_target: Path, noisy_copy_of: Callable[[Path], Path], tmp_path: Path, cache: str
-) -> None:
+def test_no_traces(two_layer_target: Path, noisy_copy_of: Callable[[Path], Path], tmp_path: Path, cache: str) -> None:
     """On a CPU, where loading has nothing to warm up."""
     small: dict[str, Any] = {"recent_tokens": 64, "budget_tokens": 64, "chunk_size": 8}
     target, options = two_layer_target, {"resident_layers": 1, "context": 1500, "tree_nodes": 0}

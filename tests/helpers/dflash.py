@@ -98,13 +98,11 @@ def _turned(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat((x[..., :half] * cos - x[..., half:] * sin, x[..., half:] * cos + x[..., :half] * sin), dim=-1)
 
 
-def _attended(
-    stated: Mapping[str, Any], tensors: Tensors, layer: int, context: torch.Tensor, x: torch.Tensor
-) -> torch.Tensor:  # fmt: skip
-    """What attention gives the rows x [T, H] of a block behind a context [S, H], projected back."""
+def _read(stated: Mapping[str, Any], tensors: Tensors, layer: int, past: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """What attention gives the rows x [T, H] of a block behind a past [S, H], projected back."""
     own, prefix = stated["dflash_config"], f"layers.{layer}.self_attn."
-    heads, kv_heads, size, known = stated["num_attention_heads"], stated["num_key_value_heads"], 16, len(context)
-    rows, positions = torch.cat((context, x)), torch.arange(known + len(x))
+    heads, kv_heads, size, known = stated["num_attention_heads"], stated["num_key_value_heads"], 16, len(past)
+    rows, positions = torch.cat((past, x)), torch.arange(known + len(x))
 
     def projected(name: str, of: torch.Tensor) -> torch.Tensor:
         return F.linear(of, tensors[f"{prefix}{name}.weight"], tensors.get(f"{prefix}{name}.bias"))
@@ -167,7 +165,7 @@ def block_logits(
                 made = made.view(len(x), 2, own["conv_kernel_size"], -1)
                 rows = _convolved(rows, base[0], made[:, 0])
             if part == "attention":
-                out = _attended(stated, tensors, layer, context, rows)
+                out = _read(stated, tensors, layer, context, rows)
             else:
                 gate, up, down = (tensors[f"{prefix}mlp.{name}_proj.weight"] for name in ("gate", "up", "down"))
                 out = F.linear(F.silu(F.linear(rows, gate)) * F.linear(rows, up), down)

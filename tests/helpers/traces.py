@@ -60,9 +60,6 @@ def assert_layers_wait_for_their_copies(rows: dict[str, list[Bar]], *, tolerance
         copies = [bar for bar in rows["link"] if (bar.args["kind"], bar.args.get("layer")) == ("weights", layer)]
         used_s = 0.0
         for use in (bar for bar in rows["compute"] if bar.args["layer"] == layer):
-            arrived = [
-                copy for copy in copies
-                if copy.start_s >= used_s - tolerance_s and copy.end_s <= use.start_s + tolerance_s
-            ]  # fmt: skip
+            arrived = [c for c in copies if c.start_s >= used_s - tolerance_s and c.end_s <= use.start_s + tolerance_s]
             assert arrived, f"{use} begins before its weights are there"
             used_s = use.end_s

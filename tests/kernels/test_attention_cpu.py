@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -47,18 +48,11 @@ def _run(case: cases.AttentionCase, rows: ops.QueryRows, window: int | None = No
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_the_reference(dtype: torch.dtype, window: int | None) -> None:
-    case = _case(9, dtype, batch=2, head_dim=80)
-    for rows in (cases.chain_rows((600, 3), (9, 2)), cases.tree_rows(cases.TREE_PARENTS, (505, 700))):
+    plain, chain = _case(9, dtype, batch=2, head_dim=80), cases.chain_rows((600, 3), (9, 2))
+    both = (chain, cases.tree_rows(cases.TREE_PARENTS, (505, 700)))
+    for case, rows in product((plain, plain.capped_with_sinks()), both):
         # Everything is fp32 until the result is rounded, by half a roundoff of at most the largest value.
         atol = case.largest_value * (1e-5 if dtype == torch.float32 else 1e-5 + UNIT_ROUNDOFF[dtype])
-        assert_within(_run(case, rows, window), case.expected(_rows(rows), window), atol=atol)
-
-
-@pytest.mark.parametrize("window", [None, 300])
-def test_soft_caps_and_sinks_match_the_reference(window: int | None) -> None:
-    case = _case(9, torch.float32, batch=2, head_dim=96).capped_with_sinks()
-    for rows in (cases.chain_rows((600, 3), (9, 2)), cases.tree_rows(cases.TREE_PARENTS, (505, 700))):
-        atol = 1e-5 * case.largest_value
         assert_within(_run(case, rows, window), case.expected(_rows(rows), window), atol=atol)
 
 
