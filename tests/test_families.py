@@ -53,12 +53,8 @@ def _check(path: Path, family: str, model: Any, seed: int) -> None:
     """Greedy tokens behind a prompt; where one has just been said a random one takes its place, as texts of random
     models repeat themselves soon."""
     generator, made = torch.Generator().manual_seed(seed), make_runner(open_checkpoint(path), buffers=2)
-    text, logits, chosen = (
-        torch.randint(cases.VOCABULARY, (PROMPT,), generator=generator).tolist(),
-        list[torch.Tensor](),
-        [],
-    )
-    fed = text[:]
+    text = torch.randint(cases.VOCABULARY, (PROMPT,), generator=generator).tolist()
+    fed, logits, chosen = text[:], list[torch.Tensor](), list[int]()
     for _ in range(24 if seed < OFTEN else 64):
         logits.append(prefill(made.runner, 0, fed)[0])
         chosen.append(int(logits[-1].argmax()))

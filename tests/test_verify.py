@@ -24,6 +24,7 @@ from transformers.generation.logits_process import (
 from typer import Typer
 from typer.testing import CliRunner
 
+from offload_runtime import verify as verifying
 from offload_runtime.cli.app import app
 from offload_runtime.cli.reports import read_prompts, report_tables, verdict_line
 from offload_runtime.config import RuntimeConfig
@@ -31,23 +32,14 @@ from offload_runtime.core import Batch
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.verify import (
-    Fit,
-    VerificationPlan,
-    VerificationReport,
-    fit,
-    fit_row,
-    target_probabilities,
-    total,
-    verify,
-)
+from offload_runtime.verify import Fit, fit, fit_row, total
 from offload_runtime.verify.equality import Finding, Transcript, compare, resample
 from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
 from tests.test_cli_fakes import app_of
 
 pytestmark = pytest.mark.early  # `exact_report` takes ten seconds
 T1 = SamplingParams(temperature=1.0)
-PLAN = VerificationPlan(
+PLAN = verifying.VerificationPlan(
     prompts={"words": PROMPT, "letters": "a, b, c, d, a, b, c, d, a, b"},
     settings={"greedy": SamplingParams(), "top-p": SamplingParams(temperature=1.0, top_p=0.9), "T 1": T1},
     tokens=16,
@@ -80,11 +72,11 @@ def misread(runtime: Runtime, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def small_report(runtime: Runtime) -> VerificationReport:
-    return verify(runtime, SMALL_PLAN)
+def small_report(runtime: Runtime) -> verifying.VerificationReport:
+    return verifying.verify(runtime, SMALL_PLAN)
 
 
-def test_a_small_plan_is_exact(small_report: VerificationReport) -> None:
+def test_a_small_plan_is_exact(small_report: verifying.VerificationReport) -> None:
     assert small_report.verdict == "exact", small_report
     assert {run.drafter for run in small_report.runs} >= {"ngram", "draft", "script", "as loaded"}
     assert any(run.passes < 9 for run in small_report.runs if run.drafter == "script"), "no window was accepted"
@@ -97,7 +89,7 @@ def test_plans_that_prove_nothing_are_refused(runtime: Runtime) -> None:
     with pytest.raises(OptionError, match=r"seeds must be at least 32.* not 9"):
         replace(PLAN, seeds=9)
     with pytest.raises(ContextLengthError, match=r"'long' of \d+ tokens and 16 new ones exceed.*512.*--context"):
-        verify(runtime, replace(PLAN, prompts={"long": "word " * 400}))
+        verifying.verify(runtime, replace(PLAN, prompts={"long": "word " * 400}))
 
 
 def run(target: Path, *arguments: str, program: Typer = app) -> Result:
@@ -141,7 +133,7 @@ def test_the_command_ends_with_1_for_a_defect(target: Path) -> None:
     assert "defect" in verdicts
 
 
-def test_samples_that_do_not_fit_are_told(small_report: VerificationReport) -> None:
+def test_samples_that_do_not_fit_are_told(small_report: verifying.VerificationReport) -> None:
     console = Console(width=120, file=StringIO())
     report = replace(small_report, fits=[Fit("too many", 96, 500.0, 10, 0), Fit("filtered", 96, 1.0, 10, 3)])
     for part in report_tables(report):
@@ -173,10 +165,10 @@ def test_prompts_are_named_by_their_lines(tmp_path: Path) -> None:
 def test_bitwise_on_a_gpu(target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = replace(PLAN, tokens=32, seeds=32)
     with Runtime.load(target, draft=draft, device="cuda", dtype="bf16", resident_layers=2) as runtime:
-        report = verify(runtime, plan)
+        report = verifying.verify(runtime, plan)
         assert report.bitwise and report.verdict == "exact", verdict_line(report)
         misread(runtime, monkeypatch)
-        assert all(run.finding.differing_logit_rows for run in verify(runtime, plan).bad_runs)
+        assert all(run.finding.differing_logit_rows for run in verifying.verify(runtime, plan).bad_runs)
 
 
 def transcript(rows: torch.Tensor, params: SamplingParams, position: int = 10) -> Transcript:
@@ -248,7 +240,7 @@ def test_probabilities_are_those_of_transformers(params: SamplingParams) -> None
     if params.min_p:
         warpers.append(MinPLogitsWarper(params.min_p))
     expected = warpers(torch.zeros(1, 1, dtype=torch.long), logits[None])[0].softmax(0)
-    torch.testing.assert_close(target_probabilities(logits, params), expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(verifying.target_probabilities(logits, params), expected, rtol=1e-9, atol=1e-12)
 
 
 def test_chi_square_by_hand() -> None:
@@ -274,9 +266,9 @@ def test_fit_of_other_probabilities_is_refused() -> None:
     row = 2 * torch.randn(300, generator=generator)
     honest = fit_row("", row, T1, position=0, seeds=range(64))
     assert honest.draws == 1024 and honest.p_value > 1e-3
-    drawn = torch.multinomial(target_probabilities(row, T1), 1024, replacement=True, generator=generator)
+    drawn = torch.multinomial(verifying.target_probabilities(row, T1), 1024, replacement=True, generator=generator)
     counts = torch.bincount(drawn, minlength=300)
-    assert fit("", counts, target_probabilities(row, SamplingParams(temperature=1.3))).p_value < 1e-6
+    assert fit("", counts, verifying.target_probabilities(row, SamplingParams(temperature=1.3))).p_value < 1e-6
 
 
 @pytest.mark.few(6)

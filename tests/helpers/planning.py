@@ -27,10 +27,8 @@ CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
 def models(draw: st.DrawFn, *, most_layers: int = 48) -> DescribedModel:
     """A model of any size up to 70B, some with sliding windows, some with experts."""
     kv_heads, group = draw(st.sampled_from([32, 8, 2, 1])), draw(st.sampled_from([1, 2, 4]))
-    layers, head_dim = (
-        draw(st.integers(most_layers // 2, most_layers) | st.integers(1, 4)),
-        draw(st.sampled_from([128, 64])),
-    )
+    layers = draw(st.integers(most_layers // 2, most_layers) | st.integers(1, 4))
+    head_dim = draw(st.sampled_from([128, 64]))
     count = draw(st.sampled_from([0, 0, 16, 128]))
     slides, first = draw(st.sampled_from([(False, 0), (True, 0), (True, layers // 2)]))
     described = {
@@ -99,9 +97,8 @@ def without_limit(request: RuntimeConfig, machine: MachineProfile, limits: Memor
     """The plan as on a CPU, for device memory without a limit: no layer of a cache on the host stays on a GPU only
     because there is room for all of a small model's."""
     assert request.vram is None, "a limit that was asked for would be ignored"
-    return find_plan(
-        request, machine, replace(limits, cards=tuple(replace(card, device_bytes=None) for card in limits.cards))
-    )
+    cards = tuple(replace(card, device_bytes=None) for card in limits.cards)
+    return find_plan(request, machine, replace(limits, cards=cards))
 
 
 def load_streaming_kv(target: Path, **options: Any) -> Runtime:

@@ -10,16 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from offload_runtime_kernels.experts import (
-    ExpertShape,
-    StoredMatrices,
-    combine_experts,
-    exp_reference,
-    expert_rows,
-    experts,
-    fma_reference,
-    product_reference,
-)
+from offload_runtime_kernels import experts as ops
+from offload_runtime_kernels.experts import experts
 from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, pack_rows
 from transformers import GptOssConfig, MixtralConfig
@@ -30,34 +22,36 @@ from tests.helpers.kernel_conditions import KERNEL_DEVICE, poisoned_outputs
 from tests.kernels.test_gguf_blocks import blocks_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SILU = ExpertShape(num_experts=6, hidden=40, inner=24)
+SILU = ops.ExpertShape(num_experts=6, hidden=40, inner=24)
 CLAMPED = replace(SILU, limit=7.0)
 
 
-def random_blocks(kind: str, experts: int, rows: int, columns: int) -> StoredMatrices:
+def random_blocks(kind: str, experts: int, rows: int, columns: int) -> ops.StoredMatrices:
     """Matrices of random blocks with ordinary scales."""
     form, scales = FORMATS[kind], (0x1A2B, 0x93C5, 0x9001, 0x1800)
     blocks = blocks_of(kind, experts * rows * columns // form.weights, scales)[256:].to(KERNEL_DEVICE)
     data = torch.empty(experts * rows, form.row_bytes(columns), dtype=torch.uint8, device=KERNEL_DEVICE)
     pack_rows(blocks.view(experts * rows, -1), form, columns, data)
-    return StoredMatrices(data.view(experts, -1), kind, rows, columns)
+    return ops.StoredMatrices(data.view(experts, -1), kind, rows, columns)
 
 
 @dataclass(frozen=True)
 class Problem:
     """Rows, their choices and experts."""
 
-    shape: ExpertShape
+    shape: ops.ExpertShape
     x: torch.Tensor
     choices: torch.Tensor
     weights: torch.Tensor
-    gate_up: StoredMatrices
-    down: StoredMatrices
+    gate_up: ops.StoredMatrices
+    down: ops.StoredMatrices
     biases: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
     buffers: torch.Tensor | None = None
 
     @classmethod
-    def random(cls, shape: ExpertShape, rows: int, chosen: int, dtype: torch.dtype, *, bias: bool = False) -> Problem:
+    def random(
+        cls, shape: ops.ExpertShape, rows: int, chosen: int, dtype: torch.dtype, *, bias: bool = False
+    ) -> Problem:
         """Heavy-tailed values, whose sums differ in another order."""
         make = torch.Generator().manual_seed(rows)
 
@@ -71,10 +65,12 @@ class Problem:
         gate_up, down = normal(number, 2 * inner, hidden), normal(number, hidden, inner)
         biases = (normal(number, 2 * inner), normal(number, hidden)) if bias else (None, None)
         x = normal(rows, hidden)
-        return cls(shape, x, order.values, weights, StoredMatrices.of(gate_up), StoredMatrices.of(down), biases)
+        return cls(shape, x, order.values, weights, ops.StoredMatrices.of(gate_up), ops.StoredMatrices.of(down), biases)
 
     @classmethod
-    def encoded(cls, shape: ExpertShape, rows: int, chosen: int, dtype: torch.dtype, kinds: tuple[str, str]) -> Problem:
+    def encoded(
+        cls, shape: ops.ExpertShape, rows: int, chosen: int, dtype: torch.dtype, kinds: tuple[str, str]
+    ) -> Problem:
         """With random blocks."""
         stored = (
             random_blocks(kind, shape.num_experts, *sizes)
@@ -90,7 +86,7 @@ class Problem:
     def decoded(self) -> Problem:
         """The same with decoded matrices."""
         every = torch.arange(self.shape.num_experts, device=self.x.device)
-        stored = (StoredMatrices.of(one.decoded(every, self.x.dtype)) for one in (self.gate_up, self.down))
+        stored = (ops.StoredMatrices.of(one.decoded(every, self.x.dtype)) for one in (self.gate_up, self.down))
         return replace(self, **dict(zip(("gate_up", "down"), stored, strict=True)))
 
     def of(self, rows: Sequence[int]) -> Problem:
@@ -110,7 +106,7 @@ class Problem:
         buffers = None if self.buffers is None else self.buffers.to(device)
         return replace(self, biases=biases, buffers=buffers, **moved, **stored)
 
-    def rows(self, by: Any = expert_rows) -> torch.Tensor:
+    def rows(self, by: Any = ops.expert_rows) -> torch.Tensor:
         """What a function makes of every choice."""
         out = self.x.new_full((*self.choices.shape, self.shape.hidden), torch.nan)
         options = {"gate_up_bias": self.biases[0], "down_bias": self.biases[1], "buffers": self.buffers}
@@ -119,7 +115,7 @@ class Problem:
 
     def solved(self) -> torch.Tensor:
         """What comes of it."""
-        return combine_experts(self.rows(), self.weights)
+        return ops.combine_experts(self.rows(), self.weights)
 
 
 def test_is_what_transformers_computes() -> None:
@@ -155,7 +151,7 @@ def test_is_what_transformers_computes_of_gpt_oss() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("shape", [SILU, CLAMPED])
-def test_a_row_has_the_same_bits_in_any_company(shape: ExpertShape, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_company(shape: ops.ExpertShape, dtype: torch.dtype) -> None:
     problem = Problem.random(shape, 33, 3, dtype, bias=shape is CLAMPED)
     expected = problem.solved()
     for rows in ([5], range(7), range(32, -1, -1), [4, 4, 4, 4], range(0, 33, 2)):
@@ -198,7 +194,7 @@ def test_multiply_adds_are_rounded_once() -> None:
     a, b, c = values.T
     expected = _fmaf(values)
     assert not torch.equal((a.double() * b + c).float(), expected)
-    assert torch.equal(fma_reference(a, b, c), expected)
+    assert torch.equal(ops.fma_reference(a, b, c), expected)
 
 
 def test_products_are_chains_over_ascending_columns() -> None:
@@ -209,42 +205,42 @@ def test_products_are_chains_over_ascending_columns() -> None:
         (matrix,) = problem.gate_up.decoded(torch.tensor([number]), FP32)
         for x, w in zip(problem.x[row], matrix.T, strict=True):
             expected[row] = _fmaf(torch.stack([x.expand_as(w), w, expected[row]], dim=1))
-    assert torch.equal(product_reference(problem.x, choices, problem.gate_up, None, None), expected)
+    assert torch.equal(ops.product_reference(problem.x, choices, problem.gate_up, None, None), expected)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_products_in_16_bits_are_those_chains_too(dtype: torch.dtype) -> None:
-    problem = Problem.random(ExpertShape(2, 512, 1024), 8, 1, dtype)
+    problem = Problem.random(ops.ExpertShape(2, 512, 1024), 8, 1, dtype)
     choices = problem.choices[:, 0]
-    exact = StoredMatrices.of(problem.gate_up.decoded(torch.arange(2), FP32))
-    expected = product_reference(problem.x.float(), choices, exact, None, None).to(dtype)
-    assert torch.equal(product_reference(problem.x, choices, problem.gate_up, None, None), expected)
+    exact = ops.StoredMatrices.of(problem.gate_up.decoded(torch.arange(2), FP32))
+    expected = ops.product_reference(problem.x.float(), choices, exact, None, None).to(dtype)
+    assert torch.equal(ops.product_reference(problem.x, choices, problem.gate_up, None, None), expected)
 
 
 def test_exponentials_are_within_two_units_of_the_last_place() -> None:
     x = torch.linspace(-87, 88, 100_001)
-    torch.testing.assert_close(exp_reference(x).double(), x.double().exp(), atol=0.0, rtol=2.0**-22)
+    torch.testing.assert_close(ops.exp_reference(x).double(), x.double().exp(), atol=0.0, rtol=2.0**-22)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("shape", [SILU, CLAMPED])
-def test_kernel_matches_reference(shape: ExpertShape, rows: int) -> None:
+def test_kernel_matches_reference(shape: ops.ExpertShape, rows: int) -> None:
     problem = pooled(Problem.random(shape, rows, 3, FP32, bias=shape is CLAMPED), [2, 1, -1, 3, 5, 0])
     there = problem.on(KERNEL_DEVICE)
     with poisoned_outputs():
         found = there.rows(expert_rows_triton)
         total = combine_experts_triton(found, there.weights)
     expected = problem.rows()
-    for one, other in ((found, expected), (total, combine_experts(expected, problem.weights))):
+    for one, other in ((found, expected), (total, ops.combine_experts(expected, problem.weights))):
         torch.testing.assert_close(one.cpu(), other, atol=1e-4, rtol=1e-5, equal_nan=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "num_chosen", "dtype"), [
-    (ExpertShape(32, 320, 96), 8, BF16), (ExpertShape(32, 320, 96, limit=7.0), 4, BF16), (SILU, 3, FP32),
+    (ops.ExpertShape(32, 320, 96), 8, BF16), (ops.ExpertShape(32, 320, 96, limit=7.0), 4, BF16), (SILU, 3, FP32),
 ])  # fmt: skip
-def test_kernels_have_the_bits_of_the_reference(shape: ExpertShape, num_chosen: int, dtype: torch.dtype) -> None:
+def test_kernels_have_the_bits_of_the_reference(shape: ops.ExpertShape, num_chosen: int, dtype: torch.dtype) -> None:
     problem = Problem.random(shape, 300, num_chosen, dtype, bias=shape.limit is not None)
     expected, there = problem.solved(), problem.on("cuda")
     for count in (1, 2, 7, 16, 17, 300):
@@ -255,7 +251,7 @@ def test_kernels_have_the_bits_of_the_reference(shape: ExpertShape, num_chosen: 
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_matrices_may_be_blocks(kind: str) -> None:
-    shape = ExpertShape(2, 256, 32 if FORMATS[kind].weights == 32 else 256)
+    shape = ops.ExpertShape(2, 256, 32 if FORMATS[kind].weights == 32 else 256)
     problem = Problem.encoded(shape, 2, 1, BF16, (kind, kind)).on("cpu")
     assert torch.equal(problem.rows(), problem.decoded().rows())
 
@@ -265,7 +261,7 @@ def test_matrices_may_be_blocks(kind: str) -> None:
 def test_kernels_decode_blocks(kind: str, rows: int) -> None:
     """A K that is no whole number of tiles, where blocks are that small."""
     small = FORMATS[kind].weights == 32
-    shape = ExpertShape(2, 288 if small else 256, 32 if small else 256)
+    shape = ops.ExpertShape(2, 288 if small else 256, 32 if small else 256)
     problem = Problem.encoded(shape, rows, 1, FP32, (kind, kind))
     with poisoned_outputs():
         found = problem.on(KERNEL_DEVICE).rows(expert_rows_triton).cpu()
@@ -275,15 +271,15 @@ def test_kernels_decode_blocks(kind: str, rows: int) -> None:
 
 # Of Qwen3-30B-A3B and gpt-oss-120b, with fewer experts.
 LARGE = (
-    (ExpertShape(32, 2048, 768), 8, ("Q4_K", "Q6_K"), FP16),
-    (ExpertShape(32, 2880, 2880, limit=7.0), 4, ("MXFP4", "MXFP4"), BF16),
+    (ops.ExpertShape(32, 2048, 768), 8, ("Q4_K", "Q6_K"), FP16),
+    (ops.ExpertShape(32, 2880, 2880, limit=7.0), 4, ("MXFP4", "MXFP4"), BF16),
 )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "num_chosen", "kinds", "dtype"), LARGE)
 def test_blocks_have_the_bits_of_decoded_matrices(
-    shape: ExpertShape, num_chosen: int, kinds: tuple[str, str], dtype: torch.dtype
+    shape: ops.ExpertShape, num_chosen: int, kinds: tuple[str, str], dtype: torch.dtype
 ) -> None:
     """Of every way to cut them."""
     problem = Problem.encoded(shape, 600, num_chosen, dtype, kinds).on("cuda")
@@ -299,7 +295,7 @@ def test_blocks_have_the_bits_of_decoded_matrices(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q5_K", "IQ4_XS"])
 def test_other_formats_have_the_bits_of_what_they_are_decoded_to(kind: str) -> None:
-    problem = Problem.encoded(ExpertShape(4, 512, 512), 40, 2, BF16, (kind, kind)).on("cuda")
+    problem = Problem.encoded(ops.ExpertShape(4, 512, 512), 40, 2, BF16, (kind, kind)).on("cuda")
     expected = problem.decoded().rows()
     for count in (1, 40):
         assert torch.equal(problem.of(range(count)).rows(), expected[:count])
