@@ -31,9 +31,9 @@ pytestmark = pytest.mark.no_cover  # of the runtime it runs what others run
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = "long_target"
 TOOLS = (
-    "bench_drafters", "bench_experts", "bench_hybrids", "bench_kernels", "bench_long_context", "bench_serving",
-    "bench_streaming", "check_exactness", "check_identity", "compare", "sweep", "timeline", "train_head",
-    "widen_model",
+    "bench_copy", "bench_drafters", "bench_experts", "bench_hybrids", "bench_kernels", "bench_long_context",
+    "bench_serving", "bench_streaming", "check_exactness", "check_identity", "compare", "sweep", "timeline",
+    "train_head", "widen_model",
 )  # fmt: skip
 ON_CPU = ("--device", "cpu", "--dtype", "fp32")
 TINY = ("--shape", "tiny", *ON_CPU, "--repeats", "1", "--prompt-tokens", "12", "--new-tokens", "6")
@@ -89,6 +89,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [
+        ("bench_copy", ["--source", "a", "--text", "b", "--bits", "4,9"], "--bits (4, 9) are not all 2 to 8"),
         ("bench_drafters", ["--source", "a", "--text", "no-text", "--device", "cpu"], "no-text cannot be read"),
         ("bench_kernels", ["softmax"], "invalid choice: 'softmax'"),
         ("bench_long_context", ["--source", "no-model", "--text", "no-text", "--device", "cpu"], "no-model"),
@@ -349,6 +350,22 @@ def test_rows_of_all_places_are_those_that_a_draft_makes_one_by_one() -> None:
             logits, stream = plain.logits(_OF_NO_TARGET, text, hidden)
             torch.testing.assert_close(head.all_logits(of_depth[place]), logits[-1], rtol=1e-4, atol=1e-4)
             hidden = torch.cat((hidden, stream[-1:]))
+
+
+def test_copies(small: Path, book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--source", small, "--text", book, "--code", book, "--places", 2, "--prompt-tokens", 8)
+    sizes = ("--new-tokens", 12, "--bits", "2,6", "--groups", 32, "--random-rows", 16, "--blocks", 4)
+    kinds = ("--symmetric", "no", "--methods", "rounded", "weighted")
+    assert call("bench_copy", *given, *sizes, *kinds) == 0  # every bit came back
+    report = printed(capsys)
+    assert all(code["round_trip"] for row in report["rest"] for code in row["codes"])
+    by_draft: dict[object, list[dict[str, Any]]] = {}
+    for row in report["agreement"]:
+        by_draft.setdefault((row["draft"], row.get("copy", {}).get("bits")), []).append(row)
+    assert {row["agreement"] for row in by_draft["target", None]} == {1.0}
+    assert {row["tokens_per_pass"]["8"] for row in by_draft["target", None]} == {9.0}
+    coarse, fine = (sum(row["agreement"] for row in by_draft["copy", bits]) for bits in (2, 6))
+    assert coarse < fine and {row["keys"] for row in by_draft["copy", 6]} == {"own", 4}
 
 
 @pytest.mark.slow

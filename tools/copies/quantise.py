@@ -1,0 +1,149 @@
+"""Low-bit copies of weight matrices: groups of neighbouring columns that share a scale and a centre.
+
+    c = bf16( (q - (2^bits - 1) / 2) * scale + centre )
+
+`scale` and `centre` are bf16. (q - …) has one bit more than the code, so its product with a scale is exact in fp32: a
+multiply-add and a multiplication with an addition give the same bits, on every device. A symmetric copy has no centre.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROUNDED, FITTED, WEIGHTED = "rounded", "fitted", "weighted"
+METHODS = (ROUNDED, FITTED, WEIGHTED)
+# Of a group's range; what lies outside is clipped. Least squares make up for what is between two of them.
+_CLIPPED_TO = (1.0, 0.9, 0.8, 0.7)
+_CHUNK_ELEMENTS = 1 << 17  # which are fitted together, in the cache
+_LARGEST = 2.0**125  # that a copy has; a sum of 2^126 and its half step is still finite
+
+
+@dataclass(frozen=True)
+class CopyFormat:
+    """Bits of a code, columns of a group, and whether groups have no centre."""
+
+    bits: int
+    group: int
+    symmetric: bool = False
+
+    @property
+    def middle(self) -> float:
+        """What is subtracted from a code."""
+        return (2**self.bits - 1) / 2
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Codes and what groups share."""
+        return self.bits + (16 if self.symmetric else 32) / self.group
+
+
+@dataclass(frozen=True)
+class LowBitCopy:
+    """A copy of a matrix [M, K] in groups of G columns.
+
+    Attributes:
+        codes: [M, K/G, G] uint8.
+        scales: [M, K/G, 1] bf16, not negative.
+        centres: [M, K/G, 1] bf16, zero in symmetric copies.
+    """
+
+    form: CopyFormat
+    codes: Tensor
+    scales: Tensor
+    centres: Tensor
+
+    def decoded(self) -> Tensor:
+        """Return the copy's values, [M, K/G, G] bf16."""
+        return _values(self.codes.float(), self.form, self.scales, self.centres).to(torch.bfloat16)
+
+
+def _values(codes: Tensor, form: CopyFormat, scales: Tensor, centres: Tensor) -> Tensor:
+    """What codes stand for, in fp32."""
+    return (codes - form.middle) * scales.float() + centres.float()
+
+
+def _codes(x: Tensor, form: CopyFormat, scales: Tensor, centres: Tensor) -> Tensor:
+    """The nearest codes, in fp32; any where a scale is zero."""
+    steps = (x - centres.float()) / scales.float()
+    return steps.add_(form.middle).round_().nan_to_num_(0.0).clamp_(0, 2**form.bits - 1)
+
+
+def _rounded(scales: Tensor, centres: Tensor, form: CopyFormat) -> tuple[Tensor, Tensor]:
+    """Scales and centres as they are kept."""
+    kept = torch.zeros_like(centres) if form.symmetric else centres
+    return scales.to(torch.bfloat16), kept.to(torch.bfloat16)
+
+
+def _least_squares(x: Tensor, codes: Tensor, form: CopyFormat, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales and centres with the least weighted squared error, given codes: [..., 1] each. NaN of a group whose
+    codes are all the same."""
+    a = codes - form.middle
+    weighted = a * weights
+    squares, products = (weighted * a).sum(-1, keepdim=True), (weighted * x).sum(-1, keepdim=True)
+    if form.symmetric:
+        return products / squares, torch.zeros_like(squares)
+    total, codes_sum = weights.sum(-1, keepdim=True), weighted.sum(-1, keepdim=True)
+    x_sum = (weights * x).sum(-1, keepdim=True)
+    scales = (total * products - codes_sum * x_sum) / (total * squares - codes_sum.square())
+    return scales, (x_sum - scales * codes_sum) / total
+
+
+def _fit(x: Tensor, form: CopyFormat, clips: Sequence[float], weights: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Scales and centres [..., 1] bf16 of groups `x` [R, K/G, G] within [-1, 1], refined by least squares where there
+    are `weights` [K/G, G]."""
+    high, low = x.amax(-1, keepdim=True), x.amin(-1, keepdim=True)
+    if form.symmetric:
+        high = torch.maximum(high, -low)
+        low = -high
+    half, centre = (high - low) / 2, (high + low) / 2
+    best = _rounded(half / form.middle, centre, form)
+    if weights is None:
+        return best
+
+    def error(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        codes = _codes(x, form, *pair)
+        return codes, (_values(codes, form, *pair) - x).square_().mul_(weights).sum(-1, keepdim=True)
+
+    _, least = error(best)
+    for clip in clips:
+        tried = _rounded(half * (clip / form.middle), centre, form)
+        for _ in range(2):
+            codes, found = error(tried)
+            # NaN is not less than anything: a group that cannot be refined stays as it is.
+            better = (found < least) & (tried[0] > 0)
+            least = torch.where(better, found, least)
+            best = torch.where(better, tried[0], best[0]), torch.where(better, tried[1], best[1])
+            tried = _rounded(*_least_squares(x, codes, form, weights), form)
+    return best
+
+
+def quantise(weight: Tensor, form: CopyFormat, method: str, importance: Tensor | None = None) -> LowBitCopy:
+    """Make a copy of a matrix.
+
+    Args:
+        weight: [M, K] bf16 or fp32; K is a multiple of the group. Of infinities and NaN the copy has zeros.
+        method: ROUNDED: each group from its least to its largest value. FITTED: clipped and scaled so that the squared
+            error is least. WEIGHTED: so that the squared error times `importance` is.
+        importance: [K] fp32: mean squares of what the columns are multiplied with.
+    """
+    assert weight.shape[1] % form.group == 0, f"{weight.shape[1]} columns in groups of {form.group}"
+    assert (importance is not None) == (method == WEIGHTED), f"{method} and importance"
+    parts = list[LowBitCopy]()
+    weights: Tensor | None = None
+    if method != ROUNDED:
+        # Scaled, so that sums of products stay far from the ends of fp32; never zero, which would leave codes free.
+        every = torch.ones(weight.shape[1]) if importance is None else importance.float() / importance.mean()
+        weights = every.clamp_min(1e-6).view(-1, form.group)
+    for rows in weight.split(max(1, _CHUNK_ELEMENTS // weight.shape[1])):
+        x = rows.float().nan_to_num(0.0, 0.0, 0.0).clamp_(-_LARGEST, _LARGEST).unflatten(1, (-1, form.group))
+        largest = x.abs().amax(-1, keepdim=True)
+        inside = torch.where(largest > 0, x / largest, 0.0)  # squares of small weights would be zeros
+        relative = _fit(inside, form, _CLIPPED_TO, weights)
+        scales, centres = _rounded(relative[0].float() * largest, relative[1].float() * largest, form)
+        parts.append(LowBitCopy(form, _codes(x, form, scales, centres).to(torch.uint8), scales, centres))
+    joined = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales", "centres"))
+    return LowBitCopy(form, *joined)
