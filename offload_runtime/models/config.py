@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from offload_runtime_kernels.kv_blocks import Rotation
 
@@ -36,7 +36,10 @@ class ModelConfig:
         embedding_multiplier: What embeddings are multiplied by, in the model's dtype; with `rounds_multiplier` it is
             itself rounded to that.
         logits_divisor, logits_cap: What logits are divided by; c of c tanh(logits / c).
+        name: What proposals of such models are counted as.
     """
+
+    name: ClassVar[str] = "draft"
 
     architecture: str
     layers: tuple[DecoderLayer, ...]

@@ -32,12 +32,10 @@ class HeadConfig(ModelConfig):
         taps: The layers of the target that the stream is read below; their number means behind the last.
         owned: Which of `embedding` and `lm_head` it has.
         title: What people call such heads.
-        name: What proposals of such heads are counted as.
         taps_in_place: Whether the only tap is behind the last layer and may write over the rows that it reads.
     """
 
     title: ClassVar[str]
-    name: ClassVar[str]
     taps_in_place: ClassVar[bool] = False
     target_size: int = field(kw_only=True)
     taps: tuple[int, ...] = field(kw_only=True)

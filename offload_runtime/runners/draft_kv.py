@@ -50,6 +50,13 @@ class DraftKVState:
         self._cached: list[list[int]] = [[] for _ in range(batch)]
         self._agreed = [0] * batch  # of every sequence, how many of these have been found to be the text's
 
+    def warm_up(self) -> None:
+        """Compile the kernels, with every way to cut a product, that only read prompts. Leaves the cache empty."""
+
+    def text_to_warm_up(self, slot: int, length: int) -> list[int]:
+        """Return a text of so many tokens, of which a slot has been told all that there is to know."""
+        return [0] * length
+
     def join(self, slot: int) -> None:
         """Let another text begin in a slot, which only grows until the next one does."""
         self._agreed[slot] = 0
@@ -69,6 +76,10 @@ class DraftKVState:
     def first_needed(self, slot: int, tokens: Sequence[int]) -> int:
         """Return the first token of a prompt that the target has to read, again if need be, for proposals behind it."""
         return len(tokens)
+
+    def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        """Take the target's hidden states of tokens from `position` on, [n, W], and the tokens that follow each, in
+        place of whatever there was: heads read them."""
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         """Read a prompt, as far as it can be before anything is asked for."""

@@ -46,12 +46,8 @@ class HeadDecoder(Decoder):
             weights = LayerWeights(weights, embedding=self.embedding)
         super().layer(index, weights, residual, rows, cache)
 
-    def head(self, residual: torch.Tensor) -> torch.Tensor:
-        """Return the logits [N, V] of rows of the residual stream [N, H] behind the last layer."""
-        return self.outputs(residual)[0]
-
     def outputs(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits [N, V], and what rows about the tokens that follow read as `Rows.hidden`: [N, W]."""
+        """Return the logits [N, V], and what rows about the tokens that follow read: [N, W]."""
         normed, hidden = self.head_config.leave(residual, self.shared)
         return self.logits(normed), hidden
 

@@ -7,15 +7,16 @@ token behind that, and behind proposals it reads what the head itself gave; that
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import torch
+from offload_runtime_kernels.kv_blocks import RopeRows
 from offload_runtime_kernels.linear import TILE_ROWS
 
 from offload_runtime.core import TokenTree
+from offload_runtime.models.dflash import BlockAttention, DFlashConfig
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
 from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.model_runner import ModelRunner
@@ -37,22 +38,21 @@ class HiddenStore:
     places are.
 
     Args:
-        rows: Where they are: [hidden_store_rows, width].
+        decoder: Of the head.
         batch: Sequences.
         num_places: Nodes of a sequence's tree that can have keys at a time.
 
     Attributes:
-        rows: As given, zeros at first.
-        width: Of each.
+        rows: All of them, [hidden_store_rows, width].
         unused: The number of one that nobody reads.
         chains: [batch] int64: by sequence what a chain's last step gave.
     """
 
-    def __init__(self, rows: torch.Tensor, *, batch: int, num_places: int) -> None:
-        assert len(rows) == hidden_store_rows(batch, num_places)
-        self.rows, self.width, self.unused = rows.zero_(), rows.shape[1], len(rows) - 1
-        self._stride, self._first_of_text = (len(rows) - 1) // batch, _OWN_ROWS + num_places
-        self.chains = torch.arange(1, len(rows), self._stride, device=rows.device)
+    def __init__(self, decoder: HeadDecoder, *, batch: int, num_places: int) -> None:
+        size = hidden_store_rows(batch, num_places), decoder.head_config.width
+        self.rows, self.unused = decoder.final_norm.new_zeros(size), size[0] - 1
+        self._stride, self._first_of_text = self.unused // batch, _OWN_ROWS + num_places
+        self.chains = torch.arange(1, size[0], self._stride, device=self.rows.device)
 
     def of_root(self, slot: int) -> int:
         """Return what stands for the text's last token, in rows about what may follow it."""
@@ -74,69 +74,80 @@ class HiddenStore:
         return [self.rows[at : min(at + count, end)], self.rows[first : max(first, first + at + count - end)]]
 
 
-class HiddenKVState(DraftKVState):
+class HeadKVState(DraftKVState):
     """Knows of which tokens of all texts there are the target's hidden states: of all that it has read while it was
     asked to keep them, but for those before the first one of which it was not.
 
-    Indices in the cache count from that one. Everything is enqueued on the current stream.
+    Indices in the cache count from that one. A row of a head is about the token behind its hidden state: there is none
+    about a text's first token. Everything is enqueued on the current stream.
 
     Args:
         runner: Of the head.
         batch: Sequences.
         most_waiting: Hidden states of a sequence that may wait for a step.
-        capacity_tokens: Rows of a sequence that the cache has room for.
         ahead: By how much the token that a row is about is behind that of its hidden state.
 
     Attributes:
+        hidden: What rows read.
         starts: Of every sequence the first token that there is a row about.
         num_waiting: Of every sequence how many hidden states, the newest, wait.
     """
 
-    def __init__(
-        self, runner: ModelRunner, *, batch: int, most_waiting: int, capacity_tokens: int, ahead: int = 0
-    ) -> None:  # fmt: skip
+    def __init__(self, runner: ModelRunner, *, batch: int, most_waiting: int = CATCH_UP_TOKENS, ahead: int = 1) -> None:
         super().__init__(runner, batch=batch)
-        self._most_waiting, self._capacity_tokens, self._ahead = most_waiting, capacity_tokens, ahead
+        assert isinstance(runner.decoder, HeadDecoder)
+        self._decoder, self._most_waiting, self._ahead = runner.decoder, most_waiting, ahead
+        self.is_shifted = True
+        self.hidden = HiddenStore(runner.decoder, batch=batch, num_places=len(runner.cache.spare_positions))
         self.starts = self._starts = [ahead] * batch
         self.num_waiting = [0] * batch
         self._texts: list[list[int]] = [[] for _ in range(batch)]
 
     def warm_up(self) -> None:
-        """Compile the kernels that read prompts, with every way to cut a product. Leaves the cache empty."""
-        decoder, cache = self._runner.decoder, self._runner.cache
-        assert isinstance(decoder, HeadDecoder)
-        longest = max(1, min(self._runner.chunk_tokens, self._capacity_tokens))
+        cache, rows = self._runner.cache, self.hidden.rows
+        longest = max(1, min(self._runner.chunk_tokens, cache.capacity_tokens))
         for count in sorted({longest, *(rows for rows in TILE_ROWS if rows < longest)}):
-            self._write(0, [0] * count, decoder.final_norm.new_zeros(count, decoder.head_config.width))
+            self._write(0, [0] * count, rows.new_zeros(count, rows.shape[1]))
             cache.truncate(0, 0)
 
-    @abstractmethod
+    def text_to_warm_up(self, slot: int, length: int) -> list[int]:
+        text, rows = super().text_to_warm_up(slot, length), self.hidden.rows
+        self.prepare(slot, text)
+        end = self.end(slot)
+        self.observe(slot, end, text[end + 1 :], rows.new_zeros(length - 1 - end, rows.shape[1]))
+        return text
+
     def _waiting(self, slot: int) -> list[torch.Tensor]:
         """Return the hidden states that wait, [n, W], in parts."""
+        return self.hidden.text(slot, self.first_waiting(slot), self.num_waiting[slot])
 
-    @abstractmethod
-    def _wait(self, slot: int, position: int, hidden: torch.Tensor) -> None:
-        """Put hidden states, [n, W], of tokens from a position on behind those that wait."""
-
-    @abstractmethod
+    @torch.inference_mode()
     def _write(self, slot: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
         """Put rows behind those in the cache: hidden states [n, W], and the tokens that follow each."""
+        cache, runner, size = self._runner.cache, self._runner, self._runner.chunk_tokens
+        for first in range(0, len(tokens), size):
+            piece = tokens[first : first + size]
+            cache.begin_window([slot], [len(piece)], [slot])
+            rows = runner.rows([TokenTree(tuple(self._clamped(piece)))], [cache.length(slot)], [slot])
+            runner.write_rows(replace(rows, hidden=hidden[first : first + size]))
+            cache.commit(slot, len(piece))
 
     def end(self, slot: int) -> int:
         """Return the position behind the last token that is known."""
-        return self._first_waiting(slot) + self.num_waiting[slot]
+        return self.first_waiting(slot) + self.num_waiting[slot]
 
     def _first(self, slot: int) -> int:
         return self._starts[slot] - self._ahead
 
-    def _first_waiting(self, slot: int) -> int:
+    def first_waiting(self, slot: int) -> int:
+        """Return the position behind the last token that there is a row of in the cache."""
         return self._first(slot) + self._runner.cache.length(slot)
 
     def knows(self, slot: int, tokens: Sequence[int]) -> bool:
         return self._first(slot) < self.end(slot) == len(tokens) - 1
 
     def holds(self, slot: int, tokens: Sequence[int]) -> bool:
-        return self._first(slot) < self._first_waiting(slot) == len(tokens) - 1
+        return self._first(slot) < self.first_waiting(slot) == len(tokens) - 1
 
     def first_needed(self, slot: int, tokens: Sequence[int]) -> int:
         known = self.num_known(slot, tokens)
@@ -144,7 +155,11 @@ class HiddenKVState(DraftKVState):
 
     def num_known(self, slot: int, tokens: Sequence[int]) -> int:
         """Return the leading tokens of a text that are known, or come before those that are."""
-        return min(self._num_shared(slot, tokens), self.end(slot))
+        shared = self._num_shared(slot, tokens)
+        # The last row that was restored has read whatever came next.
+        if shared > self.first_waiting(slot) or shared == len(self._texts[slot]):
+            return min(shared, self.end(slot))
+        return max(0, shared - self._ahead)
 
     def _num_shared(self, slot: int, tokens: Sequence[int]) -> int:
         text, most = self._texts[slot], min(len(self._texts[slot]), len(tokens))
@@ -169,18 +184,18 @@ class HiddenKVState(DraftKVState):
 
     @torch.inference_mode()
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
-        """Take the target's hidden states of tokens from `position` on, [n, W], and the tokens that follow each, in
-        place of whatever there was. Beyond what the cache has room for there is nothing to propose."""
         self._forget(slot, position)
         text, waiting, count = self._texts[slot], self.num_waiting[slot], len(hidden)
         text[position + 1 :] = tokens
-        if self._runner.cache.length(slot) + waiting + count > self._capacity_tokens:
-            return
+        if self._runner.cache.length(slot) + waiting + count > self._runner.cache.capacity_tokens:
+            return  # there is nothing to propose any more
         if waiting + count > self._most_waiting:
             parts, self.num_waiting[slot] = [*self._waiting(slot), hidden[:-1]], 0
             self._write(slot, text[position + 1 - waiting : position + count], torch.cat(parts))
             position, hidden = position + count - 1, hidden[-1:]
-        self._wait(slot, position, hidden)
+        parts = self.hidden.text(slot, position, len(hidden))
+        for part, new in zip(parts, hidden.split([*map(len, parts)]), strict=True):
+            part.copy_(new)
         self.num_waiting[slot] += len(hidden)
 
     def catch_up(self, slot: int, tokens: Sequence[int], most: int = REWRITTEN_TOKENS) -> Sequence[int]:
@@ -198,7 +213,7 @@ class HiddenKVState(DraftKVState):
 
     def _write_first(self, slot: int, count: int) -> None:
         """Make rows of so many hidden states that wait, the oldest."""
-        first, hidden, left = self._first_waiting(slot), torch.cat(self._waiting(slot)), self.num_waiting[slot] - count
+        first, hidden, left = self.first_waiting(slot), torch.cat(self._waiting(slot)), self.num_waiting[slot] - count
         self.num_waiting[slot] = 0  # first, so that an interruption never leaves more than there is
         self._write(slot, self._texts[slot][first + 1 : first + 1 + count], hidden[:count])
         self.num_waiting[slot] = left
@@ -224,41 +239,37 @@ class HiddenKVState(DraftKVState):
         self._starts[slot], self.num_waiting[slot], self._texts[slot] = self._ahead, 0, list(tokens)
 
 
-class HeadKVState(HiddenKVState):
-    """Knows the texts of a head, each of whose rows is about the token behind its hidden state: there is none about a
-    text's first token.
+class BlockKVState(HeadKVState):
+    """Knows the texts of a drafter of blocks: keys and values of the context that the target's passes keep of tokens,
+    in rows about these themselves. A block brings as many of what waits as it has rows.
 
     Args:
-        runner, batch: As above.
-        hidden: What its rows read.
+        runner: Of the drafter.
+        batch: Sequences.
     """
 
-    def __init__(self, runner: ModelRunner, *, batch: int, hidden: HiddenStore) -> None:
-        most, capacity = CATCH_UP_TOKENS, runner.cache.capacity_tokens
-        super().__init__(runner, batch=batch, most_waiting=most, capacity_tokens=capacity, ahead=1)
-        self._hidden, self.is_shifted = hidden, True
-
-    def num_known(self, slot: int, tokens: Sequence[int]) -> int:
-        shared = self._num_shared(slot, tokens)
-        # The last row that was restored has read whatever came next.
-        if shared > self._first_waiting(slot) or shared == len(self._texts[slot]):
-            return min(shared, self.end(slot))
-        return max(0, shared - 1)
-
-    def _waiting(self, slot: int) -> list[torch.Tensor]:
-        return self._hidden.text(slot, self._first_waiting(slot), self.num_waiting[slot])
-
-    def _wait(self, slot: int, position: int, hidden: torch.Tensor) -> None:
-        parts = self._hidden.text(slot, position, len(hidden))
-        for part, new in zip(parts, hidden.split([*map(len, parts)]), strict=True):
-            part.copy_(new)
+    def __init__(self, runner: ModelRunner, *, batch: int) -> None:
+        self._config = runner.decoder.config
+        assert isinstance(self._config, DFlashConfig)
+        super().__init__(runner, batch=batch, most_waiting=min(self._config.block_size, CATCH_UP_TOKENS), ahead=0)
 
     @torch.inference_mode()
     def _write(self, slot: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
-        cache, runner, size = self._runner.cache, self._runner, self._runner.chunk_tokens
-        for first in range(0, len(tokens), size):
-            piece = tokens[first : first + size]
-            cache.begin_window([slot], [len(piece)], [slot])
-            rows = runner.rows([TokenTree(tuple(self._clamped(piece)))], [cache.length(slot)], [slot])
-            runner.write_rows(replace(rows, hidden=hidden[first : first + size]))
-            cache.commit(slot, len(piece))
+        cache, count = self._runner.cache, len(hidden)
+        cache.begin_window([slot], [count])
+        positions = torch.arange(count, dtype=torch.int32, device=hidden.device) + cache.length(slot)
+        rope, context = self.rope_rows(positions, torch.full_like(positions, slot)), self.context(hidden)
+        for index, weights in self._runner.streamer.layers(count):
+            attention = self._config.layers[index].attention
+            assert isinstance(attention, BlockAttention)
+            attention.store(index, context, weights, rope, cache)
+        cache.commit(slot, count)
+
+    def context(self, kept: torch.Tensor) -> torch.Tensor:
+        """Return what layers make keys and values from, [N, H], of what is kept of tokens [N, W]."""
+        return self._config.context(kept, self._decoder.shared)
+
+    def rope_rows(self, positions: torch.Tensor, slots: torch.Tensor) -> RopeRows:
+        """Return where rows stand [N], in the cache and by what they are rotated; negative positions are padding."""
+        rope = self._runner.rope
+        return RopeRows(*rope.angles(positions, rope.frequencies(1)), positions, positions.clamp_min(0), slots)

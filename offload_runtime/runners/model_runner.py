@@ -128,7 +128,13 @@ class Decoder:
     def head(self, residual: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, V], in the model's dtype, of rows of the residual stream [N, H] behind the last
         layer."""
-        return self.logits(self._normed(residual, self.final_norm))
+        return self.outputs(residual)[0]
+
+    def outputs(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits [N, V] of rows of the residual stream [N, H], and these normed; of a head in their place
+        what rows about the tokens that follow read as `Rows.hidden`, [N, W]."""
+        normed = self._normed(residual, self.final_norm)
+        return self.logits(normed), normed
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:
         """Return the logits [N, V] of normed rows [N, H]."""

@@ -12,9 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from heapq import heappop, heappush
-from itertools import count
-from typing import NamedTuple
+from heapq import heappushpop
 
 import numpy as np
 import torch
@@ -25,34 +23,21 @@ from offload_runtime.models.dflash import DFlashConfig
 from offload_runtime.models.layers import Rows
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState, ModelRunner, warm_up_batches, warm_up_lengths
-from offload_runtime.runners.block_kv import BlockKVState
 from offload_runtime.runners.graphs import CHILDREN, StepGraphs, graph_reach
 from offload_runtime.runners.head_decoder import HeadDecoder
+from offload_runtime.runners.head_kv import BlockKVState
 from offload_runtime.runners.model_runner import window_residual
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits
 from offload_runtime.speculation.draft import ChildProbabilities, Children
 from offload_runtime.speculation.ngram import LEAST_CHANCE, NgramDrafter
 from offload_runtime.speculation.step import Budgets, Drafter, Texts, chains_where
+from offload_runtime.speculation.tree import NEGLIGIBLE, CandidateTree
 from offload_runtime.trace import TraceRecorder
 
 # What the host says of each sequence of a step: its last token, the tokens whose context is kept, how many of these
 # wait to be written, its slot, and the text's tokens before all of them.
 _WORDS = 5
-# Of less probable candidates a thousand bring a tenth of a token.
-_NEGLIGIBLE = math.log(1e-4)
-_Options = Sequence[tuple[int, float]]  # tokens with their log-probabilities, given what is before, the likeliest first
-
-
-class _Node(NamedTuple):
-    """Is a node of a tree, whose root is the first. `chance` is its log-probability, `guess` which of n-grams' nodes it
-    is, if it is one."""
-
-    token: int
-    parent: int
-    depth: int
-    chance: float
-    source: str
-    guess: int | None
+_EXPANDED = 32  # nodes at a time, before it is seen which of them are among the most probable
 
 
 class Block:
@@ -170,7 +155,8 @@ class DFlashRunner:
         steps = torch.arange(size, dtype=torch.int32, device=self.device)
         owners = slots.repeat(1, size).flatten()
         before = (ends - news + steps).masked_fill(steps >= news, -1).flatten()
-        context = texts.context(texts.waiting[slots[:, 0].long()].flatten(0, 1))
+        kept = texts.hidden.of_text(slots, starts + ends - news + steps)
+        context = texts.context(texts.hidden.rows.index_select(0, kept.flatten()))
         positions = ends + steps  # [B, T]
         tokens = last.expand(-1, size).masked_fill(steps > 0, self._config.mask_token).flatten()
         rope = texts.rope_rows(torch.cat((positions.flatten(), before)), torch.cat((owners, owners)))
@@ -215,7 +201,7 @@ class DFlashRunner:
                 for params in samplings if length == 1 else samplings[-1:]:
                     for slot, one in enumerate(params):
                         self.join(slot, one)
-                        self.texts.observe(slot, 0, (), self.texts.waiting.new_zeros(length, self._config.width))
+                        self.texts.text_to_warm_up(slot, length + 1)
                     self.blocks(dict.fromkeys(range(len(params)), 0))
                     for slot in range(len(params)):
                         self.leave(slot)
@@ -290,47 +276,21 @@ class DFlashDrafter(Drafter):
         for place, token in enumerate(text[length:]):
             if block is None or place == len(block):
                 return
-            children = block.children(place, text[length + place - 1])
-            rank = children.tokens.index(token) if token in children.tokens else None
-            self._probabilities.observe(children.scores, rank)
+            self._probabilities.observe(block.children(place, text[length + place - 1]), token)
 
     def _tree(self, slot: int, text: Sequence[int], budget: DraftBudget, block: Block) -> TokenTree:
         """Return the most probable nodes that the block and n-grams have; where both say the same the surer counts."""
-        guesses, deepest = self._ngrams.guesses(slot, text, budget, LEAST_CHANCE), min(budget.gamma, len(block))
-        # N-grams' nodes by token, behind each of them, and behind the text at the end.
-        guessed: list[dict[int, int]] = [{} for _ in range(len(guesses.tree) + 1)]
-        for number, (token, parent) in enumerate(zip(guesses.tree.tokens, guesses.tree.parents, strict=True)):
-            guessed[parent][token] = number
-        found, made, order = [_Node(text[-1], -1, 0, 0.0, "", -1)], set[tuple[int, int]](), count()
-        waiting, ranked = list[tuple[float, int, int, _Options, int, str]](), dict[int, _Options]()
-
-        def wait(parent: int, options: _Options, rank: int, source: str) -> None:
-            if rank < len(options):
-                chance = found[parent].chance + options[rank][1]
-                heappush(waiting, (-chance, next(order), parent, options, rank, source))
-
-        while len(found) <= budget.size:
-            node, at = found[-1], len(found) - 1
-            if node.depth < deepest:
-                children = block.children(node.depth, node.token)
-                if id(children) not in ranked:
-                    chances = self._probabilities.log_probabilities(children.scores)
-                    ranked[id(children)] = list(zip(children.tokens, chances, strict=True))
-                wait(at, ranked[id(children)], 0, self.name)
-            for token, number in guessed[node.guess].items() if node.guess is not None else ():
-                wait(at, [(token, guesses.log_probabilities[number])], 0, self._ngrams.name)
-            while waiting and len(found) == at + 1:
-                improbable, _, parent, options, rank, source = heappop(waiting)
-                wait(parent, options, rank + 1, source)
-                token, above = options[rank][0], found[parent]
-                if (parent, token) not in made:
-                    made.add((parent, token))
-                    guess = None if above.guess is None else guessed[above.guess].get(token)
-                    found.append(_Node(token, parent, above.depth + 1, -improbable, source, guess))
-            if len(found) == at + 1:
-                break
-            if budget.cost_aware and found[-1].chance < _NEGLIGIBLE:
-                del found[-1]
-                break
-        tokens, parents, _, _, sources, _ = zip(*found, strict=True)
-        return TokenTree(tokens[1:], tuple(parent - 1 for parent in parents[1:]), sources[1:])
+        tree, deepest = CandidateTree(text[-1], self.name), min(budget.gamma, len(block))
+        tree.add_all(self._ngrams.guesses(slot, text, budget, LEAST_CHANCE))
+        least = NEGLIGIBLE if budget.cost_aware else -math.inf  # below it a thousand bring a tenth of a token
+        best = [least] * budget.size  # a heap of the most probable ones' log-probabilities
+        while waiting := [
+            key for key in tree.next_to_expand(_EXPANDED, deepest - 1) if tree.log_probability(key) > best[0]
+        ]:
+            for key in waiting:
+                children = block.children(tree.depth(key), tree.nodes[key].token)
+                chances = self._probabilities.log_probabilities(children.scores)
+                for chance in tree.expand(key, None, children.tokens, chances):
+                    heappushpop(best, chance)
+        found, nodes = tree.best(budget.size, budget.gamma)
+        return found.part(range(sum(tree.log_probability(key) >= least for key in nodes)))

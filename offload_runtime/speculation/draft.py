@@ -51,8 +51,8 @@ from offload_runtime.runners.graphs import (
     warm_up_lengths,
 )
 from offload_runtime.runners.head_decoder import HeadDecoder
-from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, HeadKVState, HiddenStore, hidden_store_rows
-from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_pass, window_residual
+from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, HeadKVState
+from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_residual
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
 from offload_runtime.speculation.window import MOST_LEVELS, WINDOW_CAPACITY_TOKENS, DeviceWindow, Level, WindowInput
 from offload_runtime.stream import overwrite, packed_words, unpack
@@ -133,7 +133,7 @@ class DraftRunner:
             itself, and afterwards also those whose keys the steps have written.
         num_places: Nodes of a sequence's tree that can have keys at a time; 0 where there are only chains.
         rereads: Whether a path that came true is read again, as layers have states, or hidden states are the target's.
-        head: Which head it is; None of other drafts.
+        name: What its proposals are counted as.
         hidden: What a head's rows read; None of other drafts, whose nodes may be asked about with their parents.
         most_depth: Deepest node of a tree.
         on_demand: Whether steps fetch experts into a pool that passes of the target use, too: in the middle of a step
@@ -156,14 +156,11 @@ class DraftRunner:
         self.window, self._own_window = window or DeviceWindow(device, batch=batch), window is None
         self._spare = cache.spare_positions if self._own_window else range(0)
         self.num_places, self._has_states = len(self._spare), cache.step_tokens is not None
-        self._decoder, self.hidden = runner.decoder if isinstance(runner.decoder, HeadDecoder) else None, None
-        self.head = None if self._decoder is None else self._decoder.head_config
+        self.name, self.hidden = runner.decoder.config.name, None
         self.texts = DraftKVState(runner, batch=batch)
-        if self._decoder is not None:
-            size = hidden_store_rows(batch, self.num_places), self._decoder.head_config.width
-            store = self._decoder.final_norm.new_empty(size)
-            self.hidden = HiddenStore(store, batch=batch, num_places=self.num_places)
-            self.texts = HeadKVState(runner, batch=batch, hidden=self.hidden)
+        if isinstance(runner.decoder, HeadDecoder):
+            self.texts = of_head = HeadKVState(runner, batch=batch)
+            self.hidden = of_head.hidden
         self._roots = [0 if self.hidden is None else self.hidden.of_root(slot) for slot in range(batch)]
         self.recorder: TraceRecorder | None = None  # of a trace, if there is one
         # What steps read besides the window, a row for each sequence; the tensors never move.
@@ -171,14 +168,14 @@ class DraftRunner:
         self._slots = torch.arange(batch, dtype=torch.int32, device=device)
         self._frequencies = RowFrequencies(runner.rope, batch)
         self._rotation = StepRotation(self._frequencies.tensor, runner.rope.scaling)
-        self._first_rows = REWRITTEN_TOKENS if self.head is None else HEAD_CATCH_UP_TOKENS
-        self._least = 1 if self.head is None else 2  # tokens of a text that there is a row about
+        self._first_rows = REWRITTEN_TOKENS if self.hidden is None else HEAD_CATCH_UP_TOKENS
+        self._least = 1 if self.hidden is None else 2  # tokens of a text that there is a row about
         self._first = Level(StepLayout.chain(-self._first_rows, self._first_rows, device))
         self._next = Level(StepLayout.chain(-1, 1, device), follows=True)
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
         self._place_host = [(0, 0)] * batch
         # What steps over trees write; a draft that only grows what is known in advance has none of it.
-        self.rereads = self._has_states or self.head is not None
+        self.rereads = self._has_states or self.hidden is not None
         self._depth = MOST_DELTA_DEPTH if self._has_states else MOST_DEPTH  # of paths in a step
         self.most_depth = self._depth - self._most_fed(self.width(1))
         rows = max(STEP_ROWS, batch) if self.num_places else 0
@@ -210,8 +207,7 @@ class DraftRunner:
                     self._take_steps(WARM_UP_SAMPLINGS[:1], length)
             for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - self._first_rows + 1)):
                 self._catch_up_behind(length)
-        if isinstance(self.texts, HeadKVState):
-            self.texts.warm_up()
+        self.texts.warm_up()
         if self._choosing is not None:
             self._choosing.warm_up()
         self._forget()
@@ -222,7 +218,7 @@ class DraftRunner:
         """Make a first step and a later one behind texts of so many tokens."""
         for slot, params in enumerate(slots):
             self.join(slot, params)
-        texts = {slot: self._tell(slot, length + self._least - 1) for slot in range(len(slots))}
+        texts = {slot: self.texts.text_to_warm_up(slot, length + self._least - 1) for slot in range(len(slots))}
         self.chains(texts, {slot: min(2, self.room(length)) for slot in texts})
         for slot in texts:
             self.leave(slot)
@@ -234,16 +230,7 @@ class DraftRunner:
         for more in (0, *(1 << power for power in range(CATCH_UP_TOKENS.bit_length()))):
             inputs += more
             if inputs <= self._capacity_tokens:
-                self.texts.catch_up(0, self._tell(0, inputs), self._first_rows)
-
-    def _tell(self, slot: int, length: int) -> list[int]:
-        """Return a text of so many tokens, of which a head has been told all that there is to know."""
-        text, state = [0] * length, self.texts
-        if isinstance(state, HeadKVState) and self.hidden is not None:
-            state.prepare(slot, text)
-            end = state.end(slot)
-            state.observe(slot, end, text[end + 1 :], self.hidden.rows.new_zeros(length - 1 - end, self.hidden.width))
-        return text
+                self.texts.catch_up(0, self.texts.text_to_warm_up(0, inputs), self._first_rows)
 
     def _forget(self) -> None:
         """Empty the cache."""
@@ -297,12 +284,12 @@ class DraftRunner:
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         """Put a prompt into the cache before anything is asked for; nothing where there is no room to propose, unless
         what is observed has to be told from what was before."""
-        if self.head is not None or self.room(len(tokens)) > 0:
+        if self.hidden is not None or self.room(len(tokens)) > 0:
             self.texts.prepare(slot, tokens)
 
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
         """Take the target's hidden states of committed tokens, as a `Drafter` does."""
-        if isinstance(self.texts, HeadKVState):
+        if self.hidden is not None:
             with self.recorder.span("observe", tokens=len(tokens)) if self.recorder else nullcontext():
                 self.texts.observe(slot, position, tokens, hidden)
 
@@ -335,7 +322,7 @@ class DraftRunner:
         outputs, found = self.window.read(), dict[int, list[int]]()
         for slot, one in inputs.items():
             guesses = outputs[slot].between(one.end, one.stop)
-            self.texts.learned(slot, known[slot] if self.head is not None else [*known[slot], *guesses[:-1]])
+            self.texts.learned(slot, known[slot] if self.hidden is not None else [*known[slot], *guesses[:-1]])
             found[slot] = guesses[: guesses.index(-1)] if -1 in guesses else guesses
         return found
 
@@ -389,12 +376,12 @@ class DraftRunner:
             place=self._place if self.texts.is_shifted else None,
         )  # fmt: skip
         rows, following, owners = Rows.of_step(step, slots, max_length=reach), step.following, step.slots
-        if self.hidden is None:
-            logits = self._pass(rows)
-        else:
+        sources = None
+        if self.hidden is not None:
             newest = self.hidden.chains[:num_rows]
             sources = newest if level.follows else self.hidden.of_text(owners, following - 2)
-            logits, given = self._pass_of_head(rows, sources)
+        logits, given = self._pass(rows, sources)
+        if self.hidden is not None:
             self.hidden.rows.index_copy_(0, newest, given.unflatten(0, (num_rows, -1))[:, -1])
         if level.layout.ancestors is None:
             logits, following, owners = logits.unflatten(0, (num_rows, -1))[:, -1], step.ahead, slots
@@ -406,25 +393,17 @@ class DraftRunner:
         tokens = tokens if level.chosen is None else tokens[:, level.chosen]
         put_tokens(window.rows, start, tokens, offset=level.offset, cursor=cursor)
 
-    def _pass(self, rows: Rows) -> torch.Tensor:
-        """Feed rows: logits [N, V] of what may be proposed behind each."""
-        runner = self._runner
-        return self._proposable(window_pass(runner.decoder, runner.streamer.layers(), runner.cache, rows))
-
-    def _pass_of_head(self, rows: Rows, sources: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Feed rows that read the hidden states of these numbers: logits as of `_pass`, and what they give in turn."""
-        runner, head, hidden = self._runner, self._decoder, self.hidden
-        assert head is not None and hidden is not None
-        rows = replace(rows, hidden=hidden.rows.index_select(0, sources), host_action=self._graphs.host_action)
-        layers = runner.streamer.layers(rows.num_rows)
-        logits, given = head.outputs(window_residual(head, layers, runner.cache, rows))
-        return self._proposable(logits), given
-
-    def _proposable(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits of what may be proposed."""
+    def _pass(self, rows: Rows, hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Feed rows, which in a head read the hidden states of these numbers: logits [N, V] of what may be proposed
+        behind each, and what those of a head give in turn."""
+        runner, layers = self._runner, self._runner.streamer.layers(rows.num_rows)
+        if self.hidden is not None:
+            assert hidden is not None
+            rows = replace(rows, hidden=self.hidden.rows.index_select(0, hidden), host_action=self._graphs.host_action)
+        logits, given = runner.decoder.outputs(window_residual(runner.decoder, layers, runner.cache, rows))
         if self._excluded is not None:
             logits.index_fill_(1, self._excluded, -torch.inf)
-        return logits[:, : self._vocab_size]
+        return logits[:, : self._vocab_size], given
 
     def adopt(self, slot: int, tokens: Sequence[int], places: Sequence[int]) -> None:
         """Let the text whose keys the cache holds go on with `tokens`, the first of which are nodes of the tree with
@@ -612,15 +591,14 @@ class DraftRunner:
         self._graphs.show(found, num_rows * 2 * self._children)
 
     def _pass_over(self, shape: BatchShape) -> torch.Tensor:
-        """Feed the rows of a step over trees: logits as of `_pass`."""
+        """Feed the rows of a step over trees: logits as of `_pass`, and note what those of a head give."""
         shifts = self._parts(shape)[8].repeat_interleave(shape.width) if self.texts.streaming else None
         frequencies = self._row_frequencies.tensor[: shape.num_rows]
         rows = device_rows(shape, self._graphs.inputs, self._runner.rope, frequencies, shifts)
-        if self.hidden is None:
-            return self._pass(rows)
         *_, sources, destinations = self._parts(shape)
-        logits, given = self._pass_of_head(rows, sources)
-        self.hidden.rows.index_copy_(0, destinations.long(), given)
+        logits, given = self._pass(rows, sources)
+        if self.hidden is not None:
+            self.hidden.rows.index_copy_(0, destinations.long(), given)
         return logits
 
     def _choose(self, logits: torch.Tensor, shape: BatchShape, rows: slice | torch.Tensor, out: torch.Tensor) -> None:
@@ -682,8 +660,9 @@ class ChildProbabilities:
         rest = math.log1p(-self.missed) - math.log(sum(weights))
         return [self.sharpness * (score - best) + rest for score in scores]
 
-    def observe(self, scores: Sequence[float], child: int | None) -> None:
-        """Learn that the target has said the child with this index, or none of them (None)."""
+    def observe(self, children: Children, token: int) -> None:
+        """Learn that the target has said a token, of these children or none of them."""
+        scores, child = children.scores, children.tokens.index(token) if token in children.tokens else None
         if not scores:
             return
         self._asked += 1

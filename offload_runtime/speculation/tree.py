@@ -26,7 +26,7 @@ from offload_runtime.params import SamplingParams
 from offload_runtime.runners import DraftKVState
 from offload_runtime.runners.graphs import MOST_GREEDY_STEPS
 from offload_runtime.speculation.draft import Asked, ChildProbabilities, Children, DraftRunner, drafting_stream
-from offload_runtime.speculation.ngram import NgramDrafter
+from offload_runtime.speculation.ngram import Guesses, NgramDrafter
 from offload_runtime.speculation.step import Budgets, Drafter, StepWorth, Texts, chains_where
 
 DRAFT = "draft"
@@ -105,6 +105,13 @@ class CandidateTree:
             return self._make(parent, token, log_probability, source)
         self._raise(child, parent, log_probability)
         return child
+
+    def add_all(self, guesses: Guesses) -> None:
+        """Add guesses behind the root."""
+        nodes, tree = [self.root], guesses.tree
+        chances = guesses.log_probabilities
+        for token, parent, source, chance in zip(tree.tokens, tree.parents, tree.sources, chances, strict=True):
+            nodes.append(self.add(nodes[parent + 1], token, chance, source))
 
     def expand(
         self, key: int, place: int | None, tokens: Sequence[int], log_probabilities: Sequence[float]
@@ -298,7 +305,7 @@ class GrownTree:
 
 
 # Less probable than this is not drafted past a window: it would hardly ever be of use.
-_NEGLIGIBLE = math.log(1e-4)
+NEGLIGIBLE = math.log(1e-4)
 # Children less probable than this, given their parent, are not worth the host's time; the first is always kept.
 _LEAST_CHANCE = math.log(2e-3)
 # How probable the best child of a node is before anything is known, and how many nodes this looks back on.
@@ -328,7 +335,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, runner: DraftRunner, *, ngrams: NgramDrafter, worth: StepWorth) -> None:
         self.runner, self._ngrams, self._worth = runner, ngrams, worth
-        self.name: str = DRAFT if runner.head is None else runner.head.name
+        self.name: str = runner.name
         own_stream = runner.device.type == "cuda" and runner.num_places > 0 and not runner.on_demand
         self._stream = drafting_stream(runner.device) if own_stream else None
         self._joined: set[int] = set()
@@ -417,7 +424,7 @@ class ModelDrafter(Drafter):
                 started_s = time.perf_counter()
                 # So deep that a window behind the deepest of this one is full.
                 asked, greedy_steps = self._next_step(
-                    dict.fromkeys(self._verified, _NEGLIGIBLE), lambda gamma: 2 * gamma
+                    dict.fromkeys(self._verified, NEGLIGIBLE), lambda gamma: 2 * gamma
                 )
                 if not asked:
                     return
@@ -446,16 +453,12 @@ class ModelDrafter(Drafter):
             # Behind the root and each node of the path that came true the target has said some child, or none of them.
             for node, token in zip([before.tree.root, *path], new, strict=False):
                 if (found := before.children.get(node)) is not None:
-                    rank = found.tokens.index(token) if token in found.tokens else None
-                    self.probabilities.observe(found.scores, rank)
+                    self.probabilities.observe(found, token)
             if self._adopt(slot, before, new, path) and before.tree.follow(new):
                 one.tree = before.tree
                 one.children = {node: children for node, children in before.children.items() if node in one.tree.nodes}
         # What followed earlier occurrences of the text's ending, as far as a window reaches down.
-        guesses, nodes = self._ngrams.guesses(slot, one.text, budget, max(_NEGLIGIBLE, one.expected)), [one.tree.root]
-        guess = guesses.tree
-        for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
-            nodes.append(one.tree.add(nodes[parent + 1], token, chance, self._ngrams.name))
+        one.tree.add_all(self._ngrams.guesses(slot, one.text, budget, max(NEGLIGIBLE, one.expected)))
         self.trees[slot] = one
 
     def _adopt(self, slot: int, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> bool:
