@@ -26,12 +26,11 @@ from offload_runtime.files import user_directory
 from offload_runtime.hardware.bench import usable_cores
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.experts import Experts
-from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import ExpertStore, LayerWeights, Weight
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.options import require
 from offload_runtime.plan import ModelPlan, Placement, RunPlan, place_staged, with_staging_rings
-from offload_runtime.runners import CapturedPasses, Decoder, HeadDecoder, HiddenTaps, ModelRunner
+from offload_runtime.runners import CapturedPasses, Decoder, HeadDecoder, ModelRunner
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
 from offload_runtime.sizes import format_bytes
 from offload_runtime.stream import (
@@ -334,9 +333,7 @@ def load_models(
     runner, draft = target.runner, None
     if draft_source and plan.draft:
         draft = load(draft_source, plan.draft, cards[:1], name="draft", lender=target)
-        if isinstance(decoder := draft.runner.decoder, HeadDecoder):
-            head = decoder.head_config
-            runner.taps = HiddenTaps(head.taps, head.width, decoder.tap, head.taps_in_place)
+        runner.taps = draft.runner.decoder.taps
     if on_gpu and plan.captured_bytes and not runner.streamer.num_streamed:
         runner.captured = CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.taps)
     return target, draft and replace(draft, shared=shared)
@@ -548,10 +545,10 @@ def connect_model(
     )  # fmt: skip
     embedding = held[EMBEDDING] if EMBEDDING in held else weights.block(EMBEDDING)
     shared = layout.shared.views(held[None], scratches[0]) | layout.embedding.views(embedding)
-    if isinstance(plan.config, HeadConfig):
+    if plan.head is not None:
         assert lender is not None, "a head is loaded behind its target"
         around = {**lent_to_head(lender.runner.decoder, scratches[0]), **shared}
-        decoder: Decoder = HeadDecoder(plan.config, around, partition)
+        decoder: Decoder = HeadDecoder(plan.head, around, partition)
     else:
         decoder = Decoder(plan.config, shared, partition)
     plan = replace(plan, placements=tuple(memory.placement for memory in memories))

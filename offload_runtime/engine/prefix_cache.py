@@ -29,7 +29,6 @@ from offload_runtime.cache import ANCHOR_TOKENS, BlockFiles, BlockLayout, BlockS
 from offload_runtime.cache.saved_blocks import first_whole_block
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import BudgetError, SessionError, StorageError
-from offload_runtime.models.heads import HeadConfig
 from offload_runtime.options import require
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import DraftKVState
@@ -90,7 +89,7 @@ class SavedCache:
             if model is not None and (name == "target" or state is not None):
                 assert isinstance(source, CheckpointSource), "a runtime that is loaded has opened its checkpoints"
                 locks = model.rope.device.type == "cuda" and plan.request.pinned is None
-                reads = plan.request.target if isinstance(model.config, HeadConfig) else None
+                reads = plan.request.target if model.config.is_head else None
                 caches[name] = cls(model, source, state, reads, locks)
         return caches
 

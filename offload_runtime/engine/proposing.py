@@ -327,18 +327,19 @@ def make_drafter(
         return WithNgrams(hierarchy, NgramDrafter(), alone=False) if free_rows > 1 else hierarchy
     if draft is None:
         return Drafter() if plan.drafter == "none" else NgramDrafter()
-    runner, ngrams, shared = draft.runner, NgramDrafter(), draft.shared or SharedVocabulary(target.config.vocab_size)
+    steps: DFlashRunner | DraftRunner
+    drafter: Drafter
+    ngrams, shared = NgramDrafter(), draft.shared or SharedVocabulary(target.config.vocab_size)
     if draft.plan.block_rows:
-        blocks = DFlashRunner(runner, batch=batch)
-        if budget.device.type == "cuda":
-            blocks.warm_up()
-        blocks.recorder = recorder
-        return WithNgrams(DFlashDrafter(blocks, ngrams=ngrams), ngrams)
-    drafts = DraftRunner(runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
+        steps = blocks = DFlashRunner(draft.runner, batch=batch)
+        drafter = DFlashDrafter(blocks, ngrams=ngrams)
+    else:
+        steps = drafts = DraftRunner(draft.runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
+        drafter = ModelDrafter(drafts, ngrams=ngrams, worth=StepWorth(free_s))
     if budget.device.type == "cuda":
-        drafts.warm_up()
-    drafts.recorder = recorder
-    return WithNgrams(ModelDrafter(drafts, ngrams=ngrams, worth=StepWorth(free_s)), ngrams)
+        steps.warm_up()
+    steps.recorder = recorder
+    return WithNgrams(drafter, ngrams)
 
 
 def _make_retrieval_cache(plan: RunPlan, target: LoadedModel, budgets: Sequence[DeviceBudget]) -> RetrievalCache:

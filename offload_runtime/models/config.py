@@ -37,9 +37,11 @@ class ModelConfig:
             itself rounded to that.
         logits_divisor, logits_cap: What logits are divided by; c of c tanh(logits / c).
         name: What proposals of such models are counted as.
+        is_head: Whether such models draft from what their target's passes keep.
     """
 
     name: ClassVar[str] = "draft"
+    is_head: ClassVar[bool] = False
 
     architecture: str
     layers: tuple[DecoderLayer, ...]

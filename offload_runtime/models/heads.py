@@ -35,6 +35,7 @@ class HeadConfig(ModelConfig):
         taps_in_place: Whether the only tap is behind the last layer and may write over the rows that it reads.
     """
 
+    is_head: ClassVar[bool] = True
     title: ClassVar[str]
     taps_in_place: ClassVar[bool] = False
     target_size: int = field(kw_only=True)

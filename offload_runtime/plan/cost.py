@@ -25,7 +25,6 @@ from offload_runtime_kernels.linear import LIBRARY_ROWS
 
 from offload_runtime.core import DraftBudget, depths_of
 from offload_runtime.hardware import MachineProfile
-from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import Attention, DecoderLayer, Work
 from offload_runtime.plan.model import ModelPlan, unmatched_kv_bytes
 from offload_runtime.plan.sizes import DTYPE_NAMES, RunPlan
@@ -409,7 +408,7 @@ def usual_acceptance(draft: ModelPlan | None) -> float:
     """The share of a draft's proposals that is accepted at its full context; None stands for n-grams."""
     if draft is None:
         return USUAL_ACCEPTANCE["n-grams"]
-    if isinstance(draft.config, HeadConfig):
+    if draft.is_head:
         return USUAL_ACCEPTANCE[draft.config.name]
     far = draft.cache == "streaming" and draft.context_tokens > _FAR_TOKENS
     return USUAL_ACCEPTANCE["streaming, far" if far else draft.cache]

@@ -171,7 +171,12 @@ class ModelPlan:
     @property
     def is_head(self) -> bool:
         """Whether it drafts from what its target's passes keep."""
-        return isinstance(self.config, HeadConfig)
+        return self.config.is_head
+
+    @property
+    def head(self) -> HeadConfig | None:
+        """Its configuration, if it does."""
+        return self.config if isinstance(self.config, HeadConfig) else None
 
     @property
     def on_host(self) -> bool:

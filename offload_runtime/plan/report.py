@@ -13,7 +13,6 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError, OffloadError
 from offload_runtime.hardware import MachineProfile
-from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.registry import has_gguf
 from offload_runtime.plan import cost
 from offload_runtime.plan.search import LEAST_CONTEXT_TOKENS, plan_run
@@ -328,11 +327,11 @@ def plan_fastest_draft(
             plan = planned(replace(request, draft=draft.model))
             fits = plan.target.context_tokens >= room[0] and plan.target.batch >= room[1]
             gain = best_tok_per_s(plan, machine) / before
-            sure = known or draft.share <= _SURE_SHARE or isinstance(draft.model.config(), HeadConfig)
+            sure = known or draft.share <= _SURE_SHARE or draft.model.config().is_head
             if fits and gain >= least and sure:
                 taken = f"drafting with {draft.name}" + (f", predicted to be {gain:.1f} times as fast" if known else "")
                 best, least = replace(plan, draft_note=f"{taken} (--draft ngram goes without)"), gain
-                if isinstance(draft.model.config(), HeadConfig):
+                if draft.model.config().is_head:
                     break  # it was trained for the target
     return best
 
@@ -352,7 +351,7 @@ def with_found_draft(
 
 def note_on_draft(request: RuntimeConfig) -> str:
     """What has to be said of a draft model that the user named: that nothing tells its tokens; else empty."""
-    named = request.proposed_by == "the draft" and not isinstance(request.draft.config(), HeadConfig)
+    named = request.proposed_by == "the draft" and not request.draft.config().is_head
     if not named or all(model.vocabulary() is not None for model in (request.target, request.draft)):
         return ""
     return "that the draft's tokens are the target's is taken for granted: one of the two has no tokenizer.json here"

@@ -231,8 +231,8 @@ class RunPlan:
     @property
     def drafter_in_words(self) -> str:
         """Who drafts, for people."""
-        head = None if self.draft is None else self.draft.config
-        return f"the {head.title} head" if isinstance(head, HeadConfig) else "the draft"
+        head = self.draft.head if self.draft else None
+        return f"the {head.title} head" if head else "the draft"
 
     @property
     def drafter(self) -> str:
@@ -310,13 +310,13 @@ class RunPlan:
         """What the target's passes keep for a head, of all rows of prompts and windows unless it takes the place of
         their residual streams, of what was accepted and of rows of graphs, and what of it steps read."""
         draft, target = self.draft, self.target
-        if draft is None or not isinstance(draft.config, HeadConfig):
+        if draft is None or draft.head is None:
             return 0
         window_rows = target.batch * target.window_tokens
         rows = window_rows + CAPTURED_ROWS + hidden_store_rows(target.batch, draft.tree_positions)
-        if not draft.config.taps_in_place:
+        if not draft.head.taps_in_place:
             rows += most_prompt_tokens(target.chunk_tokens, target.context_tokens) + window_rows
-        return rows * draft.config.width * target.dtype.itemsize
+        return rows * draft.head.width * target.dtype.itemsize
 
     @property
     def graph_bytes(self) -> int:
@@ -381,9 +381,9 @@ class RunPlan:
             return 0
         target, config = self.target, self.target.config
         rows = min(target.chunk_tokens, target.context_tokens)
-        head = None if self.draft is None else self.draft.config
-        taps = [tap for tap in head.taps if tap < config.num_layers] if isinstance(head, HeadConfig) else []
-        streams = 1 + sum(target.owners[tap] > 0 for tap in taps)
+        head = self.draft.head if self.draft else None
+        taps = head.taps if head else ()
+        streams = 1 + sum(target.owners[tap] > 0 for tap in taps if tap < config.num_layers)
         sizes = [config.hidden_size * target.dtype.itemsize] * streams
         sizes += [8 * config.num_angles + 32] * (self.num_cards - 1)
         cut = 2 if config.deltas else 0  # behind what comes before a prompt, and at the last anchor in it

@@ -7,7 +7,7 @@ import torch
 from offload_runtime.models.eagle3 import FirstLayer
 from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import LayerCache, LayerWeights, Rows, Weights
-from offload_runtime.runners.model_runner import Decoder
+from offload_runtime.runners.model_runner import Decoder, HiddenTaps
 from offload_runtime.stream import LayerPartition
 
 
@@ -26,6 +26,7 @@ class HeadDecoder(Decoder):
     def __init__(self, config: HeadConfig, shared: Weights, partition: LayerPartition | None = None) -> None:
         super().__init__(config, shared, partition)
         self.head_config = config
+        self.taps = HiddenTaps(config.taps, config.width, self.tap, config.taps_in_place)
         self._ids: torch.Tensor | None = None  # of the tokens that there are logits of, [draft tokens] int64
         if "d2t" in shared:
             offsets = shared["d2t"].dense

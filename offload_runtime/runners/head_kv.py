@@ -249,9 +249,10 @@ class BlockKVState(HeadKVState):
     """
 
     def __init__(self, runner: ModelRunner, *, batch: int) -> None:
-        self._config = runner.decoder.config
-        assert isinstance(self._config, DFlashConfig)
-        super().__init__(runner, batch=batch, most_waiting=min(self._config.block_size, CATCH_UP_TOKENS), ahead=0)
+        config = runner.decoder.config
+        assert isinstance(config, DFlashConfig)
+        super().__init__(runner, batch=batch, most_waiting=min(config.block_size, CATCH_UP_TOKENS), ahead=0)
+        self._config = config
 
     @torch.inference_mode()
     def _write(self, slot: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:

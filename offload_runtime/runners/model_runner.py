@@ -101,7 +101,12 @@ class Decoder:
         shared: `embedding` [V, H], `final_norm` [H], and `lm_head` [V, H] unless it is tied; on the compute device, of
             several cards the first.
         partition: Which card each layer is on; None: all are where the shared weights are.
+
+    Attributes:
+        taps: What passes of a target keep for a head; None of other models.
     """
+
+    taps: HiddenTaps | None = None
 
     def __init__(self, config: ModelConfig, shared: Weights, partition: LayerPartition | None = None) -> None:
         self.config, self.shared = config, shared
