@@ -27,6 +27,11 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 
 # With the newest known token and those whose keys are written anew, a step of the retrieval verifier has 32 rows.
 MOST_GAMMA_DRAFT = 24
+# Where a token may come from, by the names that statistics and the server's API have: what people call it.
+SOURCES = {
+    "ngram": "n-grams", "draft": "draft", "mtp": "MTP", "eagle3": "EAGLE-3", "dflash": "DFlash",
+    "retrieval": "TriForce", "target": "target",
+}  # fmt: skip
 
 
 def card_names(device: str) -> tuple[str, ...]:

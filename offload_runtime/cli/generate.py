@@ -26,7 +26,7 @@ from offload_runtime.cli import interrupt, terminal
 from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions, LoadOptions, refuse_early
 from offload_runtime.cli.plan import print_explanation
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
-from offload_runtime.config import RuntimeConfig
+from offload_runtime.config import SOURCES, RuntimeConfig
 from offload_runtime.errors import BudgetError
 from offload_runtime.options import require
 from offload_runtime.sizes import counted, format_bytes
@@ -39,11 +39,7 @@ if TYPE_CHECKING:
     CheckPrompts = Callable[[PromptRoom], object]
     OnPrefill = Callable[[int, int], None]
 
-# Names of those who propose, and of windows, where users call them otherwise.
-_DRAFTERS = {
-    "ngram": "n-grams", "unigram": "n-grams", "copy": "copied", "retrieval": "TriForce", "mtp": "MTP",
-    "eagle3": "EAGLE-3", "dflash": "DFlash",
-}  # fmt: skip
+_WORDS = {**SOURCES, "unigram": "n-grams", "copy": "copied"}  # of those who propose, and of windows
 
 
 def generate(options: GenerateOptions) -> None:
@@ -284,7 +280,7 @@ def show_stats(stats: GenerationStats, device: str) -> None:
 
 
 def _in_words(name: str) -> str:
-    return " ".join(_DRAFTERS.get(word, word) for word in name.split())
+    return " ".join(_WORDS.get(word, word) for word in name.split())
 
 
 def link_figure(stats: GenerationStats) -> str:

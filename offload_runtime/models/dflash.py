@@ -177,7 +177,6 @@ class DFlashConfig(HeadConfig):
         target_layers: Those of the target that it was made for, where it says so.
     """
 
-    title: ClassVar[str] = "DFlash"
     name: ClassVar[str] = "dflash"
     block_size: int = field(kw_only=True)
     mask_token: int = field(kw_only=True)

@@ -68,7 +68,6 @@ class Eagle3Config(HeadConfig):
         keeps_normed: Whether rows about the tokens that follow read the stream behind the final norm, likewise.
     """
 
-    title: ClassVar[str] = "EAGLE-3"
     name: ClassVar[str] = "eagle3"
     draft_vocab_size: int = field(kw_only=True)
     fused: bool = True

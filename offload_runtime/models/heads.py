@@ -18,6 +18,7 @@ from typing import ClassVar, Self
 
 import torch
 
+from offload_runtime.config import SOURCES
 from offload_runtime.errors import CheckpointError, VocabularyMismatchError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Tensor, Weights
@@ -31,16 +32,19 @@ class HeadConfig(ModelConfig):
         target_size: Channels of the target's residual stream, T.
         taps: The layers of the target that the stream is read below; their number means behind the last.
         owned: Which of `embedding` and `lm_head` it has.
-        title: What people call such heads.
         taps_in_place: Whether the only tap is behind the last layer and may write over the rows that it reads.
     """
 
     is_head: ClassVar[bool] = True
-    title: ClassVar[str]
     taps_in_place: ClassVar[bool] = False
     target_size: int = field(kw_only=True)
     taps: tuple[int, ...] = field(kw_only=True)
     owned: frozenset[str] = field(default=frozenset(), kw_only=True)
+
+    @property
+    def title(self) -> str:
+        """Return what people call such heads."""
+        return SOURCES[self.name]
 
     @property
     def width(self) -> int:

@@ -52,7 +52,6 @@ class MtpConfig(HeadConfig):
         names: What its tensors are called.
     """
 
-    title: ClassVar[str] = "MTP"
     name: ClassVar[str] = "mtp"
     taps_in_place: ClassVar[bool] = True
     names: MtpNames = QWEN_NAMES

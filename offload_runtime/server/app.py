@@ -28,7 +28,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sse_starlette.sse import EventSourceResponse
 
-from offload_runtime.config import ServerConfig
+from offload_runtime.config import SOURCES, ServerConfig
 from offload_runtime.engine import Scheduler
 from offload_runtime.errors import (
     BudgetError,
@@ -328,7 +328,9 @@ def make_app(service: Service, config: ServerConfig) -> App:
         ("GET", "/health", service.health), ("GET", "/metrics", service.figures),
     ]  # fmt: skip
     for path, (name, media_type) in _PAGE.items():
-        routes.append(("GET", path, _constant(Path(__file__).with_name(name).read_bytes(), media_type)))
+        content = Path(__file__).with_name(name).read_text(encoding="utf-8")
+        content += f"const SOURCES = {json.dumps(SOURCES)};\n" if name == "page.js" else ""
+        routes.append(("GET", path, _constant(content, media_type)))
     for method, path, answer in routes:
         app.add_api_route(path, answer, methods=[method], response_model=None)
 
@@ -346,7 +348,7 @@ def make_app(service: Service, config: ServerConfig) -> App:
     )  # fmt: skip
 
 
-def _constant(content: bytes, media_type: str) -> Callable[[], Any]:
+def _constant(content: str, media_type: str) -> Callable[[], Any]:
     async def answer() -> Response:
         return Response(content, media_type=media_type)
 

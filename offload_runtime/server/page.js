@@ -1,9 +1,8 @@
 "use strict";
 
-// A chat with the model that this server has: the answer as it streams, coloured by who proposed each token.
+// A chat with the model that this server has: the answer as it streams, coloured by who proposed each token. What
+// these are called, SOURCES, the server puts behind this file.
 
-const SOURCES = { ngram: "n-grams", draft: "draft", mtp: "MTP", eagle3: "EAGLE-3", dflash: "DFlash",
-                  retrieval: "retrieval verifier", target: "target" };
 const CUT = { length: "token limit reached", interrupted: "ended by the server, which stops or had no more time" };
 const element = (id) => document.getElementById(id);
 let messages = []; // those of the conversation that have an answer, and the one that gets it now
