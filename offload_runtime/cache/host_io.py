@@ -24,16 +24,9 @@ from offload_runtime.config import MOST_GAMMA_DRAFT
 from offload_runtime.errors import BudgetError, CopyError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.sizes import format_bytes, size_option_down
-from offload_runtime.stream import (
-    CopyEngine,
-    DeviceBudget,
-    HostArena,
-    PageableMemory,
-    Registrar,
-    check_host_memory,
-    current_device,
-    touch,
-)
+from offload_runtime.stream.arena import HostArena, PageableMemory, Registrar, check_host_memory, touch
+from offload_runtime.stream.copy_engine import CopyEngine
+from offload_runtime.stream.device import DeviceBudget, current_device
 
 # A sequence grows by at least so many blocks.
 _STEP_BLOCKS = 4

@@ -36,29 +36,22 @@ from offload_runtime.plan.sizes import DTYPE_NAMES, PROCESS_BYTES
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import Controller
-from offload_runtime.stream import (
-    CopyEngine,
-    CopyQueues,
+from offload_runtime.stream.copy_engine import CopyEngine, CopyQueues, LinkPace
+from offload_runtime.stream.device import (
     DeviceBudget,
     current_device,
     device_memory_in_use,
     device_memory_used_by_others,
-    make_copy_engine,
     reaches,
     resolve_device,
     resolve_devices,
 )
-from offload_runtime.stream.copy_engine import LinkPace
+from offload_runtime.stream.queue import make_copy_engine
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
-from offload_runtime.weights import (
-    CheckpointSource,
-    FoundDraft,
-    MatricesNotCodable,
-    draft_beside,
-    find_drafts,
-    open_checkpoint,
-    share_vocabulary,
-)
+from offload_runtime.weights.checkpoint import CheckpointSource, share_vocabulary
+from offload_runtime.weights.loader import MatricesNotCodable
+from offload_runtime.weights.neighbours import FoundDraft, find_drafts
+from offload_runtime.weights.sources import draft_beside, open_checkpoint
 
 # With these words torch begins the names of graphics cards.
 _MAKERS = ("NVIDIA", "AMD", "Intel")

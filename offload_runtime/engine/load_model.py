@@ -33,27 +33,19 @@ from offload_runtime.plan import ModelPlan, Placement, RunPlan, place_staged, wi
 from offload_runtime.runners import CapturedPasses, Decoder, HeadDecoder, ModelRunner
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
 from offload_runtime.sizes import format_bytes
-from offload_runtime.stream import (
+from offload_runtime.stream.arena import HostArena, PageableMemory, Registrar, require_readable_arenas
+from offload_runtime.stream.copy_engine import CopyEngine, CopyQueues, measure_link_gbps
+from offload_runtime.stream.cpu_experts import CpuExperts
+from offload_runtime.stream.device import Card, DeviceBudget, LayerPartition, current_device
+from offload_runtime.stream.expert_pool import ExpertPool, ExpertUnits
+from offload_runtime.stream.queue import CardRing, LayerStreamer
+from offload_runtime.stream.staging import (
     FEWEST_PIECES,
-    Card,
-    CopyEngine,
-    CopyQueues,
-    DeviceBudget,
-    HostArena,
-    LayerPartition,
-    PageableMemory,
-    Registrar,
     RingShape,
     StagingCopyEngine,
     StagingWriteEngine,
-    current_device,
-    measure_link_gbps,
-    require_readable_arenas,
     staging_threads,
 )
-from offload_runtime.stream.cpu_experts import CpuExperts
-from offload_runtime.stream.expert_pool import ExpertPool, ExpertUnits
-from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights import EMBEDDING, CheckpointSource, HostWeights, SharedVocabulary, load_weights
 from offload_runtime.weights.encoding import StackedWeight
 from offload_runtime.weights.layout import ExpertBlocks

@@ -20,29 +20,14 @@ from offload_runtime.plan import RunPlan
 from offload_runtime.plan.cost import guess_parents
 from offload_runtime.runners import ModelRunner, warm_up_batches, warm_up_lengths
 from offload_runtime.sampling import WARM_UP_SAMPLINGS
-from offload_runtime.speculation import (
-    COPY,
-    NGRAM,
-    PLAIN,
-    Controller,
-    DeviceWindow,
-    DFlashDrafter,
-    DFlashRunner,
-    Drafter,
-    DraftRunner,
-    GuessTree,
-    ModelDrafter,
-    NgramDrafter,
-    RetrievalVerifier,
-    StepOutput,
-    StepWorth,
-    TriForceDrafter,
-    WithNgrams,
-    drafting,
-    makes_trees,
-    size_for,
-    size_within,
-)
+from offload_runtime.speculation.controller import COPY, PLAIN, Controller, size_for, size_within
+from offload_runtime.speculation.dflash import DFlashDrafter, DFlashRunner
+from offload_runtime.speculation.draft import DraftRunner
+from offload_runtime.speculation.ngram import NGRAM, NgramDrafter, WithNgrams, drafting
+from offload_runtime.speculation.step import Drafter, StepOutput, StepWorth, makes_trees
+from offload_runtime.speculation.tree import ModelDrafter
+from offload_runtime.speculation.triforce import RetrievalVerifier, TriForceDrafter
+from offload_runtime.speculation.window import DeviceWindow, GuessTree
 from offload_runtime.stream import DeviceBudget
 from offload_runtime.trace import TraceRecorder
 from offload_runtime.weights import SharedVocabulary

@@ -32,17 +32,9 @@ from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows
 
 from offload_runtime.sizes import GB, GIB, format_bytes
-from offload_runtime.stream import (
-    Card,
-    HostArena,
-    Registrar,
-    TransferBuffers,
-    current_device,
-    host_memory,
-    make_copy_engine,
-    open_nvml,
-    transfer,
-)
+from offload_runtime.stream.arena import HostArena, Registrar, host_memory
+from offload_runtime.stream.device import Card, TransferBuffers, current_device, open_nvml, transfer
+from offload_runtime.stream.queue import make_copy_engine
 
 MIB = 1 << 20
 # A copy is as large as a layer, more than any cache holds; so many are queued at once.

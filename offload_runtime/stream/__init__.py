@@ -14,17 +14,14 @@ from offload_runtime.stream.arena import (
     PAGE_BYTES,
     PIECE_BYTES,
     HostArena,
-    PageableMemory,
     Registrar,
     Staging,
     check_host_memory,
-    host_memory,
     own_or,
     registrar_for,
-    require_readable_arenas,
     touch,
 )
-from offload_runtime.stream.copy_engine import CopyEngine, CopyQueues, measure_link_gbps
+from offload_runtime.stream.copy_engine import CopyEngine, measure_link_gbps
 from offload_runtime.stream.device import (
     LAZY_MODULE_BYTES,
     TYPICAL_CONTEXT_BYTES,
@@ -36,10 +33,8 @@ from offload_runtime.stream.device import (
     aligned_bytes,
     are_blocks,
     current_device,
-    device_memory_in_use,
     device_memory_used_by_others,
     memory_name,
-    open_nvml,
     overwrite,
     pack,
     pack_words,
@@ -55,11 +50,4 @@ from offload_runtime.stream.device import (
     within,
 )
 from offload_runtime.stream.queue import make_copy_engine
-from offload_runtime.stream.staging import (
-    FEWEST_PIECES,
-    RingShape,
-    StagingCopyEngine,
-    StagingWriteEngine,
-    ring_shape,
-    staging_threads,
-)
+from offload_runtime.stream.staging import FEWEST_PIECES, RingShape, ring_shape, staging_threads
