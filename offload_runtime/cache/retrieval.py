@@ -1,9 +1,8 @@
 """Attention to a few chunks of the far context, chosen by the current queries (TriForce, arXiv 2404.11912).
 
-Of every layer and KV head `RetrievedChunks` holds the chunks that are selected, fetched from the blocks that a cache
+Of every layer and KV head a `RetrievalCache` holds the chunks that are selected, fetched from the blocks that a cache
 keeps (in host or device memory), only what is new each time. Keys keep the positions they were rotated for. What is
-recent is read from that cache's own open blocks: `RetrievalCache` attends to both. A draft that decodes so is a
-`RetrievedDraftCache`.
+recent is read from that cache's own open blocks. A draft that decodes so has a `RetrievedDraftCache`.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 from offload_runtime_kernels.attention import AttentionParams, KeySource, QueryRows, attend_sources
 from offload_runtime_kernels.chunk_scores import chunk_scores
 from offload_runtime_kernels.chunk_summaries import FACTOR_BYTES, ChunkSummaries, chunk_summaries
-from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
+from offload_runtime_kernels.gather_chunks import gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 
@@ -32,90 +31,6 @@ _FAR_BLOCKS = 16
 # agreement with the full cache falls by 0.002 (120,000 tokens, budget 4096). Heads that attend to nothing in particular
 # fetch almost nothing.
 _HELD_MARGIN = 0.1
-
-
-class RetrievedChunks:
-    """Selected chunks of keys and values of every layer and KV head, on the device.
-
-    Args:
-        config: The model's shape.
-        dtype: Of keys and values.
-        budget_tokens: Tokens per layer and head, a multiple of `chunk_size`.
-        chunk_size: Tokens of a chunk, a power of two from 2 to 64.
-        batch: Sequences.
-        budgets: Ledgers of the cards to reserve from.
-        owners: The card of each layer by its number; empty: all are on the first.
-        name: What to call it in the ledger.
-
-    Attributes:
-        resident: Of each layer [B, H_kv, K] int32 on its device: which chunk lies in each place, -1 for none. After an
-            update the places in use are the first.
-
-    Raises:
-        OptionError: The budget or the chunk size makes no sense.
-        BudgetError: The device memory is not there.
-    """
-
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, batch: int,
-        budgets: Sequence[DeviceBudget], owners: Sequence[int] = (), name: str = "retrieved KV",
-    ) -> None:  # fmt: skip
-        self.chunk_size = chunk_size
-        self.budget_chunks = chunks_of_budget(budget_tokens, chunk_size)
-        owners = owners or (0,) * config.num_layers
-        shapes = block_shapes(config, batch, dict.fromkeys(config.attentions, num_blocks(budget_tokens)))
-        self._stacks, self._data = allocate_layers(budgets, owners, name, dtype, shapes)
-        shapes = {layer: (batch, shape[3], self.budget_chunks) for layer, shape in shapes.items()}
-        self._places, self.resident = allocate_layers(budgets, owners, f"{name}: places", torch.int32, shapes)
-        for places in self._places.values():
-            places.fill_(-1)
-
-    def borrow_workspace(self, card: int, nbytes: int) -> torch.Tensor:
-        """uint8 [nbytes] of the memory of a card's chunks, at most all of it where its layers are alike; the chunks are
-        forgotten."""
-        for (owner, _), places in self._places.items():
-            if owner == card:
-                places.fill_(-1)
-        largest = max((stack for (owner, _), stack in self._stacks.items() if owner == card), key=torch.numel)
-        assert nbytes <= largest.nbytes
-        return largest.view(-1).view(torch.uint8)[:nbytes]
-
-    def blocks(self, layer: int) -> KVBlocks:
-        """[B, ceil(budget / 256), 2, H_kv, 256, D]: the chunks, in the order of their places; see `resident`."""
-        return KVBlocks(self._data[layer])
-
-    def update(
-        self, layer: int, selected: torch.Tensor, source: BlockTable, *, slot: int = 0,
-        used: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Hold the selected chunks of some sequences, fetching only those that are not here yet.
-
-        Args:
-            layer: Whose.
-            selected: [B, H_kv, K] int32 as `select_chunks` gives them.
-            source: Where the blocks of that layer lie, of all sequences.
-            sequence: The first row's; the others follow it.
-            used: [B] int32 on the device: 0 leaves the chunks of a row as they are. None: all are served.
-
-        Returns:
-            [B, H_kv] int32 on the device: chunks that were fetched.
-
-        Enqueues on the current stream and never synchronises. What attends to the chunks must be ordered with it, and
-        the blocks must be complete and stay as they are until it is done.
-        """
-        rows = slice(slot, slot + selected.shape[0])
-        assert rows.stop <= self.resident[layer].shape[0]
-        data, table = KVBlocks(self._data[layer][rows]), source.rows(rows.start, rows.stop)
-        return gather_chunks(selected, self.resident[layer][rows], table, data, chunk_size=self.chunk_size, used=used)
-
-    def forget(self, slot: int, length: int = 0) -> None:
-        """A sequence was cut to `length` tokens: chunks that reach behind them will be fetched again when selected.
-
-        Until their next update layers that held such a chunk are of no use.
-        """
-        for places in self._places.values():
-            resident = places[:, slot]
-            resident.masked_fill_(resident >= length // self.chunk_size, -1)
 
 
 class RetrievalCache:
@@ -147,11 +62,16 @@ class RetrievalCache:
         chunk_size: int, batch: int, budgets: Sequence[DeviceBudget], owners: Sequence[int] = (),
         name: str = "retrieved KV",
     ) -> None:  # fmt: skip
+        self._chunk_size, self._budget_chunks = chunk_size, chunks_of_budget(budget_tokens, chunk_size)
         self._owners = owners = owners or (0,) * config.num_layers
-        self.chunks = RetrievedChunks(
-            config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budgets=budgets,
-            owners=owners, name=name,
-        )  # fmt: skip
+        # The chunks, by layer [B, ceil(budget / 256), 2, H_kv, 256, D], and [B, H_kv, K] int32 which lies in each
+        # place, -1 for none. After an update the places in use are the first.
+        sizes = block_shapes(config, batch, dict.fromkeys(config.attentions, num_blocks(budget_tokens)))
+        self._stacks, self._chunks = allocate_layers(budgets, owners, name, dtype, sizes)
+        sizes = {layer: (batch, size[3], self._budget_chunks) for layer, size in sizes.items()}
+        self._places, self._resident = allocate_layers(budgets, owners, f"{name}: places", torch.int32, sizes)
+        for places in self._places.values():
+            places.fill_(-1)
         count = num_blocks(source.capacity_tokens) * BLOCK_TOKENS // chunk_size
         attentions = config.attentions.items()
         shapes = {layer: (batch, one.num_kv_heads, count, one.head_dim) for layer, one in attentions}
@@ -175,7 +95,7 @@ class RetrievalCache:
     def on_blocks(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """As of a `BlockObserver`: summarise every block of a sequence's far context."""
         one = KVBlocks(kv.data[row : row + 1], kv.first_block)
-        chunk_summaries(one, blocks, self._summaries[layer].rows(slot, slot + 1), chunk_size=self.chunks.chunk_size)
+        chunk_summaries(one, blocks, self._summaries[layer].rows(slot, slot + 1), chunk_size=self._chunk_size)
 
     def warm_up(self) -> None:
         """Compile what chooses, however many chunks there are to choose from."""
@@ -185,7 +105,7 @@ class RetrievalCache:
             for count in different_counts(num_chunks):
                 scores = torch.zeros(1, num_heads, count, device=device)
                 with current_device(device):
-                    select_chunks(scores, count, budget_chunks=self.chunks.budget_chunks)
+                    select_chunks(scores, count, budget_chunks=self._budget_chunks)
 
     def begin_steps(self, rows: range, counts: Mapping[int, int]) -> bool:
         """Steps over the sequences `rows` will put `counts[s]` tokens behind the committed ones of s; all others stand
@@ -200,6 +120,16 @@ class RetrievalCache:
         self._source.begin_window(list(counts), list(counts.values()))
         return self.announce(rows, counts)
 
+    def borrow_workspace(self, card: int, nbytes: int) -> torch.Tensor:
+        """uint8 [nbytes] of the memory of a card's chunks, at most all of it where its layers are alike; the chunks are
+        forgotten."""
+        for (owner, _), places in self._places.items():
+            if owner == card:
+                places.fill_(-1)
+        largest = max((stack for (owner, _), stack in self._stacks.items() if owner == card), key=torch.numel)
+        assert nbytes <= largest.nbytes
+        return largest.view(-1).view(torch.uint8)[:nbytes]
+
     def announce(self, rows: range, counts: Mapping[int, int]) -> bool:
         """As of `begin_steps`, once the target's cache knows."""
         self._rows, grown = rows, False
@@ -208,12 +138,12 @@ class RetrievalCache:
             before, now = self.recent[slot].start, self._source.recent_blocks(slot)
             self.recent[slot] = recent[rows.index(slot)] = now
             grown |= now.start != before
-        size = self.chunks.chunk_size
+        size = self._chunk_size
         most_blocks = -(-max(blocks.start for blocks in recent) // _FAR_BLOCKS) * _FAR_BLOCKS
         most_blocks = min(most_blocks, num_blocks(self._source.max_tokens_with_draft))
         self._most_available = most_blocks * BLOCK_TOKENS // size
         available = [blocks.start * BLOCK_TOKENS // size for blocks in recent]
-        keys = [min(count, self.chunks.budget_chunks) * size for count in available]
+        keys = [min(count, self._budget_chunks) * size for count in available]
         self._far_blocks, self._recent_blocks = num_blocks(max(keys)), max(len(blocks) for blocks in recent)
         far = [number for count in keys for number in (0, count)]
         near = [number for blocks in recent for number in (blocks.start, _NO_LIMIT)]
@@ -240,8 +170,17 @@ class RetrievalCache:
 
     def forget(self, slot: int) -> None:
         """Another sequence begins in this place: what was retrieved is of no use."""
-        self.chunks.forget(slot)
+        self.cut(slot, 0)
         self.recent[slot] = range(0)
+
+    def cut(self, slot: int, length: int) -> None:
+        """A sequence was cut to `length` tokens: chunks that reach behind them will be fetched again when selected.
+
+        Until their next update layers that held such a chunk are of no use.
+        """
+        for places in self._places.values():
+            resident = places[:, slot]
+            resident.masked_fill_(resident >= length // self._chunk_size, -1)
 
     def store(self, layer: int) -> KVBlocks:
         return self._source.store(layer)
@@ -250,21 +189,24 @@ class RetrievalCache:
         return self._source.delta(layer, rows, in_step=True)
 
     def attend(self, layer: int, q: torch.Tensor, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
-        """Choose chunks if asked to, then attend to them and to the recent blocks."""
+        """Choose chunks if asked to, and fetch those that are not here yet; then attend to them and to the recent
+        blocks. Never synchronises."""
         assert q.shape[0] == len(self._rows)
         first, count = self._rows.start, len(self._rows)
+        ours = slice(first, first + count)
         numbers = self._numbers[self._owners[layer]]
         available, bounds = numbers[0, :count], numbers[1:, : 2 * count].view(2, count, 2)
         if self._refresh and self._far_blocks:
             here = self._summaries[layer].rows(first, first + count).first(self._most_available)
             scores = chunk_scores(q[:, : rows.most_used], here, available, scale=params.scale, rows_used=rows.used)
-            budget, held = self.chunks.budget_chunks, self.chunks.resident[layer][first : first + count]
+            budget, held = self._budget_chunks, self._resident[layer][ours]
             selected = select_chunks(
                 scores, available, budget_chunks=budget, held=held, held_margin=_HELD_MARGIN / budget
             )
-            self.chunks.update(layer, selected, self._source.block_table(layer), slot=first, used=rows.used)
+            table, chunks = self._source.block_table(layer).rows(first, first + count), self._chunks[layer][ours]
+            gather_chunks(selected, held, table, KVBlocks(chunks), chunk_size=self._chunk_size, used=rows.used)
         # Retrieved keys lie at the front of blocks of their own, so every query is behind all of them.
-        far = KeySource(self.chunks.blocks(layer), range(self._far_blocks), bounds=bounds[0])
+        far = KeySource(KVBlocks(self._chunks[layer]), range(self._far_blocks), bounds=bounds[0])
         near = KeySource(self._source.store(layer), range(self._recent_blocks), bounds=bounds[1])
         return attend_sources(q, [far, near], rows, params)
 
@@ -307,7 +249,7 @@ class RetrievedDraftCache(KVCache):
             self, config, dtype, budget_tokens=budget_tokens, chunk_size=chunk_size, batch=batch, budgets=budgets,
             name=f"{name}: retrieved",
         )  # fmt: skip
-        self.chunks, self.warm_up, self.begin_step = retrieved.chunks, retrieved.warm_up, retrieved.begin_step
+        self.warm_up, self.begin_step = retrieved.warm_up, retrieved.begin_step
         self._reach = [0] * batch  # no token from here on is in a retrieved chunk
         self._whole = False  # the running pass attends to everything
 
@@ -342,7 +284,7 @@ class RetrievedDraftCache(KVCache):
         length = super().truncate(slot, length)
         # Not at every rejected guess: those lie behind what is retrieved.
         if length < self._reach[slot]:
-            self.chunks.forget(slot, length)
+            self._retrieved.cut(slot, length)
             self._reach[slot] = length
         return length
 
@@ -354,7 +296,7 @@ def summaries_bytes(config: ModelConfig, *, chunk_size: int, capacity_tokens: in
 
 
 def retrieved_bytes(config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, batch: int) -> int:
-    """Device bytes of `RetrievedChunks`: the blocks and the table of places."""
+    """Device bytes of the chunks of a `RetrievalCache`: the blocks and the table of places."""
     num_heads = sum(one.num_kv_heads for one in config.attentions.values())
     places = batch * num_heads * chunks_of_budget(budget_tokens, chunk_size)
     each_bytes = sum(block_bytes(config, dtype, layer) for layer in config.attentions)

@@ -338,7 +338,7 @@ def _make_retrieval_cache(plan: RunPlan, target: LoadedModel, budgets: Sequence[
     source.take_steps(budgets, "rows of the retrieval verifier")
     for card, (own, budget) in enumerate(zip(plan.cards, budgets, strict=True)):
         if isinstance(source, HostKVCache) and not own.target.prefill_workspace_bytes:
-            source.borrow_workspace[card] = partial(retrieved.chunks.borrow_workspace, card)
+            source.borrow_workspace[card] = partial(retrieved.borrow_workspace, card)
         budget.reserve("steps of the retrieval verifier", own.verifier_step_bytes)
     return retrieved
 
@@ -369,7 +369,7 @@ def _make_triforce(
     )  # fmt: skip
     levels: list[RetrievalVerifier | DraftRunner] = [verifier] if first is None else [verifier, first]
     if budget.device.type == "cuda":
-        with verifier.graphs.eager(), nullcontext() if first is None else first.eager():
+        with verifier.graphs.eager(), nullcontext() if first is None else first.graphs.eager():
             warm_up_verifier(drafter, runner, batch=batch)
         retrieved.warm_up()
         if first is not None:

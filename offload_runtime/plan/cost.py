@@ -358,12 +358,10 @@ def draft_step_s(plan: RunPlan, machine: MachineProfile, *, rows: int = 1) -> fl
 
 
 def verifier_step_s(plan: RunPlan, machine: MachineProfile) -> float:
-    """Seconds of one step of the retrieval verifier, for all sequences of a batch together, with its share of choosing
-    and fetching chunks; 0 without one."""
+    """Seconds of one step of the retrieval verifier that a plan has, for all sequences of a batch together, with its
+    share of choosing and fetching chunks."""
     target, batch, options = plan.target, plan.target.batch, plan.target.options
     refresh_steps = options.steps_between_choices(on_host=target.on_host)
-    if not plan.has_verifier:
-        return 0.0
     rows = batch * (1 + len(guess_parents(plan, batch)))
     token_bytes, found_s = batch * target.kv_bytes_of(target.layers, 1), transfers_s(plan, machine, rows=rows)
     held_bytes, recent_bytes = options.budget_tokens * token_bytes, 2 * BLOCK_TOKENS * token_bytes

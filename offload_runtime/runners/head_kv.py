@@ -101,7 +101,6 @@ class HeadKVState(DraftKVState):
         self.hidden = HiddenStore(runner.decoder, batch=batch, num_places=len(runner.cache.spare_positions))
         self.starts = self._starts = [ahead] * batch
         self.num_waiting = [0] * batch
-        self._texts: list[list[int]] = [[] for _ in range(batch)]
 
     def warm_up(self) -> None:
         cache, rows = self._runner.cache, self.hidden.rows
@@ -155,21 +154,15 @@ class HeadKVState(DraftKVState):
 
     def num_known(self, slot: int, tokens: Sequence[int]) -> int:
         """Return the leading tokens of a text that are known, or come before those that are."""
-        shared = self._num_shared(slot, tokens)
+        self._agreed[slot], shared = 0, self._num_shared(slot, tokens)
         # The last row that was restored has read whatever came next.
-        if shared > self.first_waiting(slot) or shared == len(self._texts[slot]):
+        if shared > self.first_waiting(slot) or shared == len(self._cached[slot]):
             return min(shared, self.end(slot))
         return max(0, shared - self._ahead)
 
-    def _num_shared(self, slot: int, tokens: Sequence[int]) -> int:
-        text, most = self._texts[slot], min(len(self._texts[slot]), len(tokens))
-        if text[:most] == [*tokens[:most]]:  # as a whole: a prompt may have 120K tokens
-            return most
-        return next(place for place in range(most) if text[place] != tokens[place])
-
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         self._forget(slot, self.num_known(slot, tokens))
-        self._texts[slot] = list(tokens)
+        self._cached[slot] = list(tokens)
 
     def _forget(self, slot: int, end: int) -> None:
         """Know no token from position `end` on; none at all where what is before it is not known."""
@@ -185,7 +178,7 @@ class HeadKVState(DraftKVState):
     @torch.inference_mode()
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
         self._forget(slot, position)
-        text, waiting, count = self._texts[slot], self.num_waiting[slot], len(hidden)
+        text, waiting, count = self._cached[slot], self.num_waiting[slot], len(hidden)
         text[position + 1 :] = tokens
         if self._runner.cache.length(slot) + waiting + count > self._runner.cache.capacity_tokens:
             return  # there is nothing to propose any more
@@ -215,7 +208,7 @@ class HeadKVState(DraftKVState):
         """Make rows of so many hidden states that wait, the oldest."""
         first, hidden, left = self.first_waiting(slot), torch.cat(self._waiting(slot)), self.num_waiting[slot] - count
         self.num_waiting[slot] = 0  # first, so that an interruption never leaves more than there is
-        self._write(slot, self._texts[slot][first + 1 : first + 1 + count], hidden[:count])
+        self._write(slot, self._cached[slot][first + 1 : first + 1 + count], hidden[:count])
         self.num_waiting[slot] = left
 
     def learned(self, slot: int, newest: Sequence[int]) -> None:
@@ -232,11 +225,12 @@ class HeadKVState(DraftKVState):
             if (device := self._runner.rope.device).type == "cuda":  # drafting may have a stream of its own
                 torch.cuda.synchronize(device)
             self._write_first(slot, self.num_waiting[slot])
+        self._agreed[slot] = 0  # it may be another text
         return min(self._num_shared(slot, tokens), self._runner.cache.length(slot))
 
     def restored(self, slot: int, tokens: Sequence[int]) -> None:
         self._runner.cache.truncate(slot, len(tokens))
-        self._starts[slot], self.num_waiting[slot], self._texts[slot] = self._ahead, 0, list(tokens)
+        self._starts[slot], self.num_waiting[slot], self._cached[slot] = self._ahead, 0, list(tokens)
 
 
 class BlockKVState(HeadKVState):

@@ -22,7 +22,7 @@ from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.models.dflash import DFlashConfig
 from offload_runtime.models.layers import Rows
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import DraftKVState, ModelRunner, warm_up_batches, warm_up_lengths
+from offload_runtime.runners import ModelRunner, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.graphs import CHILDREN, StepGraphs, graph_reach
 from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.head_kv import BlockKVState
@@ -219,15 +219,11 @@ class DFlashDrafter(Drafter):
     name = DFlashConfig.name
 
     def __init__(self, runner: DFlashRunner, *, ngrams: NgramDrafter) -> None:
-        self.runner, self._ngrams = runner, ngrams
+        self.runner, self._ngrams, self.draft_state = runner, ngrams, runner.texts
         self._joined = set[int]()
         self._sampling: SamplingParams | None = None  # but for the noise, since a request joined that was alone
         self._probabilities = ChildProbabilities()
         self._blocks = dict[int, tuple[int, Block]]()  # by slot the last one, and the length of its text
-
-    @property
-    def draft_state(self) -> DraftKVState | None:
-        return self.runner.texts
 
     def modes(self, texts: Texts) -> Sequence[str]:
         modes = chains_where(self.runner.room, texts)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
@@ -132,6 +132,7 @@ class DraftRunner:
         texts: What the cache holds of every sequence: before steps all of the tokens but those that a first step feeds
             itself, and afterwards also those whose keys the steps have written.
         num_places: Nodes of a sequence's tree that can have keys at a time; 0 where there are only chains.
+        graphs: Its steps.
         rereads: Whether a path that came true is read again, as layers have states, or hidden states are the target's.
         name: What its proposals are counted as.
         hidden: What a head's rows read; None of other drafts, whose nodes may be asked about with their parents.
@@ -186,7 +187,7 @@ class DraftRunner:
         count = rows + MOST_GREEDY_STEPS * batch if rows else 0
         self._outputs = torch.zeros(count, 2 * self._children, dtype=torch.int32, device=device)
         self.on_demand = not runner.streamer.has_all
-        self._graphs = StepGraphs(
+        self.graphs = StepGraphs(
             device, input_words=tree_input_words(batch) if rows else 0,
             output_words=self._outputs.numel(), most_graphs=MOST_GRAPHS * (2 if rows else 1),
         )  # fmt: skip
@@ -197,7 +198,7 @@ class DraftRunner:
 
         The steps of a shared window are left to the retrieval verifier.
         """
-        with self._graphs.eager():
+        with self.graphs.eager():
             if self._own_window:
                 for params in WARM_UP_SAMPLINGS[1:]:
                     self._take_steps([params], 1)
@@ -251,7 +252,7 @@ class DraftRunner:
             for make in (self._nodes_step, self._greedy_step)
             if make == self._nodes_step or shape.width <= NARROW_ROWS or self.rereads
         ]
-        with self._graphs.eager():  # compiles
+        with self.graphs.eager():  # compiles
             for params in WARM_UP_SAMPLINGS:
                 for slot in range(count):
                     self.join(slot, params)
@@ -261,14 +262,10 @@ class DraftRunner:
         for slot in range(count):
             self.leave(slot)  # without filters
         for make, shape in () if self.on_demand else steps:  # where the host acts, what is captured is run, too
-            self._graphs.capture(self._key(make, shape), partial(make, shape))
+            self.graphs.capture(self._key(make, shape), partial(make, shape))
         if not self.rereads:
             cache.adopt(0, self._spare[:1], 0)
-        self._graphs.wait()
-
-    def eager(self) -> AbstractContextManager[None]:
-        """Let every step be an ordinary one for a while, as `StepGraphs.eager` does."""
-        return self._graphs.eager()
+        self.graphs.wait()
 
     def join(self, slot: int, params: SamplingParams) -> None:
         """Let a sequence begin in a slot, whose tokens are chosen so."""
@@ -399,7 +396,7 @@ class DraftRunner:
         runner, layers = self._runner, self._runner.streamer.layers(rows.num_rows)
         if self.hidden is not None:
             assert hidden is not None
-            rows = replace(rows, hidden=self.hidden.rows.index_select(0, hidden), host_action=self._graphs.host_action)
+            rows = replace(rows, hidden=self.hidden.rows.index_select(0, hidden), host_action=self.graphs.host_action)
         logits, given = runner.decoder.outputs(window_residual(runner.decoder, layers, runner.cache, rows))
         if self._excluded is not None:
             logits.index_fill_(1, self._excluded, -torch.inf)
@@ -449,8 +446,8 @@ class DraftRunner:
             self._run_over(self._nodes_step, shape)
             for _ in range(further):
                 self._run_over(self._greedy_step, shape)
-        self._graphs.wait()
-        outputs = self._graphs.outputs_host.reshape(len(self._outputs), -1)[: shape.num_rows + further * shape.batch]
+        self.graphs.wait()
+        outputs = self.graphs.outputs_host.reshape(len(self._outputs), -1)[: shape.num_rows + further * shape.batch]
         tokens = outputs[:, : self._children].tolist()
         scores = outputs[:, self._children :].view(np.float32).tolist()
         answers: dict[int, list[Children]] = {}
@@ -514,14 +511,14 @@ class DraftRunner:
 
     def _lay_out(self, lines: Sequence[StepLine], greedy: Sequence[Sequence[int]], shape: BatchShape) -> None:
         """Write what the next step is about to where it will fetch it."""
-        self._graphs.begin()
+        self.graphs.begin()
         sizes = tree_input_sizes(shape)
-        parts = unpack(self._graphs.inputs_host, sizes)
+        parts = unpack(self.graphs.inputs_host, sizes)
         tokens, positions, cache_positions, owners, slots, committed, ancestors, *parts = parts
         *of_lines, greedy_positions, _, sources, destinations = parts
         paths = ancestors.reshape(-1, shape.depth)
         greedy_positions = greedy_positions.reshape(MOST_GREEDY_STEPS, shape.batch)
-        self._graphs.inputs_host[: packed_words(sizes)] = 0
+        self.graphs.inputs_host[: packed_words(sizes)] = 0
         positions.fill(-1)
         destinations.fill(0 if self.hidden is None else self.hidden.unused)
         for number, (line, following) in enumerate(zip(lines, greedy, strict=True)):
@@ -543,7 +540,7 @@ class DraftRunner:
 
     def _parts(self, shape: BatchShape) -> list[torch.Tensor]:
         """Return the inputs of a step, in the order of `tree_input_sizes`."""
-        return unpack(self._graphs.inputs, tree_input_sizes(shape))
+        return unpack(self.graphs.inputs, tree_input_sizes(shape))
 
     def _key(self, make: Callable[[BatchShape], None], shape: BatchShape) -> Hashable:
         return make.__name__, shape, self._runner.cache.step_lag, self._sampling.graph_key
@@ -553,8 +550,8 @@ class DraftRunner:
         streamer = self._runner.streamer
         if self.on_demand:
             streamer.begin_pass(rows)
-        with nullcontext() if not self.on_demand or streamer.can_capture(rows) else self._graphs.eager():
-            self._graphs.run(key, step)
+        with nullcontext() if not self.on_demand or streamer.can_capture(rows) else self.graphs.eager():
+            self.graphs.run(key, step)
 
     def _run_over(self, make: Callable[[BatchShape], None], shape: BatchShape) -> None:
         """Run a step over trees."""
@@ -563,10 +560,10 @@ class DraftRunner:
     def _nodes_step(self, shape: BatchShape) -> None:
         """Fetch what the step is about, feed the rows and write their best children into `_outputs`. Captured: no
         tensor of the host but those that never move."""
-        self._graphs.fetch(packed_words(tree_input_sizes(shape)))
+        self.graphs.fetch(packed_words(tree_input_sizes(shape)))
         self._choose(self._pass_over(shape), shape, slice(0, shape.num_rows), self._outputs[: shape.num_rows])
         self._last_outputs[: shape.batch] = self._outputs[self._parts(shape)[9].long()]
-        self._graphs.show(self._outputs[: shape.num_rows])
+        self.graphs.show(self._outputs[: shape.num_rows])
 
     def _greedy_step(self, shape: BatchShape) -> None:
         """Go on from each sequence's last row with its best child, whose keys go to the next of its greedy positions;
@@ -588,13 +585,13 @@ class DraftRunner:
         found = self._outputs[num_rows : num_rows + MOST_GREEDY_STEPS * batch].view(MOST_GREEDY_STEPS, batch, -1)
         found.index_copy_(0, step, answer[None])
         steps_done += 1
-        self._graphs.show(found, num_rows * 2 * self._children)
+        self.graphs.show(found, num_rows * 2 * self._children)
 
     def _pass_over(self, shape: BatchShape) -> torch.Tensor:
         """Feed the rows of a step over trees: logits as of `_pass`, and note what those of a head give."""
         shifts = self._parts(shape)[8].repeat_interleave(shape.width) if self.texts.streaming else None
         frequencies = self._row_frequencies.tensor[: shape.num_rows]
-        rows = device_rows(shape, self._graphs.inputs, self._runner.rope, frequencies, shifts)
+        rows = device_rows(shape, self.graphs.inputs, self._runner.rope, frequencies, shifts)
         *_, sources, destinations = self._parts(shape)
         logits, given = self._pass(rows, sources)
         if self.hidden is not None:
@@ -655,10 +652,15 @@ class ChildProbabilities:
         """Return the log-probabilities of children with these finite scores, given their parent."""
         if not scores:
             return []
-        best = max(scores)
-        weights = [math.exp(self.sharpness * (score - best)) for score in scores]
+        scaled, weights = self._weights(scores)
         rest = math.log1p(-self.missed) - math.log(sum(weights))
-        return [self.sharpness * (score - best) + rest for score in scores]
+        return [one + rest for one in scaled]
+
+    def _weights(self, scores: Sequence[float]) -> tuple[list[float], list[float]]:
+        """Return scores relative to the best one, in units of the sharpness, and their exponentials."""
+        best = max(scores)
+        scaled = [self.sharpness * (score - best) for score in scores]
+        return scaled, [math.exp(one) for one in scaled]
 
     def observe(self, children: Children, token: int) -> None:
         """Learn that the target has said a token, of these children or none of them."""
@@ -670,11 +672,8 @@ class ChildProbabilities:
         self.missed = min(max(self.missed, _LEAST_MISSED), _MOST_MISSED)
         if child is None or len(scores) == 1:
             return
-        best = max(scores)
-        weights = [math.exp(self.sharpness * (score - best)) for score in scores]
+        scaled, weights = self._weights(scores)  # of the order of one whatever the scale
         total = sum(weights)
-        # Relative to the best score, in units of the sharpness: of the order of one whatever the scale.
-        scaled = [self.sharpness * (score - best) for score in scores]
         mean = sum(weight * value for weight, value in zip(weights, scaled, strict=True)) / total
         variance = sum(weight * (value - mean) ** 2 for weight, value in zip(weights, scaled, strict=True)) / total
         self._observed += 1

@@ -13,7 +13,6 @@ import torch
 
 from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import DraftKVState
 from offload_runtime.speculation.controller import COPY
 from offload_runtime.speculation.step import Acceptance, Budgets, Drafter, Texts
 
@@ -279,12 +278,9 @@ class WithNgrams(Drafter):
     """
 
     def __init__(self, draft: Drafter, ngrams: NgramDrafter, *, alone: bool = True) -> None:
-        self.draft, self.ngrams, self._alone, self.name = draft, ngrams, alone, draft.name
+        self.draft, self.ngrams, self._alone = draft, ngrams, alone
+        self.name, self.draft_state = draft.name, draft.draft_state
         self._drafted = False  # in the last step, or to be next
-
-    @property
-    def draft_state(self) -> DraftKVState | None:
-        return self.draft.draft_state
 
     def modes(self, texts: Texts) -> Sequence[str]:
         drafts = self.draft.modes(texts)

@@ -77,15 +77,15 @@ class Acceptance:
 
 class Drafter:
     """Guesses what the target will say, for several sequences at once. As it is, it never has any idea, and the target
-    decodes plainly."""
+    decodes plainly.
 
-    # Whose guesses they are, as in `Acceptance.proposed_by`; None where there are none.
+    Attributes:
+        name: Whose guesses they are, as in `Acceptance.proposed_by`; None where there are none.
+        draft_state: What the cache of its draft holds of every slot; None without a draft model.
+    """
+
     name: str | None = None
-
-    @property
-    def draft_state(self) -> DraftKVState | None:
-        """Return what the cache of its draft holds of every slot; None without a draft model."""
-        return None
+    draft_state: DraftKVState | None = None
 
     def modes(self, texts: Texts) -> Sequence[str]:
         """Return the modes (see `DraftBudget`) that have any idea of what follows one of these texts, which are all

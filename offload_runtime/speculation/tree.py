@@ -23,7 +23,6 @@ import torch
 
 from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import DraftKVState
 from offload_runtime.runners.graphs import MOST_GREEDY_STEPS
 from offload_runtime.speculation.draft import Asked, ChildProbabilities, Children, DraftRunner, drafting_stream
 from offload_runtime.speculation.ngram import Guesses, NgramDrafter
@@ -335,6 +334,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, runner: DraftRunner, *, ngrams: NgramDrafter, worth: StepWorth) -> None:
         self.runner, self._ngrams, self._worth = runner, ngrams, worth
+        self.draft_state = runner.texts
         self.name: str = runner.name
         own_stream = runner.device.type == "cuda" and runner.num_places > 0 and not runner.on_demand
         self._stream = drafting_stream(runner.device) if own_stream else None
@@ -344,10 +344,6 @@ class ModelDrafter(Drafter):
         self.probabilities, self._best_rate = ChildProbabilities(), _FIRST_RATE  # the latter of a node's best child
         self.trees: dict[int, GrownTree] = {}
         self._verified: list[int] = []  # slots whose windows are being verified
-
-    @property
-    def draft_state(self) -> DraftKVState | None:
-        return self.runner.texts
 
     def modes(self, texts: Texts) -> Sequence[str]:
         modes = chains_where(self.runner.room, texts)

@@ -25,7 +25,6 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import LayerWeights, Rows
 from offload_runtime.models.rope import RopeTable, RowFrequencies
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import DraftKVState
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
 from offload_runtime.runners.model_runner import Decoder, window_pass
 from offload_runtime.sampling import SlotSampling, sample
@@ -192,17 +191,13 @@ class TriForceDrafter(Drafter):
         assert refresh_steps > 0 and all((len(tree) > 0) == (draft is not None) for tree in trees)
         self._window = window
         self.verifier = verifier
-        self._draft = draft
+        self._draft, self.draft_state = draft, None if draft is None else draft.texts
         self.trees = trees
         self._refresh_steps = refresh_steps
         self._max_tokens_with_draft = max_tokens_with_draft
         self.num_steps = 0  # of the retrieval verifier since no slot had joined, each of all sequences
         # Of every slot that has joined, the steps of the verifier that were counted, and what was proposed to them.
         self._proposed: dict[int, tuple[int, int]] = {}
-
-    @property
-    def draft_state(self) -> DraftKVState | None:
-        return None if self._draft is None else self._draft.texts
 
     def modes(self, texts: Texts) -> Sequence[str]:
         return chains_where(self._room, texts)
@@ -250,7 +245,10 @@ class TriForceDrafter(Drafter):
         self._window.upload(inputs)
         outputs = self._agree(inputs, refresh=refresh)
         for slot, one in inputs.items():
-            self._learned(slot, one, outputs[slot])
+            if self._draft is not None:
+                # The keys of what the last step has accepted lie where its tree was.
+                written = max(one.end, outputs[slot].end - self.tree.num_levels - 1)
+                self._draft.texts.learned(slot, outputs[slot].between(one.base, written))
             proposals[slot] = self._proposal(one, outputs[slot], budgets[slot].extra_nodes)
         return proposals
 
@@ -305,13 +303,6 @@ class TriForceDrafter(Drafter):
             ends = {s: outputs[s].end for s in ends if outputs[s].end < inputs[s].stop}
             if len(ends) <= len(inputs) // 2:
                 return outputs
-
-    def _learned(self, slot: int, inputs: WindowInput, outputs: WindowOutput) -> None:
-        """Note for the draft what was agreed on for a sequence."""
-        if self._draft is not None:
-            # The keys of what the last step has accepted lie where its tree was.
-            written = max(inputs.end, outputs.end - self.tree.num_levels - 1)
-            self._draft.texts.learned(slot, outputs.between(inputs.base, written))
 
     def _proposal(self, inputs: WindowInput, outputs: WindowOutput, extra_nodes: int) -> TokenTree:
         """Return what was agreed on for a sequence, and as branches what the retrieval verifier would
