@@ -90,11 +90,11 @@ def serve(options: ServeOptions) -> None:
     config, served = options.config, options.server  # judged before anything is loaded
     refuse_early(config)
     require_extra()
-    from offload_runtime import plan as planning
     from offload_runtime.engine.prefix_cache import prefix_files, require_stores
+    from offload_runtime.plan.sizes import check_experts
     from offload_runtime.server.app import Server
 
-    planning.check_experts(config)
+    check_experts(config)
     if served.sessions is not None:
         prefix_files(served.sessions).close()  # in use, or not to be written: found out before loading
     is_ready, is_asked_to_stop = threading.Event(), threading.Event()

@@ -28,7 +28,8 @@ from offload_runtime.options import require
 from offload_runtime.sizes import GB, counted, format_bytes
 
 if TYPE_CHECKING:
-    from offload_runtime.plan import Change, Parts, PassTime, Refusal, RunForecast, RunPlan
+    from offload_runtime.plan import Parts, PassTime, Refusal, RunPlan
+    from offload_runtime.plan.report import Change, RunForecast
 
 _COMMON_PROFILE = "rtx4090"  # what is planned for where nobody says
 _PLOT_ELSEWHERE = "choose another place for --plot"
@@ -45,19 +46,20 @@ def plan(options: PlanOptions) -> None:
         require_plotting(picture)
     refuse_early(config)
     with terminal.only_json(options.as_json):
-        from offload_runtime import plan as planning
+        from offload_runtime.plan import report
+        from offload_runtime.plan.sizes import describe_models
 
-        request = planning.describe_models(config)
-        note = planning.note_on_draft(request)
+        request = describe_models(config)
+        note = report.note_on_draft(request)
         if config.finds_draft:
-            request, note = planning.with_found_draft(request, config.target, machine)
-        outcome = planning.plan_or_refuse(request, machine)
-    if isinstance(outcome, planning.Refusal):
+            request, note = report.with_found_draft(request, config.target, machine)
+        outcome = report.plan_or_refuse(request, machine)
+    if isinstance(outcome, report.Refusal):
         lines = [*refusal_lines(outcome), *about]
         terminal.print_result(refusal_record(outcome, machine), lines, as_json=options.as_json)
         raise outcome.problem
-    predicted, gains = planning.forecast(outcome, machine), planning.upgrades(outcome, machine)
-    undrafted = planning.undrafted_tok_per_s(outcome, machine)
+    predicted, gains = report.forecast(outcome, machine), report.upgrades(outcome, machine)
+    undrafted = report.undrafted_tok_per_s(outcome, machine)
     if picture is not None:
         draw_plan(outcome, picture, title=f"{config.target} on {machine.name}")
     record = {**plan_record(outcome, predicted, gains), "target": config.target, "profile": machine.name}
@@ -88,7 +90,7 @@ def choose_profile(name: str | None) -> MachineProfile:
 
 def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: float) -> list[str]:
     """Return the answer: that it fits, how fast it will be, with and without a draft, and why not faster."""
-    from offload_runtime.plan import rounded
+    from offload_runtime.plan.report import rounded
 
     plain, usual, wait_s = predicted.plain_tok_per_s, predicted.usual, predicted.prefill.seconds
     after = f"{wait_s:.0f}" if wait_s >= 10 else f"{wait_s:.1f}" if wait_s >= 1 else f"{wait_s:.2f}"
@@ -116,7 +118,7 @@ def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: flo
 
 def gain_lines(gains: Sequence[Change]) -> list[Table | str]:
     """Return what would bring more, each with the speed that it brings; nothing where nothing would."""
-    from offload_runtime.plan import rounded
+    from offload_runtime.plan.report import rounded
 
     table = _table("for more", "tokens/s")
     table.columns[0].no_wrap = False

@@ -20,7 +20,6 @@ import torch
 from offload_runtime_kernels._jit import triton_available
 
 from offload_runtime import hardware, stream
-from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine.channels import has_channels
 from offload_runtime.engine.engine import Engine, device_errors
@@ -31,8 +30,8 @@ from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.bench import read_host_info
 from offload_runtime.options import require
-from offload_runtime.plan import CardLimit, MemoryLimits, Placement, RunPlan
-from offload_runtime.plan.sizes import DTYPE_NAMES, PROCESS_BYTES
+from offload_runtime.plan import Placement, RunPlan, common_figures, cost, report, search
+from offload_runtime.plan.sizes import DTYPE_NAMES, PROCESS_BYTES, CardLimit, MemoryLimits, resolve_dtype
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.sizes import format_bytes
 from offload_runtime.speculation import Controller
@@ -247,14 +246,14 @@ def _load(
             # While a CUDA context is made: 128,000 tokens take 0.3 s, and what is imported for them another 0.5.
             reading = pool.submit(target_source.tokenizer)
             comparing = None if draft_source is None else pool.submit(share_vocabulary, target_source, draft_source)
-            dtype = planning.resolve_dtype(config.dtype, target_source, device.type)
+            dtype = resolve_dtype(config.dtype, target_source, device.type)
             for one in devices:
                 too_old = one.type == "cuda" and torch.cuda.get_device_capability(one) < (8, 0)
                 if too_old and dtype == torch.bfloat16:
                     name_of_gpu = torch.cuda.get_device_name(one)
                     raise DeviceError(f"{name_of_gpu} does not compute in bf16: use --dtype fp16")
             own_figures = _known_figures(profile, device, dtype)
-            figures = own_figures or planning.common_figures()  # what plans are compared by
+            figures = own_figures or common_figures()  # what plans are compared by
             draft = draft_source or config.proposed_by
             others = [
                 device_memory_used_by_others(one.index, in_use) if one.type == "cuda" else None for one in devices
@@ -276,7 +275,7 @@ def _load(
         if check is not None:
             check(room)
         with _with_remedies(plan.request, figures, plan.limits, budgets):
-            planning.check_host_memory(plan)
+            search.check_host_memory(plan)
         undo.callback(gc.collect)  # before the budget's end, so that nothing is left of a runtime that is closed
         # A full collection looks through all that torch and transformers made when they were imported: 0.2 s, most
         # of a pass over streamed weights, and the many nodes of trees bring one about every few passes.
@@ -308,14 +307,14 @@ def _load(
             pairs = zip(plan.cards, target.cards, strict=True)
             links = sum(card.limits.cards[0].link_ratio for card, one in pairs if one.link_peak_gbps is not None)
             figures = replace(figures, link_gbps=target.link_peak_gbps / links)
-            free_s, free_rows = planning.link_slack(plan, figures, widest=config.max_gamma + 1)
+            free_s, free_rows = cost.link_slack(plan, figures, widest=config.max_gamma + 1)
         drafter = make_drafter(
             plan, target, loaded_draft, budgets, trees=branches, recorder=recorder, free_s=free_s, free_rows=free_rows
         )  # fmt: skip
         free, demand = max(0, min(config.max_gamma, free_rows - 1)), plan.target.pool_share < 1
         placed = replace(plan, target=target.plan)
         # Without figures of this machine plans are only compared.
-        known_cost = None if own_figures is None else partial(planning.predicted_step_s, placed, figures)
+        known_cost = None if own_figures is None else partial(cost.predicted_step_s, placed, figures)
         target.runner.recorder = recorder
         target.runner.streamer.recorders = recorders
         return Engine(
@@ -365,13 +364,11 @@ def _plan_cards(
         may_grow = is_open and count < len(cards)  # a further card may have room
         with nullcontext() if may_grow else _with_remedies(asked, figures, own, budgets[:count]):
             if drafts is None:
-                return planning.find_plan(asked, figures, own)
-            return planning.plan_fastest_draft(
-                asked, drafts, lambda one: planning.find_plan(one, figures, own), figures
-            )
+                return search.find_plan(asked, figures, own)
+            return report.plan_fastest_draft(asked, drafts, lambda one: search.find_plan(one, figures, own), figures)
 
     is_open = request.device == "auto"
-    plan = planning.as_many_cards_as_help(planned, len(cards), figures) if is_open else planned(len(cards))
+    plan = search.as_many_cards_as_help(planned, len(cards), figures) if is_open else planned(len(cards))
     for number, budget in enumerate(budgets):
         if number < plan.num_cards:
             budget.planned_bytes = plan.cards[number].device_bytes
@@ -395,7 +392,7 @@ def _with_remedies(
             figures, ram_bytes=read_host_info().ram_bytes, pinnable_bytes=None, vram_bytes=vram_bytes,
             vram_others_bytes=None, vram_reserved_bytes=None,
         )  # fmt: skip
-        refused = planning.refusal(error, request, there, limits)
+        refused = report.refusal(error, request, there, limits)
         raise refused.error(close if "device memory" in refused.short_bytes else "") from error
 
 

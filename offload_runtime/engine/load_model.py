@@ -29,7 +29,8 @@ from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import ExpertStore, LayerWeights, Weight
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.options import require
-from offload_runtime.plan import ModelPlan, Placement, RunPlan, place_staged, with_staging_rings
+from offload_runtime.plan import ModelPlan, Placement, RunPlan
+from offload_runtime.plan.search import place_staged, with_staging_rings
 from offload_runtime.runners import CapturedPasses, Decoder, HeadDecoder, ModelRunner
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
 from offload_runtime.sizes import format_bytes

@@ -18,7 +18,8 @@ from offload_runtime.options import require
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.plan import RunPlan
 from offload_runtime.plan.cost import guess_parents
-from offload_runtime.runners import ModelRunner, warm_up_batches, warm_up_lengths
+from offload_runtime.runners import ModelRunner
+from offload_runtime.runners.graphs import warm_up_batches, warm_up_lengths
 from offload_runtime.sampling import WARM_UP_SAMPLINGS
 from offload_runtime.speculation.controller import COPY, PLAIN, Controller, size_for, size_within
 from offload_runtime.speculation.dflash import DFlashDrafter, DFlashRunner

@@ -6,37 +6,9 @@ it. `sizes` adds up what a run holds, `search` places it: `plan_run` (or `find_p
 caches and runners say how large they are; this room reads no weights, and knows neither the engine nor who proposes.
 """
 
-from offload_runtime.plan.cost import PassTime, link_slack, pass_time, predicted_step_s, prefill_time
+from offload_runtime.plan.cost import PassTime, pass_time, prefill_time
 from offload_runtime.plan.model import ModelPlan, Parts, Placement
-from offload_runtime.plan.report import (
-    Change,
-    Refusal,
-    RunForecast,
-    forecast,
-    note_on_draft,
-    plan_fastest_draft,
-    plan_or_refuse,
-    refusal,
-    rounded,
-    undrafted_tok_per_s,
-    upgrades,
-    with_found_draft,
-)
-from offload_runtime.plan.search import (
-    as_many_cards_as_help,
-    check_host_memory,
-    find_plan,
-    place_staged,
-    plan_run,
-    with_staging_rings,
-)
-from offload_runtime.plan.sizes import (
-    CardLimit,
-    MemoryLimits,
-    RunPlan,
-    check_experts,
-    common_figures,
-    describe_models,
-    resolve_dtype,
-)
+from offload_runtime.plan.report import Refusal, forecast, plan_or_refuse, upgrades
+from offload_runtime.plan.search import find_plan, plan_run, with_staging_rings
+from offload_runtime.plan.sizes import RunPlan, common_figures, describe_models
 from offload_runtime.stream import memory_name

@@ -23,8 +23,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.dflash import DFlashConfig
 from offload_runtime.models.heads import HeadConfig
-from offload_runtime.runners import tree_positions
-from offload_runtime.runners.graphs import MOST_DELTA_DEPTH, MOST_DEPTH
+from offload_runtime.runners.graphs import MOST_DELTA_DEPTH, MOST_DEPTH, tree_positions
 from offload_runtime.runners.model_runner import workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.sizes import counted, format_bytes

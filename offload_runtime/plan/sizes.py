@@ -18,9 +18,8 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.heads import HeadConfig
 from offload_runtime.options import require
 from offload_runtime.plan.model import ModelPlan, Parts, Placement, all_resident
-from offload_runtime.runners import captured_pass_bytes, draft_graph_bytes, step_graph_bytes
+from offload_runtime.runners import graphs
 from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
-from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS
 from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, hidden_store_rows
 from offload_runtime.runners.model_runner import PREFILL_CHUNK_TOKENS, most_prompt_tokens
 from offload_runtime.sizes import format_bytes, format_bytes_up
@@ -260,7 +259,7 @@ class RunPlan:
             return 0
         if self.placement.streamed_layers or target.kv_layers_on_host:
             return 0
-        nbytes = captured_pass_bytes(target.config, target.dtype.itemsize, target.batch)
+        nbytes = graphs.captured_pass_bytes(target.config, target.dtype.itemsize, target.batch)
         limit_bytes = self.limits.device_bytes
         return nbytes if limit_bytes is None or self.needed.total() + nbytes <= limit_bytes else 0
 
@@ -313,7 +312,7 @@ class RunPlan:
         if draft is None or draft.head is None:
             return 0
         window_rows = target.batch * target.window_tokens
-        rows = window_rows + CAPTURED_ROWS + hidden_store_rows(target.batch, draft.tree_positions)
+        rows = window_rows + graphs.CAPTURED_ROWS + hidden_store_rows(target.batch, draft.tree_positions)
         if not draft.head.taps_in_place:
             rows += most_prompt_tokens(target.chunk_tokens, target.context_tokens) + window_rows
         return rows * draft.head.width * target.dtype.itemsize
@@ -321,14 +320,14 @@ class RunPlan:
     @property
     def graph_bytes(self) -> int:
         """CUDA graphs of the draft's and the verifier's steps on a card."""
-        draft, nbytes = self.draft, step_graph_bytes(len(self.target.layers)) if self.has_verifier else 0
+        draft, nbytes = self.draft, graphs.step_graph_bytes(len(self.target.layers)) if self.has_verifier else 0
         if draft is not None:
             first_rows = HEAD_CATCH_UP_TOKENS if draft.is_head else REWRITTEN_TOKENS
             rows, batch = draft.batch * max(first_rows, draft.block_rows), draft.batch
             if self.has_verifier:
                 rows = most_guess_rows(draft.options.gamma_draft, batch, others=REWRITTEN_TOKENS)
             trees, element_bytes = draft.tree_positions > 0, draft.dtype.itemsize
-            nbytes += draft_graph_bytes(draft.config, element_bytes, rows=rows, batch=batch, trees=trees)
+            nbytes += graphs.draft_graph_bytes(draft.config, element_bytes, rows=rows, batch=batch, trees=trees)
         return 0 if self.on_cpu else nbytes
 
     @property
@@ -545,7 +544,7 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
         placements=(all_resident(range(config.num_layers)),), tree_nodes=tree_nodes,
         context_tokens=min(context, longest) if cache == "full" else context,
     )  # fmt: skip
-    plan = replace(plan, step_rows=max(STEP_ROWS, target.batch * max(1, plan.block_rows)))
+    plan = replace(plan, step_rows=max(graphs.STEP_ROWS, target.batch * max(1, plan.block_rows)))
     kept, retrieves = plan.streaming_tokens, cache == "retrieval"
     for fine, why, remedies in (
         (cache != "streaming" or not config.deltas,

@@ -1,14 +1,6 @@
 """Runners: tokens in, logits or samples out. They join weights in motion, layers and cache into passes."""
 
 from offload_runtime.runners.draft_kv import DraftKVState
-from offload_runtime.runners.graphs import (
-    StepGraphs,
-    captured_pass_bytes,
-    draft_graph_bytes,
-    step_graph_bytes,
-    tree_positions,
-    warm_up_batches,
-    warm_up_lengths,
-)
+from offload_runtime.runners.graphs import StepGraphs
 from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.model_runner import CapturedPasses, Decoder, HiddenTaps, ModelRunner, OnLayer, decide

@@ -19,6 +19,7 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.kv_blocks import RopeRows
 
+from offload_runtime import stream
 from offload_runtime.cache import KVCache
 from offload_runtime.core import Batch, BatchShape, TokenTree
 from offload_runtime.grammar import token_masks
@@ -27,22 +28,6 @@ from offload_runtime.models.layers import LayerCache, LayerWeights, Rows, Weight
 from offload_runtime.models.rope import RopeTable, RowFrequencies
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.stream import (
-    Card,
-    LayerPartition,
-    Transfer,
-    TransferBuffers,
-    aligned_bytes,
-    current_device,
-    pack,
-    pack_words,
-    packed_words,
-    receive,
-    send,
-    transfer,
-    unpack,
-    upload,
-)
 from offload_runtime.stream.queue import LayerStreamer
 from offload_runtime.trace import COMPUTE, TraceRecorder
 
@@ -83,14 +68,14 @@ def workspace_bytes(
         mixes: Whether a pass reads several prompts besides windows.
     """
     tokens = rows + most_prompt_tokens(chunk_tokens, context_tokens) if mixes else context_tokens
-    stream = tokens * config.hidden_size
+    residual = tokens * config.hidden_size
     chunk = max(min(chunk_tokens, context_tokens), rows) * config.row_elements
     angles = 4 * tokens * config.num_angles * 4  # cos, sin and their making, fp32
     # fp32 copies while sampling with filters
     logits = (rows * element_bytes + sampled_rows * 6 * 4) * config.vocab_size if has_head else 0
     crossing = batch * config.crossing_bytes if rows > batch else 0
     passing = chunk * element_bytes + crossing + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
-    return stream * element_bytes + int(_WORKSPACE_MARGIN * passing) + _LIBRARY_WORKSPACE_BYTES
+    return residual * element_bytes + int(_WORKSPACE_MARGIN * passing) + _LIBRARY_WORKSPACE_BYTES
 
 
 class Decoder:
@@ -108,7 +93,7 @@ class Decoder:
 
     taps: HiddenTaps | None = None
 
-    def __init__(self, config: ModelConfig, shared: Weights, partition: LayerPartition | None = None) -> None:
+    def __init__(self, config: ModelConfig, shared: Weights, partition: stream.LayerPartition | None = None) -> None:
         self.config, self.shared = config, shared
         self.embedding = shared["embedding"]
         self.lm_head = shared.get("lm_head", shared["embedding"])
@@ -118,7 +103,7 @@ class Decoder:
         if config.rounds_multiplier:
             self._multiplier = torch.tensor(self._multiplier, dtype=self.final_norm.dtype).item()
         self.num_layers = config.num_layers
-        self.partition = partition or LayerPartition.of_one(self.final_norm.device, config.num_layers)
+        self.partition = partition or stream.LayerPartition.of_one(self.final_norm.device, config.num_layers)
         self.in_blocks = self.partition.in_blocks
 
     def embed(self, rows: Rows) -> torch.Tensor:
@@ -178,7 +163,7 @@ class KeptRows:
     """
 
     taps: HiddenTaps
-    partition: LayerPartition
+    partition: stream.LayerPartition
     pieces: Sequence[torch.Tensor]
 
     @classmethod
@@ -200,8 +185,8 @@ class KeptRows:
             if at == layer:
                 # The layer goes on with the stream, which may not have left the card by then.
                 leaving = residual if card == first else residual.clone()
-                (x,) = transfer([leaving], card, first, buffers, ("hidden", number, piece))
-                with current_device(first.device):
+                (x,) = stream.transfer([leaving], card, first, buffers, ("hidden", number, piece))
+                with stream.current_device(first.device):
                     self.taps.tap(number, x, self.pieces[piece])
 
     def behind(self, residuals: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -357,7 +342,9 @@ class ModelRunner:
         shape = BatchShape.of(trees, committed)
         parts = shape.lay_out(trees, committed, slots)
         frequencies = self.rope.row_frequencies(parts[1], prompt_length)
-        return device_rows(shape, upload(pack(parts), self.rope.device), self.rope, frequencies, rope_shift or None)
+        return device_rows(
+            shape, stream.upload(stream.pack(parts), self.rope.device), self.rope, frequencies, rope_shift or None
+        )
 
     @torch.inference_mode()
     def write_rows(self, rows: Rows) -> None:
@@ -378,7 +365,7 @@ def device_rows(
         frequencies: [P] or [B*T, P] fp32, device: of all rows, or of each.
         rope_shift: How much larger the positions are by which all rows rotate, or each row does (int32, device).
     """
-    tokens, positions, cache_positions, owners, slots, committed, ancestors = unpack(words, shape.sizes)
+    tokens, positions, cache_positions, owners, slots, committed, ancestors = stream.unpack(words, shape.sizes)
     cos, sin = rope.angles(positions if rope_shift is None else positions + rope_shift, frequencies)
     query = QueryRows(
         positions.view(shape.batch, -1), slots, shape.reach, committed=committed,
@@ -436,7 +423,7 @@ def decide(batch: Batch, sampling: SlotSampling, committed: Sequence[int]) -> No
     owners = [slot for slot, tree in zip(batch.slots, trees, strict=True) for _ in tree.tokens]
     below = paths_below_roots(trees) if sampling.adjustments.penalised else None
     parts = [positions, owners, *([] if below is None else [below])]
-    rows = unpack(upload(pack(parts), batch.logits.device), [len(part) for part in parts])
+    rows = stream.unpack(stream.upload(stream.pack(parts), batch.logits.device), [len(part) for part in parts])
     paths = None if below is None else rows[2].view(len(positions), -1)
     matchers, masks = [sampling.matchers.get(slot) for slot in batch.slots], None
     if any(matchers):
@@ -506,7 +493,7 @@ class CapturedPasses:
         layers = streamer.resident_layers()
         assert layers is not None, "layers on their way cannot be captured"
         self._layers: Layers = layers
-        words = packed_words(BatchShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0).sizes)
+        words = stream.packed_words(BatchShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0).sizes)
         self.graphs = StepGraphs(rope.device, input_words=words, output_words=2 * CAPTURED_ROWS)
         self._frequencies = RowFrequencies(rope, CAPTURED_ROWS)
         self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
@@ -530,7 +517,7 @@ class CapturedPasses:
         self._streamer.begin_pass(shape.num_rows)
         plain = sampling if sampling is not None and sampling.is_plain else None
         parts = shape.lay_out(trees, committed, batch.slots)
-        words = pack_words(parts)
+        words = stream.pack_words(parts)
         self.graphs.begin()
         self.graphs.inputs_host[: len(words)] = words
         self._frequencies.set_rows(parts[1])
@@ -550,7 +537,7 @@ class CapturedPasses:
     def _pass(self, shape: BatchShape, sampling: SlotSampling | None) -> None:
         """Run the pass; captured: no tensor of the host but those that never move."""
         count = shape.num_rows
-        self.graphs.fetch(packed_words(shape.sizes))
+        self.graphs.fetch(stream.packed_words(shape.sizes))
         rows = device_rows(shape, self.graphs.inputs, self._rope, self._frequencies.tensor[:count])
         rows = replace(rows, host_action=self.graphs.host_action)
         taps, hidden = self._taps, self._hidden[:count]
@@ -598,7 +585,7 @@ def _residual_buffers(decoder: Decoder, pieces: list[Rows], device: torch.device
     """Return where the residual stream of each piece lies on a device, uint8: all of them one piece of memory, of
     which the allocator loses nothing in between."""
     row_bytes = decoder.config.hidden_size * decoder.final_norm.dtype.itemsize
-    lengths = [aligned_bytes(len(rows.tokens) * row_bytes) for rows in pieces]
+    lengths = [stream.aligned_bytes(len(rows.tokens) * row_bytes) for rows in pieces]
     return torch.empty(sum(lengths), dtype=torch.uint8, device=device).split(lengths)
 
 
@@ -625,7 +612,7 @@ def _run_on_cards(
         rows_of, destinations, in_transit = _begin_on_cards(decoder, pieces)
 
         def received(piece: int) -> list[torch.Tensor]:
-            return receive(in_transit[piece], destinations[in_transit[piece].target][piece])
+            return stream.receive(in_transit[piece], destinations[in_transit[piece].target][piece])
 
         arrived = received(0)
         for stage in stages:
@@ -634,27 +621,27 @@ def _run_on_cards(
             for piece, rows in enumerate(rows_of[card]):
                 here = received(piece) if piece else arrived
                 # A warm-up leaves layers out, so that the piece may be on its way to the card of one of those.
-                (residual,) = transfer(here, in_transit[piece].target, card, buffers, piece)
-                with current_device(card.device):
+                (residual,) = stream.transfer(here, in_transit[piece].target, card, buffers, piece)
+                with stream.current_device(card.device):
                     for index, layer in stage:
                         if hidden is not None:
                             hidden.keep(index, piece, residual)
                         with layer() as weights:
                             decoder.layer(index, weights, residual, rows, cache)
-                in_transit[piece] = send([residual], card, following, buffers, piece)
+                in_transit[piece] = stream.send([residual], card, following, buffers, piece)
             if done < decoder.num_layers:
                 arrived = received(0)
             if on_layer is not None:
                 on_layer(done, decoder.num_layers)
         first, behind = partition.cards[0], list[torch.Tensor]()
         for piece in kept:
-            sent = send(received(piece), in_transit[piece].target, first, buffers, piece)
-            behind += receive(sent, destinations[first][piece])
+            sent = stream.send(received(piece), in_transit[piece].target, first, buffers, piece)
+            behind += stream.receive(sent, destinations[first][piece])
         return behind
 
 
 @contextmanager
-def _over_cards(partition: LayerPartition) -> Iterator[None]:
+def _over_cards(partition: stream.LayerPartition) -> Iterator[None]:
     """Wait, where a pass over several cards breaks off, for what they still have to do: else one could write to a
     buffer of transfers behind what the next pass has written there."""
     try:
@@ -669,7 +656,7 @@ def _over_cards(partition: LayerPartition) -> Iterator[None]:
 
 def _begin_on_cards(
     decoder: Decoder, pieces: list[Rows]
-) -> tuple[dict[Card, list[Rows]], dict[Card, Sequence[torch.Tensor]], list[Transfer]]:
+) -> tuple[dict[stream.Card, list[Rows]], dict[stream.Card, Sequence[torch.Tensor]], list[stream.Transfer]]:
     """Return for every card the rows of each piece and where its residual stream arrives there, uint8; and the streams,
     [N, H], on the way to the card of the first layer.
 
@@ -678,25 +665,27 @@ def _begin_on_cards(
     """
     partition = decoder.partition
     first, buffers = partition.cards[0], partition.transfer_buffers
-    rows_of, destinations = dict[Card, list[Rows]](), dict[Card, Sequence[torch.Tensor]]()
+    rows_of, destinations = dict[stream.Card, list[Rows]](), dict[stream.Card, Sequence[torch.Tensor]]()
     for card in partition.cards:
         rows_of[card] = [_moved(rows, first, card, buffers, (card.number, piece)) for piece, rows in enumerate(pieces)]
-        with current_device(card.device):
+        with stream.current_device(card.device):
             destinations[card] = _residual_buffers(decoder, pieces, card.device)
     in_transit = [
-        send([residual], first, partition.card_of(0), buffers, piece)
+        stream.send([residual], first, partition.card_of(0), buffers, piece)
         for piece, residual in enumerate(_embedded(decoder, pieces, destinations[first]))
     ]
     return rows_of, destinations, in_transit
 
 
-def _moved(rows: Rows, source: Card, target: Card, buffers: TransferBuffers, piece: Hashable) -> Rows:
+def _moved(
+    rows: Rows, source: stream.Card, target: stream.Card, buffers: stream.TransferBuffers, piece: Hashable
+) -> Rows:
     """Return rows, which are on `source`, for another card. Arguments as of `transfer`."""
     if source == target:
         return rows
     parts = {part: _tensors(getattr(rows, part)) for part in ("query", "rope")}
     tensors = [tensor for part in parts.values() for tensor in part.values()]
-    tokens, *rest = transfer([rows.tokens, *tensors], source, target, buffers, piece)
+    tokens, *rest = stream.transfer([rows.tokens, *tensors], source, target, buffers, piece)
     moved = iter(rest)
     query, rope = (
         replace(getattr(rows, part), **{name: next(moved) for name in tensors}) for part, tensors in parts.items()

@@ -32,24 +32,8 @@ from offload_runtime.core import BatchShape
 from offload_runtime.models.layers import Rows
 from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.params import SamplingParams
+from offload_runtime.runners import graphs
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
-from offload_runtime.runners.graphs import (
-    CHILDREN,
-    MOST_DELTA_DEPTH,
-    MOST_DEPTH,
-    MOST_GRAPHS,
-    MOST_GREEDY_STEPS,
-    NARROW_ROWS,
-    STEP_ROWS,
-    StepGraphs,
-    captured_shape,
-    captured_shapes,
-    graph_reach,
-    tree_input_sizes,
-    tree_input_words,
-    warm_up_batches,
-    warm_up_lengths,
-)
 from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, HeadKVState
 from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_residual
@@ -177,19 +161,19 @@ class DraftRunner:
         self._place_host = [(0, 0)] * batch
         # What steps over trees write; a draft that only grows what is known in advance has none of it.
         self.rereads = self._has_states or self.hidden is not None
-        self._depth = MOST_DELTA_DEPTH if self._has_states else MOST_DEPTH  # of paths in a step
+        self._depth = graphs.MOST_DELTA_DEPTH if self._has_states else graphs.MOST_DEPTH  # of paths in a step
         self.most_depth = self._depth - self._most_fed(self.width(1))
-        rows = max(STEP_ROWS, batch) if self.num_places else 0
-        self._children = min(CHILDREN, vocab_size, runner.decoder.config.vocab_size)
+        rows = max(graphs.STEP_ROWS, batch) if self.num_places else 0
+        self._children = min(graphs.CHILDREN, vocab_size, runner.decoder.config.vocab_size)
         self._greedy = SlotSampling(batch, device)
         self._row_frequencies = RowFrequencies(runner.rope, rows)
         self._last_outputs = torch.zeros(batch, 2 * self._children, dtype=torch.int32, device=device)
-        count = rows + MOST_GREEDY_STEPS * batch if rows else 0
+        count = rows + graphs.MOST_GREEDY_STEPS * batch if rows else 0
         self._outputs = torch.zeros(count, 2 * self._children, dtype=torch.int32, device=device)
         self.on_demand = not runner.streamer.has_all
-        self.graphs = StepGraphs(
-            device, input_words=tree_input_words(batch) if rows else 0,
-            output_words=self._outputs.numel(), most_graphs=MOST_GRAPHS * (2 if rows else 1),
+        self.graphs = graphs.StepGraphs(
+            device, input_words=graphs.tree_input_words(batch) if rows else 0,
+            output_words=self._outputs.numel(), most_graphs=graphs.MOST_GRAPHS * (2 if rows else 1),
         )  # fmt: skip
 
     def warm_up(self) -> None:
@@ -202,11 +186,12 @@ class DraftRunner:
             if self._own_window:
                 for params in WARM_UP_SAMPLINGS[1:]:
                     self._take_steps([params], 1)
-                for num_sequences in warm_up_batches(self._batch):
+                for num_sequences in graphs.warm_up_batches(self._batch):
                     self._take_steps(WARM_UP_SAMPLINGS[:1] * num_sequences, 1)
-                for length in warm_up_lengths(self._capacity_tokens - 1):
+                for length in graphs.warm_up_lengths(self._capacity_tokens - 1):
                     self._take_steps(WARM_UP_SAMPLINGS[:1], length)
-            for length in (0, *warm_up_lengths(self._capacity_tokens - 2 * CATCH_UP_TOKENS - self._first_rows + 1)):
+            longest = self._capacity_tokens - 2 * CATCH_UP_TOKENS - self._first_rows + 1
+            for length in (0, *graphs.warm_up_lengths(longest)):
                 self._catch_up_behind(length)
         self.texts.warm_up()
         if self._choosing is not None:
@@ -248,9 +233,9 @@ class DraftRunner:
         sizes = {"width": self.width(count), "depth": self._depth, "capacity_tokens": self._capacity_tokens}
         steps = [
             (make, shape)
-            for shape in captured_shapes(count, **sizes)
+            for shape in graphs.captured_shapes(count, **sizes)
             for make in (self._nodes_step, self._greedy_step)
-            if make == self._nodes_step or shape.width <= NARROW_ROWS or self.rereads
+            if make == self._nodes_step or shape.width <= graphs.NARROW_ROWS or self.rereads
         ]
         with self.graphs.eager():  # compiles
             for params in WARM_UP_SAMPLINGS:
@@ -302,7 +287,7 @@ class DraftRunner:
 
     def width(self, num_sequences: int) -> int:
         """Return the most rows of each sequence in a step over trees that serves so many."""
-        return max(1, STEP_ROWS // num_sequences)
+        return max(1, graphs.STEP_ROWS // num_sequences)
 
     def chains(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Return so many tokens behind each of some texts, at least one of each and no more than there is `room` for;
@@ -341,7 +326,7 @@ class DraftRunner:
         reach = max(lengths.values())
         assert levels and reach <= self._max_tokens_with_draft
         if self.device.type == "cuda":  # attention looks at more keys than there are, so that few graphs are needed
-            reach = graph_reach(reach, self._max_tokens_with_draft)
+            reach = graphs.graph_reach(reach, self._max_tokens_with_draft)
         for slot, length in lengths.items():
             self._frequencies.set(slot, length)
         # Where a streaming cache stands; any other one stays where it has been all the time.
@@ -463,7 +448,7 @@ class DraftRunner:
 
     def _most_fed(self, width: int) -> int:
         """Return the most tokens of a text that a step feeds besides nodes: a pass of their own would take as long."""
-        return max(1 + min(_MOST_FED, width - 1), width - NARROW_ROWS if self.rereads else 0)
+        return max(1 + min(_MOST_FED, width - 1), width - graphs.NARROW_ROWS if self.rereads else 0)
 
     def _line(self, slot: int, asked: Asked, width: int) -> StepLine:
         """Return the rows of one sequence, after the cache has caught up with most of its text."""
@@ -473,7 +458,7 @@ class DraftRunner:
             # The root's own keys are written in any case, so that it always is the last of these rows.
             fed = self.texts.catch_up(slot, text, self._most_fed(width))
         is_narrow = asked.greedy_places and len(fed) <= 1 + _MOST_FED
-        nodes = nodes[asks_root:][: (min(width, NARROW_ROWS) if is_narrow else width) - len(fed)]
+        nodes = nodes[asks_root:][: (min(width, graphs.NARROW_ROWS) if is_narrow else width) - len(fed)]
         paths = [[self._spare[place] for place in places] for _, places in nodes]
         sources, destinations = self._hidden_of(slot, len(text) - len(fed), len(fed), [places for _, places in nodes])
         assert all(path and len(path) <= self.most_depth for path in paths)
@@ -507,17 +492,19 @@ class DraftRunner:
         shape = BatchShape(len(lines), max(len(line.tokens) for line in lines), depth, reach)
         if self.device.type != "cuda":
             return shape
-        return captured_shape(shape._replace(depth=self._depth), width=width, capacity_tokens=self._capacity_tokens)
+        return graphs.captured_shape(
+            shape._replace(depth=self._depth), width=width, capacity_tokens=self._capacity_tokens
+        )
 
     def _lay_out(self, lines: Sequence[StepLine], greedy: Sequence[Sequence[int]], shape: BatchShape) -> None:
         """Write what the next step is about to where it will fetch it."""
         self.graphs.begin()
-        sizes = tree_input_sizes(shape)
+        sizes = graphs.tree_input_sizes(shape)
         parts = unpack(self.graphs.inputs_host, sizes)
         tokens, positions, cache_positions, owners, slots, committed, ancestors, *parts = parts
         *of_lines, greedy_positions, _, sources, destinations = parts
         paths = ancestors.reshape(-1, shape.depth)
-        greedy_positions = greedy_positions.reshape(MOST_GREEDY_STEPS, shape.batch)
+        greedy_positions = greedy_positions.reshape(graphs.MOST_GREEDY_STEPS, shape.batch)
         self.graphs.inputs_host[: packed_words(sizes)] = 0
         positions.fill(-1)
         destinations.fill(0 if self.hidden is None else self.hidden.unused)
@@ -540,7 +527,7 @@ class DraftRunner:
 
     def _parts(self, shape: BatchShape) -> list[torch.Tensor]:
         """Return the inputs of a step, in the order of `tree_input_sizes`."""
-        return unpack(self.graphs.inputs, tree_input_sizes(shape))
+        return unpack(self.graphs.inputs, graphs.tree_input_sizes(shape))
 
     def _key(self, make: Callable[[BatchShape], None], shape: BatchShape) -> Hashable:
         return make.__name__, shape, self._runner.cache.step_lag, self._sampling.graph_key
@@ -560,7 +547,7 @@ class DraftRunner:
     def _nodes_step(self, shape: BatchShape) -> None:
         """Fetch what the step is about, feed the rows and write their best children into `_outputs`. Captured: no
         tensor of the host but those that never move."""
-        self.graphs.fetch(packed_words(tree_input_sizes(shape)))
+        self.graphs.fetch(packed_words(graphs.tree_input_sizes(shape)))
         self._choose(self._pass_over(shape), shape, slice(0, shape.num_rows), self._outputs[: shape.num_rows])
         self._last_outputs[: shape.batch] = self._outputs[self._parts(shape)[9].long()]
         self.graphs.show(self._outputs[: shape.num_rows])
@@ -572,7 +559,7 @@ class DraftRunner:
         tokens, positions, cache_positions, _, slots, committed, ancestors, *rest = self._parts(shape)
         _, _, last, greedy_positions, steps_done, sources, destinations = rest
         live, step = last.long(), steps_done.long()  # [B], [1]
-        position, (cache_position,) = positions[live] + 1, greedy_positions.view(MOST_GREEDY_STEPS, batch)[step]
+        position, (cache_position,) = positions[live] + 1, greedy_positions.view(graphs.MOST_GREEDY_STEPS, batch)[step]
         positions.fill_(-1)  # all other rows only fill up
         positions[live], cache_positions[live] = position, cache_position
         tokens[live] = answer[:, 0].clamp(0, self.texts.last_token)
@@ -582,7 +569,7 @@ class DraftRunner:
             destinations.fill_(self.hidden.unused)
             destinations[live] = self.hidden.of_place(slots, cache_position - self._spare.start)
         self._choose(self._pass_over(shape), shape, live, answer)
-        found = self._outputs[num_rows : num_rows + MOST_GREEDY_STEPS * batch].view(MOST_GREEDY_STEPS, batch, -1)
+        found = self._outputs[num_rows:][: graphs.MOST_GREEDY_STEPS * batch].view(-1, batch, 2 * self._children)
         found.index_copy_(0, step, answer[None])
         steps_done += 1
         self.graphs.show(found, num_rows * 2 * self._children)
