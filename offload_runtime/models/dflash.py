@@ -25,7 +25,7 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import Fields
 from offload_runtime.models import qwen3
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.heads import HeadConfig, join_tap
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import Attention, DecoderLayer, LayerCache, LayerWeights, Rows, Tensor, Weights
 from offload_runtime.models.reading import mlp_of, num_layers, rope, windows_by_type
 from offload_runtime.models.registry import Head
@@ -193,18 +193,9 @@ class DFlashConfig(HeadConfig):
             )
         return found
 
-    def tap(self, number: int, x: torch.Tensor, shared: Weights, out: torch.Tensor) -> None:
-        """Add this tap's product with its columns of `fc`."""
-        join_tap(shared["fc"].dense, number, x, out)
-
     def enter(self, embedded: torch.Tensor, hidden: torch.Tensor, shared: Weights) -> torch.Tensor:
         """Return the embedded tokens: the context is for attention alone."""
         return embedded
-
-    def leave(self, residual: torch.Tensor, shared: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return normed rows, by which version 2 chooses as well."""
-        normed = self.attention.norm(residual, shared["final_norm"].dense)
-        return normed, normed
 
     def context(self, kept: torch.Tensor, shared: Weights) -> torch.Tensor:
         """Return what layers make keys and values of tokens from, [N, H], of what is kept of them."""

@@ -11,7 +11,7 @@ import torch
 
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.heads import HeadConfig, join_tap
+from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import DecoderLayer, LayerWeights, Rows, Tensor, Weights
 from offload_runtime.models.reading import attention_of, mlp_of, num_layers, rope
 from offload_runtime.models.registry import Head
@@ -82,7 +82,7 @@ class Eagle3Config(HeadConfig):
         if self.norms_all:
             x = x * shared["input_norm"].dense.view(-1, self.target_size)[number]
         if self.fused:
-            join_tap(shared["fc"].dense, number, x, out)
+            super().tap(number, x, shared, out)
         else:
             out.copy_(x)
 
@@ -92,7 +92,7 @@ class Eagle3Config(HeadConfig):
 
     def leave(self, residual: torch.Tensor, shared: Weights) -> tuple[torch.Tensor, torch.Tensor]:
         """Return normed rows, and these or the stream."""
-        normed = self.attention.norm(residual, shared["final_norm"].dense)
+        normed, _ = super().leave(residual, shared)
         return normed, normed if self.keeps_normed else residual
 
     @property

@@ -51,9 +51,9 @@ class HeadConfig(ModelConfig):
         """Return the channels of what is kept of a row of the target, W."""
         return self.hidden_size
 
-    @abstractmethod
     def tap(self, number: int, x: torch.Tensor, shared: Weights, out: torch.Tensor) -> None:
-        """Write what is kept of the target's rows, or add to it what the tap of this number has to say.
+        """Write what is kept of the target's rows, or add to it what the tap of this number has to say: its product
+        with its columns of `fc` [W, taps * T], if the head does not say otherwise.
 
         Args:
             number: Index into `taps`, whose order is kept.
@@ -61,16 +61,23 @@ class HeadConfig(ModelConfig):
             shared: What lies around the layers.
             out: [N, W]; whatever it holds before the first tap, or `x` itself.
         """
+        start = number * x.shape[1]
+        part = shared["fc"].dense[:, start : start + x.shape[1]].t()
+        if number:
+            out.addmm_(x, part)
+        else:
+            torch.mm(x, part, out=out)
 
     @abstractmethod
     def enter(self, embedded: torch.Tensor, hidden: torch.Tensor, shared: Weights) -> torch.Tensor:
         """Return the residual stream at the bottom, [N, H] in memory of its own, of embedded tokens [N, H] and what is
         kept of the tokens before them, [N, W]."""
 
-    @abstractmethod
     def leave(self, residual: torch.Tensor, shared: Weights) -> tuple[torch.Tensor, torch.Tensor]:
         """Return of the residual stream behind the last layer, [N, H], the normed rows that the `lm_head` reads, [N,
-        H], and what stands for the target's in rows about the tokens that follow, [N, W]."""
+        H], and what stands for the target's in rows about the tokens that follow, [N, W]: mostly the same."""
+        normed = self.attention.norm(residual, shared["final_norm"].dense)
+        return normed, normed
 
     @property
     def logit_size(self) -> int:
@@ -118,14 +125,3 @@ class HeadConfig(ModelConfig):
         for what in (what for what, is_so in wrong.items() if is_so):
             raise CheckpointError(f"the {self.title} head {what}: {remedy}")
         return self
-
-
-def join_tap(fc: torch.Tensor, number: int, x: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the product of a tap's rows x [N, T] with its columns of `fc` [W, taps * T] to those of the taps before it in
-    `out` [N, W]."""
-    start = number * x.shape[1]
-    part = fc[:, start : start + x.shape[1]].t()
-    if number:
-        out.addmm_(x, part)
-    else:
-        torch.mm(x, part, out=out)

@@ -76,11 +76,6 @@ class MtpConfig(HeadConfig):
         both = norm(embedded, shared["embedding_norm"].dense), norm(hidden, shared["hidden_norm"].dense)
         return shared["fc"].linear(torch.cat(both, dim=1))
 
-    def leave(self, residual: torch.Tensor, shared: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return normed rows, for both."""
-        normed = self.attention.norm(residual, shared["final_norm"].dense)
-        return normed, normed
-
     def own_tensors(self) -> Iterator[Tensor]:
         """`fc` [H, 2H], whose first half is the embedding's, both norms before it and the `final_norm`."""
         size = self.hidden_size
