@@ -104,6 +104,17 @@ def test_a_prompt_that_breaks_off_leaves_no_states() -> None:
         one.close()
 
 
+def test_a_path_alone_leads_over_the_end_of_a_chunk() -> None:
+    #      0 - 1 - 2 - 3    and a path beside it: 4 - 5, which ends where the first goes on
+    tree = TokenTree(tuple(range(8)), (-1, 0, 1, 2, 0, 4, 5, 3), ("x",) * 8)
+    assert tree.through_gates(10, 64) == list(range(8))
+    assert tree.through_gates(62, 64) == [0, 1, 2, 3, 4, 7]  # nodes 1 and 4 end a chunk
+    assert tree.through_gates(63, 64) == list(range(8))  # the root does
+    assert tree.through_gates(64, 64) == list(range(8))
+    chain = TokenTree.chain(range(200), "x")
+    assert chain.through_gates(5, 64) == list(range(200))
+
+
 def _check_undo(runtime: Runtime) -> list[tuple[int, ...]]:
     """Return two answers, which are those of before when others were undone, and when the slot was another's."""
     chat = runtime.conversation()
