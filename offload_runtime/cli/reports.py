@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
     from offload_runtime.hardware import MachineProfile
     from offload_runtime.hardware.measure import GpuReport, MachineReport
-    from offload_runtime.verify import Fit, IdentityRun, VerificationReport
+    from offload_runtime.verify import Fit, VerificationReport
+    from offload_runtime.verify.equality import IdentityRun
 
 _NOT_MEASURED = "not measured"
 

@@ -19,20 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from offload_runtime_kernels.gated_delta import CHUNK_TOKENS
 
+from offload_runtime import errors
 from offload_runtime.cache import BlockStore
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.prefix_cache import PrefixCache, SavedCache
 from offload_runtime.engine.proposing import WindowChooser
 from offload_runtime.engine.request import GenerationResult, GenerationStats, PromptRoom, Request
-from offload_runtime.errors import (
-    BudgetError,
-    ContextLengthError,
-    DeviceError,
-    GrammarError,
-    NumericalError,
-    OffloadError,
-)
 from offload_runtime.plan import RunPlan
 from offload_runtime.runners import OnLayer
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
@@ -78,7 +71,7 @@ class RequestOutput:
 
     request: Request
     tokens: Sequence[TokenEvent] = ()
-    error: OffloadError | None = None
+    error: errors.OffloadError | None = None
     logits: torch.Tensor | None = None
 
 
@@ -170,7 +163,7 @@ class Engine:
     def cancel_all(self) -> None:
         """End all requests as they are, also where the device fails at that."""
         for request in (*self.running.values(), *self.waiting):
-            with suppress(OffloadError):
+            with suppress(errors.OffloadError):
                 self.cancel(request)
 
     @property
@@ -214,10 +207,10 @@ class Engine:
                     logprobs={one.slot: one.params.logprobs for one in stepping if one.params.logprobs is not None},
                     on_layer=tell, recorder=self.recorder, with_logits=with_logits,
                 )  # fmt: skip
-        except (NumericalError, GrammarError) as error:
+        except (errors.NumericalError, errors.GrammarError) as error:
             assert error.slot is not None
             return [*outputs, self._fail(self.running[error.slot], error)]  # the others take the step again
-        except (ContextLengthError, BudgetError) as error:  # perhaps there is room without the newest
+        except (errors.ContextLengthError, errors.BudgetError) as error:  # perhaps there is room without the newest
             return [*outputs, *(self._fail(one, error) for one in reading[-1:] or running)]
         self._has_read = not (running or self.target.runner.cache.mixes)
         ended_s = self._meter.lap() if running else time.perf_counter()
@@ -238,7 +231,7 @@ class Engine:
             try:
                 with device_errors(self.device):
                     self._join(request)
-            except (ContextLengthError, BudgetError) as error:
+            except (errors.ContextLengthError, errors.BudgetError) as error:
                 failed.append(self._fail(request, error))
         return failed
 
@@ -281,7 +274,7 @@ class Engine:
         runner, last, size = target.runner, len(tokens) - 1, 1 + max(self.plan.request.max_gamma, self.plan.tree_room)
         if target.rope.frequency_set(len(tokens)) != target.rope.frequency_set(1):
             most = "this model rotates the keys of longer prompts by their length"
-            raise ContextLengthError(f"prompt_logprobs of {len(tokens)} tokens cannot be had: {most}")
+            raise errors.ContextLengthError(f"prompt_logprobs of {len(tokens)} tokens cannot be had: {most}")
         runner.cache.truncate(slot, 0)
         request.num_kept = 0
         drafter = self.drafter if runner.taps is not None and self._chooser.speculates(request) else Drafter()
@@ -318,14 +311,14 @@ class Engine:
         logits = None if result.logits is None else result.logits[: len(events)]
         return RequestOutput(request, events, logits=logits)
 
-    def _fail(self, request: Request, error: OffloadError) -> RequestOutput:
+    def _fail(self, request: Request, error: errors.OffloadError) -> RequestOutput:
         """End a request by an error that is its own."""
         self.cancel(request, error)
         return RequestOutput(request, error=error)
 
     def _end(self, request: Request, error: BaseException | None = None) -> None:
         """Free the slot of a request that has finished, and make its result, also where the device fails at that."""
-        failure: OffloadError | None = None
+        failure: errors.OffloadError | None = None
         if request in self.waiting:
             self.waiting.remove(request)
         elif self.running.get(request.slot) is request:
@@ -333,7 +326,7 @@ class Engine:
             try:
                 with device_errors(self.device):
                     self._leave(request, error)
-            except OffloadError as raised:
+            except errors.OffloadError as raised:
                 failure = raised
         predicted_s = None if self.cost is None else sum(self.cost(*step) for step in request.steps)
         request.result = self._meter.result(request, predicted_s, peak_vram_bytes=self.peak_vram_bytes())
@@ -342,7 +335,7 @@ class Engine:
 
     def _leave(self, request: Request, error: BaseException | None) -> None:
         """Free a finished request's slot, which keeps what it holds unless that may be wrong."""
-        if error is None or isinstance(error, BudgetError):
+        if error is None or isinstance(error, errors.BudgetError):
             self.prefix_cache.leave(request.slot)
         else:
             self.prefix_cache.forget(request.slot)
@@ -481,6 +474,6 @@ def device_errors(device: torch.device) -> Iterator[None]:
             yield
     except torch.OutOfMemoryError as error:
         remedy = "raise --vram, lower --context or keep fewer layers resident"
-        raise BudgetError(f"the device memory allowed did not suffice ({error}): {remedy}") from error
+        raise errors.BudgetError(f"the device memory allowed did not suffice ({error}): {remedy}") from error
     except torch.AcceleratorError as error:
-        raise DeviceError(f"the device failed ({error}): load the runtime again") from error
+        raise errors.DeviceError(f"the device failed ({error}): load the runtime again") from error

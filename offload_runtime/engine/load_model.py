@@ -34,19 +34,13 @@ from offload_runtime.plan.search import place_staged, with_staging_rings
 from offload_runtime.runners import CapturedPasses, Decoder, HeadDecoder, ModelRunner
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
 from offload_runtime.sizes import format_bytes
+from offload_runtime.stream import staging
 from offload_runtime.stream.arena import HostArena, PageableMemory, Registrar, require_readable_arenas
 from offload_runtime.stream.copy_engine import CopyEngine, CopyQueues, measure_link_gbps
 from offload_runtime.stream.cpu_experts import CpuExperts
 from offload_runtime.stream.device import Card, DeviceBudget, LayerPartition, current_device
 from offload_runtime.stream.expert_pool import ExpertPool, ExpertUnits
 from offload_runtime.stream.queue import CardRing, LayerStreamer
-from offload_runtime.stream.staging import (
-    FEWEST_PIECES,
-    RingShape,
-    StagingCopyEngine,
-    StagingWriteEngine,
-    staging_threads,
-)
 from offload_runtime.weights import EMBEDDING, CheckpointSource, HostWeights, SharedVocabulary, load_weights
 from offload_runtime.weights.encoding import StackedWeight
 from offload_runtime.weights.layout import ExpertBlocks
@@ -69,7 +63,7 @@ class StagedMemory:
     pageable: PageableMemory = field(default_factory=PageableMemory)
 
     @property
-    def rings(self) -> list[tuple[HostArena, RingShape]]:
+    def rings(self) -> list[tuple[HostArena, staging.RingShape]]:
         """Return those that there are: memory and pieces."""
         rings = (self.h2d, self.placement.h2d_ring), (self.d2h, self.placement.d2h_ring)
         return [(arena, shape) for arena, shape in rings if arena is not None]
@@ -80,9 +74,9 @@ class StagedMemory:
         arena, shape = (self.d2h, self.placement.d2h_ring) if to_host else (self.h2d, self.placement.h2d_ring)
         if arena is None:
             return engine
-        make = StagingWriteEngine if to_host else StagingCopyEngine
+        make = staging.StagingWriteEngine if to_host else staging.StagingCopyEngine
         pieces = list(arena.buffer[: shape.nbytes].view(shape.num_pieces, -1))
-        return make(engine, pieces, self.pageable, num_threads=staging_threads(usable_cores()))
+        return make(engine, pieces, self.pageable, num_threads=staging.staging_threads(usable_cores()))
 
     def close(self) -> None:
         """Give the rings' memory back. Nothing may be copying any more."""
@@ -137,7 +131,7 @@ def lock_layers(
     return replace(memory, placement=settled)
 
 
-def _locked_part(arena: HostArena | None, shape: RingShape) -> RingShape:
+def _locked_part(arena: HostArena | None, shape: staging.RingShape) -> staging.RingShape:
     """Return what of a ring is page-locked."""
     return shape if arena is None else replace(shape, num_pieces=arena.pinned_bytes // shape.piece_bytes)
 
@@ -156,7 +150,7 @@ def _move_locks(weights: HostWeights, memory: StagedMemory, registrar: Registrar
     kept = [index for index in placement.streamed_layers if weights.layers[index].pinned]
     remedy = "keep all layers resident with more --vram" + (" and take --kv gpu" if len(rings) > 1 else "")
     for arena, shape in rings:
-        least_bytes = FEWEST_PIECES * shape.piece_bytes
+        least_bytes = staging.FEWEST_PIECES * shape.piece_bytes
         while arena.lock(registrar, shape.piece_bytes) and arena.pinned_bytes < least_bytes:
             if not kept:
                 refused = f"the system refuses to page-lock even {format_bytes(least_bytes)} for {arena.name}"

@@ -5,17 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from offload_runtime.fields import Fields
+from offload_runtime.models import reading
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DecoderLayer
-from offload_runtime.models.reading import (
-    attention_of,
-    decoder,
-    experts_of,
-    experts_of_gguf,
-    num_layers,
-    sliding_window,
-    windows_by_type,
-)
 from offload_runtime.models.registry import Family
 
 _ROPE = {
@@ -25,18 +17,18 @@ _ROPE = {
 
 
 def _model(fields: Fields) -> ModelConfig:
-    bias, slides = fields.flag("attention_bias"), [not layer % 2 for layer in range(num_layers(fields))]
-    attention = replace(attention_of(fields), qkv_bias=bias, o_bias=bias, sinks=True)
+    bias, slides = fields.flag("attention_bias"), [not layer % 2 for layer in range(reading.num_layers(fields))]
+    attention = replace(reading.attention_of(fields), qkv_bias=bias, o_bias=bias, sinks=True)
     swiglu = fields.number("swiglu_alpha", at_least=0), fields.number("swiglu_limit", at_least=0)
-    experts = experts_of(
+    experts = reading.experts_of(
         fields, size="intermediate_size", scores="softmax of the chosen", normed=False, swiglu=swiglu
     )  # fmt: skip
-    windows = windows_by_type(fields, slides, sliding_window(fields))
-    return decoder(fields, DecoderLayer(attention, experts), windows=windows)
+    windows = reading.windows_by_type(fields, slides, reading.sliding_window(fields))
+    return reading.decoder(fields, DecoderLayer(attention, experts), windows=windows)
 
 
 def _of_gguf(fields: Fields, names: Collection[str]) -> dict[str, Any]:
-    counts = experts_of_gguf(fields, "num_local_experts")
+    counts = reading.experts_of_gguf(fields, "num_local_experts")
     return {**counts, "intermediate_size": fields.integer("expert_feed_forward_length")}
 
 

@@ -28,28 +28,14 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sse_starlette.sse import EventSourceResponse
 
+from offload_runtime import errors
 from offload_runtime.config import SOURCES, ServerConfig
 from offload_runtime.engine import Scheduler
-from offload_runtime.errors import (
-    BudgetError,
-    ContextLengthError,
-    OffloadError,
-    OptionError,
-    QueueFullError,
-    UnavailableError,
-)
 from offload_runtime.params import GenerationParams
+from offload_runtime.server import schema
 from offload_runtime.server.answers import Answers, Choice, Metrics, unless_gone
 from offload_runtime.server.gate import App, Gate, error_body
 from offload_runtime.server.protocol import Ending, Envelope, TokenSpelling, usage_of
-from offload_runtime.server.schema import (
-    AnswerBody,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    RequestError,
-    TokenizeBody,
-)
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
@@ -66,10 +52,10 @@ _RETRY_S = 5  # while a model is loaded
 _GONE, _HAS_LEFT = 499, "the client has left"  # as nginx says
 State = Literal["loading", "ready", "stopping", "failed"]
 T = TypeVar("T")
-BodyT = TypeVar("BodyT", AnswerBody, TokenizeBody, DetokenizeBody)
+BodyT = TypeVar("BodyT", schema.AnswerBody, schema.TokenizeBody, schema.DetokenizeBody)
 
 
-class ModelNotFoundError(OptionError):
+class ModelNotFoundError(errors.OptionError):
     """A request names another model than the one that is served."""
 
 
@@ -128,7 +114,7 @@ class Service:
     def _ready(self) -> tuple[Runtime, Scheduler]:
         """Return what answers. Raises `UnavailableError` while there is none."""
         if self.state != "ready" or self._runtime is None or self._scheduler is None:
-            raise UnavailableError(f"the server is {self.state}: try again later")
+            raise errors.UnavailableError(f"the server is {self.state}: try again later")
         return self._runtime, self._scheduler
 
     def _named(self, model: str | None) -> None:
@@ -143,10 +129,10 @@ class Service:
         def work() -> T:
             try:
                 value = json.loads(raw, parse_constant=_refuse_constant, object_pairs_hook=_named_once)
-            except RequestError:
+            except schema.RequestError:
                 raise
             except (ValueError, RecursionError) as error:
-                raise RequestError(f"the body is not JSON: {str(error)[:200]}") from error
+                raise schema.RequestError(f"the body is not JSON: {str(error)[:200]}") from error
             body = kind.read(value)
             self._named(body.model)
             return read(body)
@@ -157,23 +143,23 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """Answer `POST /v1/chat/completions`."""
-        return await self._answer(request, ChatBody)
+        return await self._answer(request, schema.ChatBody)
 
     async def complete(self, request: Request) -> Response:
         """Answer `POST /v1/completions`."""
-        return await self._answer(request, CompletionBody)
+        return await self._answer(request, schema.CompletionBody)
 
-    async def _answer(self, request: Request, kind: type[AnswerBody]) -> Response:
+    async def _answer(self, request: Request, kind: type[schema.AnswerBody]) -> Response:
         runtime, scheduler = self._ready()
         began_s = time.perf_counter()
         body, choices = await self._read(request, kind, self._choices)
-        options = body.chat_template_kwargs if isinstance(body, ChatBody) else None
+        options = body.chat_template_kwargs if isinstance(body, schema.ChatBody) else None
         tell = partial(self._tell, request, began_s, body.n, runtime.chat_template.unread(options or {}))
         answers = Answers(scheduler, choices, self.metrics, self._config.max_seconds)
         # Judges the prompts again, of which long ones take a while.
         pool = self._compiler if choices[0].params.sampling.has_grammar else self._reader
         await asyncio.get_running_loop().run_in_executor(pool, answers.submit)
-        envelope = Envelope(self._models[0], TokenSpelling(runtime.tokenizer), is_chat=kind is ChatBody)
+        envelope = Envelope(self._models[0], TokenSpelling(runtime.tokenizer), is_chat=kind is schema.ChatBody)
         if body.stream:
             return _AnswerStream(self._chunks(answers, envelope, body, len(choices), tell), answers)
         deltas = await unless_gone(answers.all_of_them(), request.receive)
@@ -201,15 +187,15 @@ class Service:
             parts.append(f"chat_template_kwargs that the template does not read: {', '.join(unread)[:100]}")
         self._log(" · ".join([*parts, f"{time.perf_counter() - began_s:.2f} s"]))
 
-    def _choices(self, body: AnswerBody) -> tuple[AnswerBody, list[Choice]]:
+    def _choices(self, body: schema.AnswerBody) -> tuple[schema.AnswerBody, list[Choice]]:
         """Return what a request asks for: `n` answers a prompt, with the noise ids 0, 1, … Raises `OptionError`."""
         runtime, _ = self._ready()
         if body.x_sources and not body.stream:
-            raise RequestError("x_sources is for streams", "x_sources")
+            raise schema.RequestError("x_sources is for streams", "x_sources")
         prompts, most = body.prompts(runtime), runtime.plan.target.batch + self._config.max_waiting
         if len(prompts) * body.n > most:
             asked = f"{len(prompts)} prompts with {body.n} answers each"
-            raise RequestError(f"{asked} are more than the {most} requests that this server holds", "n")
+            raise schema.RequestError(f"{asked} are more than the {most} requests that this server holds", "n")
         options, choices = body.template_options(runtime), list[Choice]()
         grammar = body.grammar_params(runtime.tokenizer)
         first: GenerationParams | None = None
@@ -222,7 +208,7 @@ class Service:
                 if room < 1:
                     asked, remedy = " and leaves no room for an answer", "shorten it"
                 full = f"the prompt has {len(tokens)} tokens{asked}, the context {runtime.context_tokens}"
-                raise ContextLengthError(f"{full}: {remedy}")
+                raise errors.ContextLengthError(f"{full}: {remedy}")
             first = first or params
             for noise_id in range(body.n):  # of one seed, if it is a random one
                 sampling = replace(params.sampling, seed=first.sampling.seed, noise_id=noise_id, **grammar)
@@ -233,13 +219,13 @@ class Service:
         return body, choices
 
     async def _chunks(
-        self, answers: Answers, envelope: Envelope, body: AnswerBody, count: int,
+        self, answers: Answers, envelope: Envelope, body: schema.AnswerBody, count: int,
         tell: Callable[[int, Sequence[Ending], str], None],
     ) -> AsyncIterator[dict[str, str]]:  # fmt: skip
         """Yield the events of a stream; an error is the last one of them."""
         endings, status, message = dict[int, Ending](), _GONE, _HAS_LEFT
         try:
-            for index in range(count) if isinstance(body, ChatBody) else ():
+            for index in range(count) if isinstance(body, schema.ChatBody) else ():
                 yield _event(envelope.opening(index))
             async for delta in answers:
                 if delta.ending is not None:
@@ -257,7 +243,7 @@ class Service:
             message = body_of_error["error"]["message"]
             self.metrics.refused.labels(str(status)).inc()
             yield _event(body_of_error)
-            if not isinstance(error, OffloadError):
+            if not isinstance(error, errors.OffloadError):
                 raise
         finally:
             tell(status, [ending for _, ending in sorted(endings.items())] if status == 200 else [], message)
@@ -284,21 +270,21 @@ class Service:
         """Answer `POST /tokenize` with token ids of a text or of messages."""
         runtime, _ = self._ready()
 
-        def read(body: TokenizeBody) -> list[int]:
+        def read(body: schema.TokenizeBody) -> list[int]:
             return runtime.encode(body.prompt_once(runtime), template_options=body.chat_template_kwargs)
 
-        tokens = await self._read(request, TokenizeBody, read)
+        tokens = await self._read(request, schema.TokenizeBody, read)
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": runtime.context_tokens})
 
     async def detokenize(self, request: Request) -> Response:
         """Answer `POST /detokenize` with the text of token ids, control tokens as they are spelled."""
         runtime, _ = self._ready()
 
-        def read(body: DetokenizeBody) -> str:
+        def read(body: schema.DetokenizeBody) -> str:
             tokens = runtime.encode(body.tokens)  # judges them
             return str(runtime.tokenizer.decode(tokens, skip_special_tokens=False))
 
-        return JSONResponse({"prompt": await self._read(request, DetokenizeBody, read)})
+        return JSONResponse({"prompt": await self._read(request, schema.DetokenizeBody, read)})
 
     async def health(self) -> Response:
         """Answer `GET /health` with 200 once requests are answered, 503 before and after."""
@@ -337,7 +323,7 @@ def make_app(service: Service, config: ServerConfig) -> App:
     async def respond(request: Request, error: Exception) -> Response:
         return service.respond_to(request, error)
 
-    for kind in (OffloadError, HTTPException, 404, 405, Exception):
+    for kind in (errors.OffloadError, HTTPException, 404, 405, Exception):
         app.add_exception_handler(kind, respond)
     gate = Gate(app, config)
     if not config.cors_origins:
@@ -369,14 +355,15 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for number, name in enumerate(names) if name in names[:number])[:100]
-        raise RequestError(f"the body has the key {twice!r} twice in one object: give it once", twice)
+        raise schema.RequestError(f"the body has the key {twice!r} twice in one object: give it once", twice)
     return found
 
 
 # How errors are told, the first that fits; all others are defects of ours.
 _STATUS: tuple[tuple[type[Exception], int, str | None], ...] = (
-    (ModelNotFoundError, 404, "model_not_found"), (UnavailableError, 503, None), (BudgetError, 503, None),
-    (OptionError, 400, None), (ContextLengthError, 400, "context_length_exceeded"), (QueueFullError, 429, None),
+    (ModelNotFoundError, 404, "model_not_found"), (errors.UnavailableError, 503, None), (errors.BudgetError, 503, None),
+    (errors.OptionError, 400, None), (errors.ContextLengthError, 400, "context_length_exceeded"),
+    (errors.QueueFullError, 429, None),
 )  # fmt: skip
 
 
@@ -387,7 +374,7 @@ def _error_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
     status, code = next(((status, code) for kind, status, code in _STATUS if isinstance(error, kind)), (500, None))
     retry_s = max(1, math.ceil(getattr(error, "retry_after_s", _RETRY_S)))
     # What a defect says is for the log.
-    message = str(error) if isinstance(error, OffloadError) else "the server has failed at this request"
+    message = str(error) if isinstance(error, errors.OffloadError) else "the server has failed at this request"
     headers = {"retry-after": str(retry_s)} if status in (429, 503) else {}
     return status, error_body(status, message, getattr(error, "param", None), code), headers
 
@@ -468,7 +455,7 @@ def _listen(config: ServerConfig) -> socket.socket:
             listening.close()
             raise
     except OSError as error:
-        raise OptionError(
+        raise errors.OptionError(
             f"cannot listen at {config.host} port {config.port} ({error.strerror}): choose another --port, or 0"
         ) from error
     return listening

@@ -30,14 +30,7 @@ from offload_runtime.options import require
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation import Drafter
-from offload_runtime.verify.equality import (
-    ON_ONE_CARD,
-    IdentityRun,
-    Transcript,
-    drafters_of,
-    transcribe,
-    verify_identity,
-)
+from offload_runtime.verify import equality
 
 OnProgress = Callable[[str, int, int], None]
 
@@ -215,7 +208,7 @@ def fit_rows(
     the target per prompt, `seeds` per test."""
     first = _FIRST_ROW_SEED
     for prompt_name, prompt in prompts.items():
-        row = transcribe(runtime, prompt, GenerationParams(1)).rows[0].to(runtime.device)
+        row = equality.transcribe(runtime, prompt, GenerationParams(1)).rows[0].to(runtime.device)
         for setting_name, sampling in settings.items():
             name, of_test = f"{prompt_name}, {setting_name}", range(first, first + seeds)
             yield fit_row(name, row, sampling, position=len(prompt), seeds=of_test)
@@ -244,7 +237,7 @@ def fit_generations(
     for number in range(seeds):
         sampling = SamplingParams(temperature=1.0, seed=_FIRST_GENERATION_SEED + number)
         params = GenerationParams(GENERATION_TOKENS, gamma=GENERATION_TOKENS - 1, ignore_eos=True, sampling=sampling)
-        answers.append(transcribe(runtime, prompt, params, drafters[number % len(drafters)]).tokens)
+        answers.append(equality.transcribe(runtime, prompt, params, drafters[number % len(drafters)]).tokens)
         on_step()
     shares = torch.rand(seeds, GENERATION_TOKENS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     percentiles = torch.empty_like(shares)
@@ -268,7 +261,7 @@ class VerificationReport:
     """Everything that was found, or what there was until Ctrl-C, if it is `interrupted`."""
 
     bitwise: bool
-    runs: list[IdentityRun]
+    runs: list[equality.IdentityRun]
     fits: list[Fit]
     interrupted: bool = False
 
@@ -278,7 +271,7 @@ class VerificationReport:
         return FAMILY_LEVEL / max(1, len(self.fits))
 
     @property
-    def bad_runs(self) -> list[IdentityRun]:
+    def bad_runs(self) -> list[equality.IdentityRun]:
         """Return runs with a defect."""
         return [run for run in self.runs if run.finding.verdict == "defect"]
 
@@ -340,19 +333,19 @@ class _Verification:
         self.report = VerificationReport(runtime.device.type == "cuda", [], [])
         self._runtime, self._plan, self._on_progress = runtime, plan, on_progress
         self._prompts = plan.encoded(runtime.room)
-        drafters = len(drafters_of(runtime, (), accuracy=1.0)) + 2  # as loaded, and in one more history
+        drafters = len(equality.drafters_of(runtime, (), accuracy=1.0)) + 2  # as loaded, and in one more history
         self._plain = len(plan.prompts) * len(plan.settings) + (plan.long_tokens > 0)
         self._runs = self._plain * drafters
 
     def compare(self) -> None:
         """Add every generation compared with plain decoding to the report."""
         runtime, plan, prompts = self._runtime, self._plan, self._prompts
-        runs = verify_identity(runtime, prompts, plan.settings, count=plan.tokens)
+        runs = equality.verify_identity(runtime, prompts, plan.settings, count=plan.tokens)
         if plan.long_tokens:
             most = min(plan.long_tokens, runtime.context_tokens - plan.tokens)
             long = {LONG_PROMPT: list(islice(cycle(chain.from_iterable(prompts.values())), most))}
             first = dict(islice(plan.settings.items(), 1))
-            runs = chain(runs, verify_identity(runtime, long, first, count=plan.tokens))
+            runs = chain(runs, equality.verify_identity(runtime, long, first, count=plan.tokens))
         for number, run in enumerate(runs, start=1):
             self.report.runs.append(run)
             self._on_progress("identity", number, self._runs)
@@ -368,8 +361,8 @@ class _Verification:
             self._on_progress("sampling", next(numbers), steps)
         fits.append(total("rows of logits together", fits))
         prompt = next(iter(contexts.values()))
-        likeliest = transcribe(runtime, prompt, GenerationParams(GENERATION_TOKENS, ignore_eos=True)).tokens
-        drafters = list(drafters_of(runtime, [*prompt, *likeliest], accuracy=1.0).values())
+        likeliest = equality.transcribe(runtime, prompt, GenerationParams(GENERATION_TOKENS, ignore_eos=True)).tokens
+        drafters = list(equality.drafters_of(runtime, [*prompt, *likeliest], accuracy=1.0).values())
         places = fit_generations(
             runtime, prompt, drafters, seeds=plan.seeds,
             on_step=lambda: self._on_progress("sampling", next(numbers), steps),
@@ -381,13 +374,13 @@ class _Verification:
         runtime, plan, prompt = self._runtime, self._plan, next(iter(self._prompts.values()))
         for _ in range(2):  # what is made once is not timed
             begun_s = time.monotonic()
-            transcribe(runtime, prompt, GenerationParams(MIN_TOKENS, ignore_eos=True))
+            equality.transcribe(runtime, prompt, GenerationParams(MIN_TOKENS, ignore_eos=True))
         token_s = (time.monotonic() - begun_s) / MIN_TOKENS
         of_cpu = _CPU_SHARE if runtime.device.type == "cpu" else 1.0
         return token_s * of_cpu * ((self._runs + self._plain) * plan.tokens + plan.seeds * GENERATION_TOKENS)
 
 
-Plainly = dict[tuple[str, str], Transcript]  # by the names of prompt and setting
+Plainly = dict[tuple[str, str], equality.Transcript]  # by the names of prompt and setting
 
 
 def decode_plainly(runtime: Runtime, plan: VerificationPlan, on_progress: OnProgress, *, stage: str) -> Plainly:
@@ -399,14 +392,14 @@ def decode_plainly(runtime: Runtime, plan: VerificationPlan, on_progress: OnProg
     for prompt_name, prompt in prompts.items():
         for seed, (setting_name, setting) in enumerate(settings.items()):
             params = GenerationParams(plan.tokens, ignore_eos=True, sampling=replace(setting, seed=seed))
-            found[prompt_name, setting_name] = transcribe(runtime, prompt, params)
+            found[prompt_name, setting_name] = equality.transcribe(runtime, prompt, params)
             on_progress(stage, len(found), len(prompts) * len(settings))
     return found
 
 
-def compare_one_card(one: Plainly, several: Plainly, *, bitwise: bool) -> list[IdentityRun]:
+def compare_one_card(one: Plainly, several: Plainly, *, bitwise: bool) -> list[equality.IdentityRun]:
     """Compare what several cards say with what one says."""
     return [
-        IdentityRun.of(prompt, setting, ON_ONE_CARD, one[prompt, setting], other, bitwise=bitwise)
+        equality.IdentityRun.of(prompt, setting, equality.ON_ONE_CARD, one[prompt, setting], other, bitwise=bitwise)
         for (prompt, setting), other in several.items()
     ]
