@@ -241,9 +241,7 @@ class HostWrites:
         self._writes: deque[tuple[int, int, Written]] = deque()  # sequence, end of its blocks
         self._failure: CopyError | None = None
 
-    def send(
-        self, slot: int, block: int, copies: Sequence[Iterable[tuple[int, torch.Tensor, torch.Tensor]]]
-    ) -> None:  # fmt: skip
+    def send(self, slot: int, block: int, copies: Sequence[Iterable[tuple[int, torch.Tensor, torch.Tensor]]]) -> None:
         """Queue the writes of a block, behind what computes it.
 
         Args:

@@ -73,9 +73,7 @@ def choose_devices(config: RuntimeConfig) -> list[torch.device]:
     return found
 
 
-def _known_figures(
-    profile: MachineProfile | None, device: torch.device, dtype: torch.dtype
-) -> MachineProfile | None:  # fmt: skip
+def _known_figures(profile: MachineProfile | None, device: torch.device, dtype: torch.dtype) -> MachineProfile | None:
     """Return the machine to predict with: the profile given, or one that knows this GPU. Nothing is known of a CPU, of
     which figures of a graphics card say nothing.
 

@@ -208,9 +208,8 @@ class PrefixCache:
     """
 
     def __init__(
-        self, target: LoadedModel, num_slots: int, stores: Sequence[BlockStore] = (),
-        caches: Sequence[SavedCache] = (),
-    ) -> None:  # fmt: skip
+        self, target: LoadedModel, num_slots: int, stores: Sequence[BlockStore] = (), caches: Sequence[SavedCache] = ()
+    ) -> None:
         self._target = target
         # The target's come last, to stay where there is not room for all.
         self._saved = [(store, one) for store in stores for one in caches[::-1]]

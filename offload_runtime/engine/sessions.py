@@ -244,9 +244,7 @@ def has_blocks(path: Path, record: Mapping[str, Any]) -> bool:
     return "session" in record and any(_directory(path.resolve()).glob("*.kv"))
 
 
-def text_without_blocks(
-    path: Path, record: Mapping[str, Any], target: SavedCache
-) -> tuple[str, tuple[int, ...]]:  # fmt: skip
+def text_without_blocks(path: Path, record: Mapping[str, Any], target: SavedCache) -> tuple[str, tuple[int, ...]]:
     """Return what a session without blocks has been to the model, and its tokens; nothing where that was another model.
     Raises `SessionError` if it is damaged."""
     _require_whole(path, record)

@@ -217,9 +217,7 @@ class LinkBench:
             self._queued.popleft()
         while len(self._queued) < _QUEUED:
             self._queued.append(self.engine.new_event())
-            self.engine.enqueue(
-                self._target, self._source, free=self.engine.new_event(), ready=self._queued[-1]
-            )  # fmt: skip
+            self.engine.enqueue(self._target, self._source, free=self.engine.new_event(), ready=self._queued[-1])
 
 
 def measure_links_gbps(benches: Sequence[LinkBench], until: Callable[[], bool]) -> tuple[float, ...]:

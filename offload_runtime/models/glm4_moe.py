@@ -23,9 +23,7 @@ def _model(fields: Fields) -> ModelConfig:
         )
     plain, normed = attention_of(fields), fields.flag("use_qk_norm")
     rotary, bias = rope(fields, plain.head_dim, partial=True), fields.flag("attention_bias")
-    attention = replace(
-        plain, qkv_bias=bias, qk_norm="head" if normed else None, rotation=rotary.rotation()
-    )  # fmt: skip
+    attention = replace(plain, qkv_bias=bias, qk_norm="head" if normed else None, rotation=rotary.rotation())
     experts = experts_of(
         fields, scores="sigmoid", corrected=True, normed=fields.flag("norm_topk_prob"), rounds=False,
         scale=fields.number("routed_scaling_factor"), router_dtype=torch.float32,

@@ -34,9 +34,7 @@ class MtpNames(NamedTuple):
         return cls(prefix, *(prefix + name for name in names))
 
 
-QWEN_NAMES = MtpNames(
-    "mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"
-)  # fmt: skip
+QWEN_NAMES = MtpNames("mtp.layers.0.", "mtp.fc", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm")
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,7 @@ def hybrid_of(fields: Fields, mlps: Sequence[RowMixer], modules: DeltaModules = 
     plain, bias = attention_of(fields, norm_offset=1.0), fields.flag("attention_bias")
     linear = linear_layers(fields)
     rotary = rope(fields, plain.head_dim, partial=True)
-    attention = replace(
-        plain, qkv_bias=bias, o_bias=bias, qk_norm="head", gated=True, rotation=rotary.rotation()
-    )  # fmt: skip
+    attention = replace(plain, qkv_bias=bias, o_bias=bias, qk_norm="head", gated=True, rotation=rotary.rotation())
     delta = GatedDelta(plain.hidden_size, plain.norm, delta_of(fields), plain.norm.eps, modules)
     mixers = [attention if layer not in linear else delta for layer in range(len(mlps))]
     layers = dict(enumerate(map(DecoderLayer, mixers, mlps)))

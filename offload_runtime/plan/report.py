@@ -233,9 +233,7 @@ def plan_or_refuse(request: RuntimeConfig, machine: MachineProfile) -> RunPlan |
         return Refusal(error, ())
 
 
-def refusal(
-    error: BudgetError, request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits
-) -> Refusal:  # fmt: skip
+def refusal(error: BudgetError, request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> Refusal:
     """A few changes that mend a shortage, each from one plan or a few: smaller formats first where the machine is
     short of host memory, then a shorter context, settings, and more of the memory."""
     predicts = machine.name != USUAL_CARD
@@ -336,9 +334,7 @@ def plan_fastest_draft(
     return best
 
 
-def with_found_draft(
-    request: RuntimeConfig, reference: str, machine: MachineProfile
-) -> tuple[RuntimeConfig, str]:  # fmt: skip
+def with_found_draft(request: RuntimeConfig, reference: str, machine: MachineProfile) -> tuple[RuntimeConfig, str]:
     """The same request with who drafts on a machine that need not be here, of what lies beside a target of this name;
     and a sentence about it."""
     drafts = find_drafts(reference, request.target)

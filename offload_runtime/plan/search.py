@@ -213,9 +213,7 @@ def _candidates(plan: RunPlan) -> Iterator[RunPlan]:
     for one, verifies, place, on_host in product(drafts, verified, places, (False, True) if untied else (False,)):
         borrows = verifies and plan.target.batch == 1  # else another sequence may be decoding
         cache = "host" if place == "host" else "full"
-        target = replace(
-            plan.target, cache=cache, borrows=borrows, verified=verifies, embedding_on_host=on_host
-        )  # fmt: skip
+        target = replace(plan.target, cache=cache, borrows=borrows, verified=verifies, embedding_on_host=on_host)
         yield replace(plan, draft=one, has_verifier=verifies, target=target)
 
 
@@ -288,9 +286,7 @@ def _evenly(placement: Placement, resident: int, buffers: int) -> Placement:
     """So many of its layers on the device, evenly spread, and the others in buffers."""
     layers = placement.layers
     num_buffers, same = min(buffers, len(layers) - resident), (placement.kv_ring_buffers, placement.pool_buffers)
-    return Placement(
-        layers, _some(layers, resident), num_buffers, kv_ring_buffers=same[0], pool_buffers=same[1]
-    )  # fmt: skip
+    return Placement(layers, _some(layers, resident), num_buffers, kv_ring_buffers=same[0], pool_buffers=same[1])
 
 
 def _place(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:

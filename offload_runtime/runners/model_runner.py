@@ -486,9 +486,8 @@ class CapturedPasses:
     """
 
     def __init__(
-        self, decoder: Decoder, streamer: LayerStreamer, cache: KVCache, rope: RopeTable,
-        taps: HiddenTaps | None = None,
-    ) -> None:  # fmt: skip
+        self, decoder: Decoder, streamer: LayerStreamer, cache: KVCache, rope: RopeTable, taps: HiddenTaps | None = None
+    ) -> None:
         self._decoder, self._streamer, self._cache, self._rope = decoder, streamer, cache, rope
         layers = streamer.resident_layers()
         assert layers is not None, "layers on their way cannot be captured"

@@ -109,9 +109,7 @@ class Answers:
         max_seconds: After which the answers end as they are.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, choices: Sequence[Choice], metrics: Metrics, max_seconds: float
-    ) -> None:  # fmt: skip
+    def __init__(self, scheduler: Scheduler, choices: Sequence[Choice], metrics: Metrics, max_seconds: float) -> None:
         self._scheduler, self._choices, self._metrics = scheduler, choices, metrics
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, _Event]]()
         self._began_s, self._tickets = time.perf_counter(), list[Ticket]()

@@ -325,10 +325,7 @@ class ChatBody(AnswerBody):
         if not functions:
             raise RequestError("tool_choice needs tools: give some, or leave it out", "tool_choice")
         if isinstance(choice, dict):
-            functions = [
-                one for one in functions
-                if choice == {"type": "function", "function": {"name": one["name"]}}
-            ]  # fmt: skip
+            functions = [one for one in functions if choice == {"type": "function", "function": {"name": one["name"]}}]
         elif choice not in (None, "auto", "required"):
             functions = []
         if not functions:

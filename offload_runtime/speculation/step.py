@@ -467,9 +467,7 @@ def _pruned(
     return kept, nodes
 
 
-def _require_tokens(
-    tokens: Sequence[int], first_position: int, slot: int, matcher: GrammarMatcher | None
-) -> None:  # fmt: skip
+def _require_tokens(tokens: Sequence[int], first_position: int, slot: int, matcher: GrammarMatcher | None) -> None:
     """Raise where tokens that plain decoding would choose too are none: what follows a rejected proposal is no
     output."""
     if -1 in tokens:
