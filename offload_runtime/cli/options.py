@@ -374,8 +374,7 @@ def _settled(given: dict[str, Any]) -> dict[str, Any]:
     if "draft_cache" in given:
         has_draft = given["draft"] not in ("auto", "ngram", "none")
         for name, why in idle_options(has_draft, given["mode"], given["draft_cache"]).items():
-            fine = given[name] == "auto"
-            require(fine, f"--{name.replace('_', '-')} {given[name]} does nothing {why}")
+            require(given[name] == "auto", f"--{name.replace('_', '-')} {given[name]} does nothing {why}")
     return given
 
 

@@ -67,8 +67,7 @@ def settle(plan: RunPlan, drafter: Drafter, params: GenerationParams) -> DraftBu
     loaded, most, plain = plan.request, plan.request.max_gamma, drafter.name is None
     gamma, nodes = loaded.gamma if params.gamma is None else params.gamma, _tree_nodes(plan, params)
     require((gamma or 0) <= most, f"gamma {gamma} exceeds the {most} this runtime was loaded for (max_gamma)")
-    fine = params.gamma is None or not plain
-    require(fine, "gamma does nothing without a draft: drop it or choose --draft ngram")
+    require(params.gamma is None or not plain, "gamma does nothing without a draft: drop it or choose --draft ngram")
     room, remedy = max(most, plan.tree_room), f"with tree_nodes={nodes} (--tree-nodes {nodes})"
     fine = (nodes or 0) <= room
     require(fine, f"tree_nodes {nodes} exceeds the {room} that a window here has room for: load it {remedy}")

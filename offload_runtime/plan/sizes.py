@@ -573,8 +573,7 @@ def _check_head_options(head: HeadConfig, options: SpeculationOptions) -> None:
     why = "drafts from what passes of the target keep, and those of a retrieval verifier keep nothing"
     require(options.mode != "triforce", f"--speculation triforce: {name} {why}: take --speculation chain")
     why = "has few layers, whose keys and values all have room"
-    fine = options.draft_cache in ("auto", "full")
-    require(fine, f"--draft-cache {options.draft_cache}: {name} {why}: drop it")
+    require(options.draft_cache in ("auto", "full"), f"--draft-cache {options.draft_cache}: {name} {why}: drop it")
     for one in ("sink_tokens", "recent_tokens", "chunk_size", "budget_tokens", "gamma_draft", "refresh_steps"):
         fine = getattr(options, one) == getattr(usual, one)
         require(fine, f"--{one.replace('_', '-')} does nothing with {name}: drop it")
