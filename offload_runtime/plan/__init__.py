@@ -11,4 +11,4 @@ from offload_runtime.plan.model import ModelPlan, Parts, Placement
 from offload_runtime.plan.report import Refusal, forecast, plan_or_refuse, upgrades
 from offload_runtime.plan.search import find_plan, plan_run, with_staging_rings
 from offload_runtime.plan.sizes import RunPlan, common_figures, describe_models
-from offload_runtime.stream import memory_name
+from offload_runtime.stream.device import memory_name

@@ -24,7 +24,7 @@ from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, hidden_store_r
 from offload_runtime.runners.model_runner import PREFILL_CHUNK_TOKENS, most_prompt_tokens
 from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.speculation import MOST_LEVELS, most_guess_rows, verifier_step_bytes
-from offload_runtime.stream import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
+from offload_runtime.stream.device import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
 from offload_runtime.weights import DescribedModel, ModelLayout, describe_model, draft_beside, share_vocabulary
 from offload_runtime.weights.expert_hits import PUBLISHED_EXPONENT
 from offload_runtime.weights.loader import passing_bytes

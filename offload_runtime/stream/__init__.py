@@ -23,18 +23,14 @@ from offload_runtime.stream.arena import (
 )
 from offload_runtime.stream.copy_engine import CopyEngine, measure_link_gbps
 from offload_runtime.stream.device import (
-    LAZY_MODULE_BYTES,
-    TYPICAL_CONTEXT_BYTES,
     Card,
     DeviceBudget,
     LayerPartition,
     Transfer,
     TransferBuffers,
     aligned_bytes,
-    are_blocks,
     current_device,
     device_memory_used_by_others,
-    memory_name,
     overwrite,
     pack,
     pack_words,
