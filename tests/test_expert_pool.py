@@ -114,7 +114,8 @@ def drafted(target: Path, **options: Any) -> list[tuple[Any, ...]]:
     with Runtime.load(target, context=300, max_batch=3, **options) as runtime:
         results = runtime.generate_batch(PROMPTS, **asked)
         is_whole = runtime.plan.placement.pool_buffers is None
-    assert all((one.stats.expert_hit_rate is None) == is_whole for one in results)
+    # Passes that bring whole layers count no hits.
+    assert not is_whole or all(one.stats.expert_hit_rate is None for one in results)
     return [(list(one.tokens), one.stats.accepted_by_depth) for one in results]
 
 
@@ -262,15 +263,17 @@ def test_on_a_gpu_tokens_do_not_depend_on_the_pool(buffers: int, mixture: Path) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", HEADS)
 def test_on_a_gpu_a_head_says_the_same_whatever_of_its_experts_is_in_the_pool(way: str, carrying: Path) -> None:
-    """Its steps are graphs with the host between, or none where a pool is too small for what they may choose."""
-    options: dict[str, Any] = {"dtype": "bf16", **HEADS[way], "device": "cuda:0", "vram": "8GB"}
+    """Its steps are graphs with the host between, or none where a pool is too small for what they may choose. How trees
+    grow beside a pass, where nothing is fetched, goes by the clock."""
+    card: dict[str, Any] = {"dtype": "bf16", "device": "cuda:0", "vram": "8GB"}
     if way == "cards":
-        options |= {"device": "cuda:0,cuda:0", "vram": "4GB,4GB"}
-    plain, found = drafted(carrying, **options, draft="none"), drafted(carrying, **options, draft="mtp")
-    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
+        card |= {"device": "cuda:0,cuda:0", "vram": "4GB,4GB"}
+    options = {"draft": "mtp", **HEADS[way], **card}
+    said, plain = drafted(carrying, **options), [tokens for tokens, _ in drafted(carrying, draft="none", **card)]
     for buffers, share in ((CHOSEN, 0), (COUNT, 1.0), (2 * COUNT + 1, None)):
-        options |= {"expert_pool": buffers * EXPERT_BYTES // 2, "cpu_share": share}
-        assert drafted(carrying, **options, draft="mtp") == found
+        found = drafted(carrying, **options, expert_pool=buffers * EXPERT_BYTES // 2, cpu_share=share)
+        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in said] == plain
+        assert found == said or HEADS[way]["tree_nodes"]
 
 
 @pytest.mark.gpu

@@ -81,7 +81,7 @@ def test_no_traces(two_layer_target: Path, noisy_copy_of: Callable[[Path], Path]
     target, options = two_layer_target, {"resident_layers": 1, "context": 1500, "tree_nodes": 0}
     if cache == "of a head":
         target = add_random_mtp(target, tmp_path / "carrying")
-        options |= {"draft": "mtp"}
+        options |= {"draft": "mtp", "context": 512}  # whole blocks
     else:
         options |= {"draft": noisy_copy_of(target), "speculation": SpeculationOptions("chain", cache, **small)}
     answers = []

@@ -103,8 +103,10 @@ class HeadKVState(DraftKVState):
         self.num_waiting = [0] * batch
 
     def warm_up(self) -> None:
+        """Compile the kernels that read prompts, with every way to cut a product. Empties the cache."""
         cache, rows = self._runner.cache, self.hidden.rows
         longest = max(1, min(self._runner.chunk_tokens, cache.capacity_tokens))
+        self._forget(0, 0)
         for count in sorted({longest, *(rows for rows in TILE_ROWS if rows < longest)}):
             self._write(0, [0] * count, rows.new_zeros(count, rows.shape[1]))
             cache.truncate(0, 0)
