@@ -1,8 +1,6 @@
 """Low-bit copies of matrices and what is left of weights given them: every bit comes back, whatever the weights are,
 and scales are as good as they are said to be."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from copies.quantise import FITTED, METHODS, ROUNDED, WEIGHTED, CopyFormat, quantise

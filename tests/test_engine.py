@@ -15,13 +15,8 @@ from offload_runtime import GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.plan import RunPlan
-from tests.helpers.engine import (  # noqa: F401
-    NUM_LAYERS,
-    PROMPT,
-    FailingRunner,
-    load,
-    one_thread,
-)
+from tests.helpers import engine as engines
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},
@@ -34,29 +29,29 @@ COUNT = 22
 @pytest.fixture(scope="module")
 def plain(target: Path) -> Iterator[Runtime]:
     """Plain decoding with everything resident: what all others are compared with."""
-    with load(target, draft="none") as runtime:
+    with engines.load(target, draft="none") as runtime:
         yield runtime
 
 
 @pytest.fixture(scope="module")
 def speculative(target: Path, draft: Path) -> Iterator[Runtime]:
     """A draft model, and most layers streamed."""
-    with load(target, draft=draft, resident_layers=1) as runtime:
+    with engines.load(target, draft=draft, resident_layers=1) as runtime:
         yield runtime
 
 
 @pytest.fixture(scope="module")
 def expected(plain: Runtime) -> list[list[int]]:
     """Plain tokens for each way of sampling."""
-    tokens = [plain.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **s).tokens for s in SAMPLINGS]
+    tokens = [plain.generate(engines.PROMPT, max_new_tokens=COUNT, ignore_eos=True, **s).tokens for s in SAMPLINGS]
     assert all(len(said) == COUNT and len(set(said)) > 5 for said in tokens)
     return tokens
 
 
 def test_stream_gives_what_generate_gives(speculative: Runtime) -> None:
     for sampling in SAMPLINGS:
-        whole = speculative.generate(PROMPT, max_new_tokens=COUNT, **sampling)
-        stream = speculative.stream(PROMPT, max_new_tokens=COUNT, **sampling)
+        whole = speculative.generate(engines.PROMPT, max_new_tokens=COUNT, **sampling)
+        stream = speculative.stream(engines.PROMPT, max_new_tokens=COUNT, **sampling)
         pieces = list(stream)
         assert "".join(pieces) == whole.text == stream.result.text
         assert all(pieces) and len(pieces) > 5
@@ -64,8 +59,11 @@ def test_stream_gives_what_generate_gives(speculative: Runtime) -> None:
 
 
 def test_every_kind_of_prompt(plain: Runtime) -> None:
-    tokens = plain.encode(PROMPT)
-    assert plain.generate(tuple(tokens), max_new_tokens=5).tokens == plain.generate(PROMPT, max_new_tokens=5).tokens
+    tokens = plain.encode(engines.PROMPT)
+    assert (
+        plain.generate(tuple(tokens), max_new_tokens=5).tokens
+        == plain.generate(engines.PROMPT, max_new_tokens=5).tokens
+    )
     messages = [{"role": "system", "content": "slot"}, {"role": "user", "content": "fox"}]
     rendered = "<|im_start|>system\nslot<|im_end|>\n<|im_start|>user\nfox<|im_end|>\n<|im_start|>assistant\n"
     assert plain.tokenizer.decode(plain.encode(messages)) == rendered
@@ -75,7 +73,7 @@ def test_every_kind_of_prompt(plain: Runtime) -> None:
 @pytest.mark.parametrize("count", [1, 2, 7, 8, 9])
 def test_exactly_as_many_tokens_as_asked(speculative: Runtime, expected: list[list[int]], count: int) -> None:
     for gamma in (1, 7, count):
-        result = speculative.generate(PROMPT, max_new_tokens=count, gamma=gamma, ignore_eos=True)
+        result = speculative.generate(engines.PROMPT, max_new_tokens=count, gamma=gamma, ignore_eos=True)
         assert result.tokens == expected[0][:count]
         assert result.finish_reason == "length"
         assert result.stats.new_tokens == count
@@ -84,8 +82,8 @@ def test_exactly_as_many_tokens_as_asked(speculative: Runtime, expected: list[li
 @pytest.mark.slow
 def test_the_context_can_be_filled(plain: Runtime, target: Path, draft: Path, expected: list[list[int]]) -> None:
     for drafts in ("ngram", draft):
-        with load(target, context=len(plain.encode(PROMPT)) + COUNT, draft=drafts) as runtime:
-            result = runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=39)
+        with engines.load(target, context=len(plain.encode(engines.PROMPT)) + COUNT, draft=drafts) as runtime:
+            result = runtime.generate(engines.PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=39)
         assert result.tokens == expected[0]
 
 
@@ -93,14 +91,14 @@ def test_figures_add_up(speculative: Runtime) -> None:
     engine = speculative.engine.target.cards[0].engine
     engine.drain()
     before = engine.bytes_copied
-    result = speculative.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=7)
+    result = speculative.generate(engines.PROMPT, max_new_tokens=COUNT, ignore_eos=True, gamma=7)
     engine.drain()
     stats = result.stats
     layer_bytes = speculative.engine.target.weights.layout.layer_bytes[0]
-    assert stats.bytes_per_pass == (NUM_LAYERS - 1) * layer_bytes
+    assert stats.bytes_per_pass == (engines.NUM_LAYERS - 1) * layer_bytes
     # The ring is full before and after, so every pass, prefill included, has moved exactly its own bytes.
     assert engine.bytes_copied - before == (stats.passes + 1) * stats.bytes_per_pass
-    assert stats.prompt_tokens == len(speculative.encode(PROMPT))
+    assert stats.prompt_tokens == len(speculative.encode(engines.PROMPT))
     assert stats.new_tokens == COUNT == len(result.tokens)
     assert stats.tokens_per_pass == (COUNT - 1) / stats.passes
     assert stats.time_to_first_token_s > 0 and stats.tok_per_s > 0 and stats.stall_s >= 0
@@ -124,28 +122,28 @@ def test_figures_add_up(speculative: Runtime) -> None:
 def test_progress_of_loading_and_of_the_prompt(target: Path, draft: Path) -> None:
     seen: dict[str, list[tuple[int, int]]] = {}
     prefill: list[tuple[int, int]] = []
-    with load(
+    with engines.load(
         target, draft=draft, on_progress=lambda stage, done, total: seen.setdefault(stage, []).append((done, total))
     ) as runtime:
-        runtime.generate(PROMPT, max_new_tokens=1, on_prefill=lambda done, total: prefill.append((done, total)))
+        runtime.generate(engines.PROMPT, max_new_tokens=1, on_prefill=lambda done, total: prefill.append((done, total)))
     assert list(seen) == ["target weights", "draft weights"]
     for steps in seen.values():
         assert steps == sorted(steps) and steps[-1][0] == steps[-1][1] > 0
-    assert prefill == [(layer + 1, NUM_LAYERS) for layer in range(NUM_LAYERS)]
+    assert prefill == [(layer + 1, engines.NUM_LAYERS) for layer in range(engines.NUM_LAYERS)]
 
 
 def test_closing_ends_the_copies_and_may_be_repeated(target: Path) -> None:
     before = threading.active_count()
-    with load(target, resident_layers=0) as runtime:
+    with engines.load(target, resident_layers=0) as runtime:
         assert threading.active_count() == before + 1
         assert "5 streamed" in runtime.placement and "through 3 buffers" in runtime.placement
         assert runtime.load_report.startswith("loaded ")
-        runtime.generate(PROMPT, max_new_tokens=2)
+        runtime.generate(engines.PROMPT, max_new_tokens=2)
         runtime.close()
         assert threading.active_count() == before
 
 
-PROMPTS = [PROMPT, "the lazy dog", [5 + (3 * i * i) % 280 for i in range(300)], "and the quick brown fox jumps"]
+PROMPTS = [engines.PROMPT, "the lazy dog", [5 + (3 * i * i) % 280 for i in range(300)], "and the quick brown fox jumps"]
 LONG = 40
 
 
@@ -159,7 +157,7 @@ LONG = 40
     ({"params": [GenerationParams(), GenerationParams(gamma=1000)]}, "gamma 1000 exceeds the"),
 ])  # fmt: skip
 def test_options_of_a_batch_that_make_no_sense(target: Path, asked: dict[str, Any], message: str) -> None:
-    with load(target, max_batch=2) as runtime:
+    with engines.load(target, max_batch=2) as runtime:
         with pytest.raises(OptionError, match=message):
             runtime.generate_batch(["a", "b"], **asked)
         long = [GenerationParams(3), GenerationParams(100_000)]
@@ -170,7 +168,7 @@ def test_options_of_a_batch_that_make_no_sense(target: Path, asked: dict[str, An
 @pytest.mark.slow
 def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) -> None:
     """Before the third pass: one answer is done, the others are what they are, and the runtime goes on."""
-    with load(target, draft=draft, max_batch=3, kv="host") as runtime:
+    with engines.load(target, draft=draft, max_batch=3, kv="host") as runtime:
         whole = runtime.generate_batch(PROMPTS[:3], max_new_tokens=LONG, ignore_eos=True, gamma=2)
         first = whole[0].text[:4]
         layers: list[tuple[int, int]] = []
@@ -193,7 +191,7 @@ def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) ->
 
 
 def test_batches_that_make_no_sense(target: Path) -> None:
-    with load(target, max_batch=2) as runtime:
+    with engines.load(target, max_batch=2) as runtime:
         with pytest.raises(OptionError, match="3 prompts for a runtime loaded for 1 to 2"):
             runtime.generate_batch(["a", "b", "c"])
         with pytest.raises(OptionError):
@@ -209,7 +207,7 @@ def test_as_many_sequences_as_stream_no_more_are_chosen(short_target: Path) -> N
     """Where device memory is short of a layer with one sequence more; where it is not, 16."""
 
     def plan_of(count: int | str, vram: int | None) -> RunPlan:
-        with load(short_target, draft="none", context=512, max_batch=count, vram=vram) as runtime:
+        with engines.load(short_target, draft="none", context=512, max_batch=count, vram=vram) as runtime:
             return runtime.plan
 
     assert plan_of("auto", None).target.batch == 16
@@ -235,7 +233,7 @@ def traced(runtime: Runtime, note: Callable[[FrameType], None], count: int, **op
 
     sys.setprofile(profile)
     try:
-        runtime.generate(PROMPT, max_new_tokens=count, ignore_eos=True, **options)
+        runtime.generate(engines.PROMPT, max_new_tokens=count, ignore_eos=True, **options)
     finally:
         sys.setprofile(None)
 
@@ -260,7 +258,7 @@ def callers_of_kernels(runtime: Runtime) -> list[list[str]]:
 
 @pytest.mark.parametrize("draft", ["none", "ngram"])
 def test_the_first_kernel_is_close_to_generate(target: Path, draft: str) -> None:
-    with load(target, draft=draft, resident_layers=2) as runtime:
+    with engines.load(target, draft=draft, resident_layers=2) as runtime:
         found = callers_of_kernels(runtime)
     for callers in (found[0], found[-1]):  # of the prompt's pass, and of the last one
         assert callers[0] == "runtime.py generate" and len(callers) <= MOST_FRAMES, "\n".join(callers)
@@ -277,6 +275,6 @@ def test_a_token_enters_few_files(target: Path, draft: Path, tree_nodes: int, mo
             files.add(name.rpartition("/offload_runtime")[2])
 
     options: dict[str, Any] = {"gamma": 6, "tree_nodes": tree_nodes} if tree_nodes else {}
-    with load(target, draft=draft if tree_nodes else "none", resident_layers=2, **options) as runtime:
+    with engines.load(target, draft=draft if tree_nodes else "none", resident_layers=2, **options) as runtime:
         traced(runtime, note, 8)
     assert len(files) <= most, "\n".join(sorted(files))

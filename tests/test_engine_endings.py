@@ -146,9 +146,7 @@ def test_whole_calls_wait_for_one_another(shared: Runtime, expected: dict[str, l
 @pytest.mark.few(4)
 @pytest.mark.parametrize("call", ["generate", "batch", "replay", "start", "say", "logits"])
 @pytest.mark.parametrize("elsewhere", [True, False])
-def test_a_half_consumed_stream_is_refused_once_another_call_began(
-    shared: Runtime, expected: dict[str, list[int]], call: str, elsewhere: bool
-) -> None:
+def test_overtaken_streams_fail(shared: Runtime, expected: dict[str, list[int]], call: str, elsewhere: bool) -> None:
     stream = shared.stream(PROMPT, **ASKED)
     next(stream)
     others: dict[str, Callable[[], Any]] = {name: lambda one=one: one(OTHER) for name, one in calls_of(shared).items()}

@@ -16,13 +16,8 @@ from offload_runtime import Runtime
 from offload_runtime.cli.app import app
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.errors import VocabularyMismatchError
-from tests.helpers.engine import (
-    PROMPT,
-    load,
-    one_thread,  # noqa: F401 (an autouse fixture)
-    refuse_weights,
-    write_checkpoint,
-)
+from tests.helpers import engine
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.test_weights_gguf import build, write
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
@@ -32,8 +27,8 @@ CONFIGS = Path(__file__).parent / "data" / "configs"
 def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, a draft of a fortieth, and a directory for both."""
     directory = tmp_path_factory.mktemp("family")
-    write_checkpoint(directory / "large", hidden_size=256)
-    write_checkpoint(directory / "small", num_layers=1)
+    engine.write_checkpoint(directory / "large", hidden_size=256)
+    engine.write_checkpoint(directory / "small", num_layers=1)
     return directory
 
 
@@ -75,10 +70,13 @@ def put_trouble_beside(target: Path, family: Path) -> None:
 def test_a_small_model_beside_the_target_drafts(family: Path, tmp_path: Path) -> None:
     target = placed(family, tmp_path, draft="small")
     put_trouble_beside(target, family)
-    with load(target) as runtime, load(target, draft="none") as plain:
+    with engine.load(target) as runtime, engine.load(target, draft="none") as plain:
         assert runtime.plan.draft is not None and "drafting with small" in runtime.placement
-        assert runtime.generate(PROMPT, max_new_tokens=12).tokens == plain.generate(PROMPT, max_new_tokens=12).tokens
-    with load(target, draft="ngram") as runtime:
+        assert (
+            runtime.generate(engine.PROMPT, max_new_tokens=12).tokens
+            == plain.generate(engine.PROMPT, max_new_tokens=12).tokens
+        )
+    with engine.load(target, draft="ngram") as runtime:
         assert runtime.plan.draft is None
 
 
@@ -87,7 +85,7 @@ def test_a_small_model_in_the_cache_of_the_hub_drafts(family: Path, tmp_path: Pa
     shutil.copytree(family / "small", repository / "snapshots" / "abc")
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("abc")
-    with load(placed(family, tmp_path)) as runtime:
+    with engine.load(placed(family, tmp_path)) as runtime:
         assert runtime.plan.draft is not None and "drafting with org/small" in runtime.placement
 
 
@@ -96,9 +94,9 @@ def test_nothing_that_lies_there_ends_the_loading(family: Path, tmp_path: Path, 
     (hub / "models--org--half").write_text("no directory")
     target = placed(family, tmp_path)
     put_trouble_beside(target, family)
-    with load(target) as runtime:
+    with engine.load(target) as runtime:
         assert runtime.plan.draft is None
-        assert runtime.generate(PROMPT, max_new_tokens=3).finish_reason == "length"
+        assert runtime.generate(engine.PROMPT, max_new_tokens=3).finish_reason == "length"
 
 
 def run_plan(capsys: pytest.CaptureFixture[str], target: Path, *options: str) -> dict[str, Any]:
@@ -144,7 +142,7 @@ STREAMING = SpeculationOptions(draft_cache="streaming", sink_tokens=2, recent_to
 def write_model(directory: Path, *, rows: int = TOKENS, loud: tuple[int, int] | None = None, seed: int = 0) -> Path:
     """The same small Llama for the same seed, with `rows` of embedding and head; without masking it would say nothing
     but the two `loud` tokens, whose logits are far above and far below all others."""
-    write_checkpoint(directory, seed=seed, num_layers=2)
+    engine.write_checkpoint(directory, seed=seed, num_layers=2)
     weights = load_file(directory / "model.safetensors")
     generator = torch.Generator().manual_seed(1)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -200,7 +198,7 @@ def plainly(models: dict[str, Path]) -> dict[str, list[list[int]]]:
     """What the targets say without a draft."""
     found = {}
     for name, prompt in PROMPTS.items():
-        with load(models[name], draft="none", max_batch=2) as runtime:
+        with engine.load(models[name], draft="none", max_batch=2) as runtime:
             asked = ASKED if name == "padded" else {**ASKED, "logit_bias": {0: -5}}
             found[name] = [one.tokens for one in runtime.generate_batch([prompt, [*prompt, 0, 1, 90]], **asked)]
     return found
@@ -220,7 +218,7 @@ def test_a_draft_proposes_what_the_target_has_and_nothing_else(
     """A draft with the target's own weights is right but for the tokens that are masked, and the answers are the
     target's, whatever tokens of theirs the draft lacks."""
     prompt, asked = PROMPTS[target], ASKED if target == "padded" else {**ASKED, "logit_bias": {0: -5}}
-    with load(models[target], draft=models[draft], max_batch=2, gamma=3, **options) as runtime:
+    with engine.load(models[target], draft=models[draft], max_batch=2, gamma=3, **options) as runtime:
         results = runtime.generate_batch([prompt, [*prompt, 0, 1, 90]], **asked)
     assert [result.tokens for result in results] == plainly[target]
     if draft != "plain":
@@ -241,7 +239,7 @@ def test_graphs_mask_what_only_the_draft_has(models: dict[str, Path], options: d
 
 def test_penalties_and_schemas_go_with_a_draft_of_fewer_tokens(models: dict[str, Path]) -> None:
     schema = json.dumps({"enum": ["jumps over", "the lazy dog"]})
-    with load(models["padded"], draft=models["plain"], gamma=3) as runtime:
+    with engine.load(models["padded"], draft=models["plain"], gamma=3) as runtime:
         both = [
             runtime.generate(PROMPTS["padded"], repetition_penalty=1.2, speculate=drafts, **ASKED).tokens
             for drafts in (True, False)
@@ -285,4 +283,4 @@ def test_vocabularies_are_compared(models: dict[str, Path], tmp_path: Path, caps
 def test_a_draft_whose_tokens_mean_other_text_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     other = renamed(write_model(tmp_path / "other"), {"a": "swapped", "b": "a", "swapped": "b"})
     with pytest.raises(VocabularyMismatchError, match="2 entries differ"):
-        Runtime.load(models["plain"], draft=other, device="cpu", on_progress=refuse_weights)
+        Runtime.load(models["plain"], draft=other, device="cpu", on_progress=engine.refuse_weights)

@@ -213,10 +213,8 @@ TOKENIZER_KEYS = (
 def tokenizers(scratch: Path, stack: ExitStack) -> Part:
     """Of files beside safetensors, and in the metadata of GGUF."""
     directory, file = _copy(scratch / "model", scratch / "damaged"), scratch / "damaged.gguf"
-    source, valid = (
-        open_checkpoint(directory),
-        [fuzzing.small_gguf("llama"), fuzzing.small_gguf("llama", sentencepiece=True)],
-    )
+    source = open_checkpoint(directory)
+    valid = [fuzzing.small_gguf("llama"), fuzzing.small_gguf("llama", sentencepiece=True)]
     contents = {name: (directory / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}
     parsed = {name: json.loads(content) for name, content in contents.items()}
     template = (directory / "chat_template.jinja").read_text()

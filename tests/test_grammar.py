@@ -73,9 +73,7 @@ def test_a_draft_changes_no_token(target: Path, draft: Path, expected: list[list
 
 
 @some_ways
-def test_rows_of_deep_trees_have_the_masks_of_their_own_paths(
-    plain: Runtime, target: Path, expected: list[list[int]], chosen: Sequence[int]
-) -> None:
+def test_rows_have_own_masks(plain: Runtime, target: Path, expected: list[list[int]], chosen: Sequence[int]) -> None:
     """A drafter that is mostly right, with wrong branches, most of which the grammar forbids."""
     prompt = plain.encode(PROMPT)
     with load(target, tree_nodes=60) as runtime:

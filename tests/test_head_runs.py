@@ -13,14 +13,9 @@ from safetensors.torch import load_file, save_file
 from offload_runtime import GenerationParams, Runtime
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights import open_checkpoint
+from tests.helpers import engine as engines
 from tests.helpers.dflash import config_of, random_tensors, settings, write_dflash
-from tests.helpers.engine import (  # noqa: F401 (an autouse fixture)
-    PROMPT,
-    byte_level_tokenizer,
-    load,
-    one_thread,
-    write_checkpoint,
-)
+from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import VOCABULARY, family_model
 from tests.helpers.heads import Eagle3, Mtp, add_random_mtp, write_mtp
 from tests.helpers.native_drafts import counting_head, counting_target
@@ -47,7 +42,7 @@ PROMPTS = [[3 + token * 37 % 290 for token in range(length)] for length in (150,
 def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose next token is a function of the last one, and which carries a head that knows it by the hidden
     states alone."""
-    at, tokenizer = tmp_path_factory.mktemp("counting"), byte_level_tokenizer()
+    at, tokenizer = tmp_path_factory.mktemp("counting"), engines.byte_level_tokenizer()
     counting_target(size=len(tokenizer), vocabulary=len(tokenizer)).save_pretrained(at / "target")
     tokenizer.save_pretrained(at / "target")
     path = add_random_mtp(at / "target", at / "with a head")
@@ -86,9 +81,7 @@ def _answers(target: Path, **options: Any) -> list[list[int]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("kind", "way"), [*KINDS, ("dflash", "chain")])
 @pytest.mark.parametrize("resident", ["auto", 1])
-def test_answers_with_a_head_on_a_gpu_are_those_without(
-    carrying: Path, dflash: Path, resident: int | str, kind: str, way: str
-) -> None:
+def test_gpu_answers_are_those_without(carrying: Path, dflash: Path, resident: int | str, kind: str, way: str) -> None:
     """Where all is captured, and where the head drafts while the target's layers cross the link."""
     expected, draft = _answers(carrying, draft="none", **GPU), dflash if kind == "dflash" else kind
     assert _answers(carrying, draft=draft, resident_layers=resident, **GPU, **WAYS[way]) == expected
@@ -106,14 +99,14 @@ def test_sessions_and_prefixes_with_a_head(carrying: Path, dflash: Path, tmp_pat
     draft = dflash if kind == "dflash" else kind
     check_goes_on(carrying, tmp_path / "chat.json", draft=draft, device="cpu", kv="gpu", resident_layers=1, **WAYS[way])
     options = {"draft": draft, "context": CONTEXT, "kv": "gpu", "max_batch": SLOTS, "resident_layers": 1}
-    with load(carrying, **options, **WAYS[way]) as runtime:
+    with engines.load(carrying, **options, **WAYS[way]) as runtime:
         tasks = make_tasks(7, seed=2)
         check(runtime, tasks, [alone(runtime, *task[:2]) for task in tasks], seed=2, stored_blocks=3)
 
 
 @pytest.mark.parametrize(("kind", "way"), KINDS)
 def test_a_head_keeps_what_it_has_read(carrying: Path, dflash: Path, tmp_path: Path, kind: str, way: str) -> None:
-    with load(carrying, draft=dflash if kind == "dflash" else kind, context=CONTEXT, **WAYS[way]) as runtime:
+    with engines.load(carrying, draft=dflash if kind == "dflash" else kind, context=CONTEXT, **WAYS[way]) as runtime:
         assert runtime.engine.draft is not None
         held = runtime.engine.draft.runner.cache
         conversation = runtime.conversation("be brief")
@@ -136,7 +129,7 @@ def test_a_head_keeps_what_it_has_read(carrying: Path, dflash: Path, tmp_path: P
 
 @pytest.mark.parametrize(("kind", "way"), KINDS[1:])
 def test_a_head_knows_prompts_that_were_scored(carrying: Path, dflash: Path, kind: str, way: str) -> None:
-    with load(carrying, draft=dflash if kind == "dflash" else kind, context=CONTEXT, **WAYS[way]) as runtime:
+    with engines.load(carrying, draft=dflash if kind == "dflash" else kind, context=CONTEXT, **WAYS[way]) as runtime:
         assert runtime.engine.draft is not None
         for prompt in PROMPTS[:2]:
             plain, scored = (runtime.generate(prompt, max_new_tokens=4, **how) for how in ({}, {"prompt_logprobs": 0}))
@@ -147,7 +140,7 @@ def test_a_head_knows_prompts_that_were_scored(carrying: Path, dflash: Path, kin
 @pytest.mark.parametrize(("kind", "way"), KINDS[1:])
 def test_stores_have_what_a_head_knows_of_prefixes(carrying: Path, dflash: Path, kind: str, way: str) -> None:
     options: dict[str, Any] = {"draft": dflash if kind == "dflash" else kind, "context": CONTEXT, **WAYS[way]}
-    with load(carrying, **options) as runtime:
+    with engines.load(carrying, **options) as runtime:
         assert runtime.engine.draft is not None
         texts = [[3 + (token * step) % 290 for token in range(600)] for step in (37, 41)]
         with runtime.serving(prefix_cache_bytes=20 * block_bytes(runtime)) as engine:
@@ -157,7 +150,7 @@ def test_stores_have_what_a_head_knows_of_prefixes(carrying: Path, dflash: Path,
 
 
 MIXTURES = [("qwen3_5_moe_text", "qwen"), ("glm4_moe", "deepseek")]
-TEXTS = [PROMPT, "café, naïve, a link, a layer", "system user"]
+TEXTS = [engines.PROMPT, "café, naïve, a link, a layer", "system user"]
 PLACES: dict[str, dict[str, Any]] = {
     "resident": {}, "streamed": {"resident_layers": 2}, "two cards": {"device": "cpu,cpu", "resident_layers": 2},
     "host KV": {"kv": "host", "resident_layers": 1}, "chains": {"gamma": 4}, "trees": {"tree_nodes": 24, "gamma": 6},
@@ -172,14 +165,14 @@ def targets(tmp_path_factory: pytest.TempPathFactory, short_target: Path) -> dic
     carrying = add_random_mtp(short_target, directory / "carrying")
     model = family_model("llama", 0, **_sizes(short_target))
     head = Eagle3.of(model, draft_vocab=200, taps=(1, 2, 5)).write(directory / "eagle3")
-    with load(short_target, draft="none") as runtime:
+    with engines.load(short_target, draft="none") as runtime:
         of_blocks = settings(runtime.engine.target.config, second=True)
     dflash = write_dflash(directory / "dflash", of_blocks, random_tensors(config_of(of_blocks)))
     return {"target": carrying, "eagle3": head, "dflash": dflash}
 
 
 def _sizes(target: Path) -> dict[str, int]:
-    with load(target, draft="none") as runtime:
+    with engines.load(target, draft="none") as runtime:
         config = runtime.engine.target.config
         return {"vocab_size": config.vocab_size, "hidden_size": config.hidden_size, "num_hidden_layers": 2}
 
@@ -190,12 +183,14 @@ def answers(runtime: Runtime) -> list[list[int]]:
         found = runtime.generate_batch(TEXTS, max_new_tokens=24)
     else:
         found = [runtime.generate(text, max_new_tokens=24) for text in TEXTS]
-    return [one.tokens for one in (*found, runtime.generate(PROMPT, max_new_tokens=24, temperature=0.8, seed=3))]
+    return [
+        one.tokens for one in (*found, runtime.generate(engines.PROMPT, max_new_tokens=24, temperature=0.8, seed=3))
+    ]
 
 
 @pytest.fixture(scope="module")
 def plain(targets: dict[str, Path]) -> list[list[int]]:
-    with load(targets["target"], draft="none") as runtime:
+    with engines.load(targets["target"], draft="none") as runtime:
         return answers(runtime)
 
 
@@ -211,7 +206,7 @@ def test_answers_are_plain_decodings(kind: str, way: str, targets: dict[str, Pat
     draft = targets.get(kind, kind)
     with Runtime.load(targets["target"], draft=draft, **{"device": "cpu", **PLACES[way]}) as runtime:
         assert answers(runtime) == plain
-        stats = runtime.generate(PROMPT, max_new_tokens=24, gamma=4).stats
+        stats = runtime.generate(engines.PROMPT, max_new_tokens=24, gamma=4).stats
         assert [level.proposed_by for level in stats.acceptance] == [kind]
 
 
@@ -223,38 +218,38 @@ def test_hybrids_and_mixtures_draft_with_what_they_carry(family: str, layout: st
     mtp = Mtp.of(family, family_model(family, 1, max_position_embeddings=1024), 1)
     key = "num_nextn_predict_layers" if layout == "deepseek" else "mtp_num_hidden_layers"
     target = write_mtp(tmp_path / "m", mtp, layout, key)
-    byte_level_tokenizer(VOCABULARY).save_pretrained(target)
-    with load(target, draft="none", max_batch=3) as runtime:
+    engines.byte_level_tokenizer(VOCABULARY).save_pretrained(target)
+    with engines.load(target, draft="none", max_batch=3) as runtime:
         expected = answers(runtime)
     for options in ({}, {"resident_layers": 1, "max_batch": 3, "gamma": 12, "tree_nodes": 24}):
-        with load(target, draft="mtp", **options) as runtime:
+        with engines.load(target, draft="mtp", **options) as runtime:
             assert answers(runtime) == expected
 
 
 def test_what_the_target_carries_is_taken_by_itself(targets: dict[str, Path], plain: list[list[int]]) -> None:
-    with load(targets["target"]) as runtime:
+    with engines.load(targets["target"]) as runtime:
         assert "proposals from the MTP head" in runtime.placement
         assert "drafting with the MTP layer that it carries (--draft ngram goes without)" in runtime.placement
         assert answers(runtime) == plain
 
 
 def test_a_head_beside_the_target_is_taken_where_it_fits(targets: dict[str, Path], tmp_path: Path) -> None:
-    target = write_checkpoint(tmp_path / "target")
+    target = engines.write_checkpoint(tmp_path / "target")
     for name, changes in (("fits", {}), ("another's", {"vocab_size": 321})):
         shutil.copytree(targets["eagle3"], tmp_path / name)
         stated = json.loads((tmp_path / name / "config.json").read_text()) | changes
         (tmp_path / name / "config.json").write_text(json.dumps(stated))
-    with load(target) as runtime:
+    with engines.load(target) as runtime:
         assert "drafting with fits" in runtime.placement and "the EAGLE-3 head" in runtime.placement
 
 
 def test_a_damaged_mtp_layer_is_done_without_unless_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    damaged = add_random_mtp(write_checkpoint(tmp_path / "plain"), tmp_path / "damaged")
+    damaged = add_random_mtp(engines.write_checkpoint(tmp_path / "plain"), tmp_path / "damaged")
     stored = load_file(damaged / "model.safetensors")
     del stored["mtp.norm.weight"]
     save_file(stored, damaged / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks 1 of 13 tensors \(mtp.norm.weight\)"):
         Runtime.load(damaged, draft="mtp", device="cpu")
-    with caplog.at_level(logging.WARNING), load(damaged) as runtime:
+    with caplog.at_level(logging.WARNING), engines.load(damaged) as runtime:
         assert runtime.plan.draft is None
     assert "mtp.norm.weight" in caplog.text

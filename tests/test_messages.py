@@ -38,9 +38,7 @@ LENGTH = LOOP + "{% if m.content | length %}[{{ m.content }}]{% endif %}" + call
 ADDED = LOOP + "{{ '[' + m.content + ']' }}" + calls()
 PLAIN = CHATML.removesuffix(END) + calls()
 PARTS = LOOP + "{% for p in m.content %}{{ p.text }}|{% endfor %}" + END
-BOTH = (
-    "{% if m.content is string %}{{m.content}}{% else %}{% for p in m.content %}({{ p.text }}){% endfor %}{% endif %}"
-)
+BOTH = "{% if m.content is string %}{{m.content}}{% else %}{% for p in m.content %}({{p.text}}){% endfor %}{% endif %}"
 BOTH = LOOP + BOTH + END
 KNOWN = "{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('role') }}{% endif %}"
 KNOWN = LOOP + KNOWN + "<{{ m.role }}>{{ m.content }}" + END

@@ -86,9 +86,7 @@ def test_tokens_are_those_of_transformers_processors(plain: Runtime, target: Pat
 
 
 @some_ways
-def test_deep_windows_and_trees_count_the_tokens_of_their_own_paths(
-    plain: Runtime, target: Path, expected: list[list[int]], chosen: Sequence[int]
-) -> None:
+def test_paths_count_their_own(plain: Runtime, target: Path, expected: list[list[int]], chosen: Sequence[int]) -> None:
     """A drafter that is mostly right, with wrong branches in any order: a row that counted another's tokens, or missed
     its own, would say something else."""
     prompt = plain.encode(PROMPT)

@@ -175,9 +175,7 @@ MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
         ("qwen2.5-32b", {"vocab_size": 131072, **MISTRAL}, "1B", None),
     ],
 )
-def test_a_family_has_its_usual_draft(
-    tmp_path: Path, base: str, settings: dict[str, object], size: str, name: str | None
-) -> None:
+def test_usual_drafts(tmp_path: Path, base: str, settings: dict[str, object], size: str, name: str | None) -> None:
     draft = usual_draft(describe_model(changed(tmp_path, base, **settings)))
     assert draft is not None and (draft.size, draft.name) == (size, name)
     assert usual_draft(describe_model(CONFIGS / "llama-3.2-1b")) is None  # no draft pays for a model that is small

@@ -164,9 +164,7 @@ def test_what_slots_lose_comes_back(target: Path) -> None:
 @pytest.mark.parametrize(
     ("way", "kv"), [("plain", "gpu"), pytest.param("tree", "gpu", marks=pytest.mark.slow), ("tree", "host")]
 )
-def test_prompts_that_share_beginnings_behind_sliding_windows(
-    windowed_target: Path, noisy_copy_of: Callable[[Path], Path], way: str, kv: str
-) -> None:
+def test_beginnings_in_windows(windowed_target: Path, noisy_copy_of: Callable[[Path], Path], way: str, kv: str) -> None:
     draft = noisy_copy_of(windowed_target)
     with loaded(windowed_target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=SLOTS) as runtime:
         tasks = make_tasks(9, seed=len(way))

@@ -287,9 +287,7 @@ def test_the_command_serves_until_sigterm(short_target: Path) -> None:
     (["--kv", "host", "--prefix-cache", "1GB"], "drop --prefix-cache"),
     (["--prefix-cache", "1kB"], "--prefix-cache of 1.0 kB holds none of the blocks"),
 ])  # fmt: skip
-def test_the_command_refuses_before_it_loads(
-    short_target: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refused_unloaded(short_target: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OFFLOAD_RUNTIME_API_KEY", raising=False)
     result = CliRunner().invoke(app, ["serve", "--target", str(short_target), "--device", "cpu", *words])
     assert result.exit_code == 2 and message in result.stderr and "loaded " not in result.stderr

@@ -159,11 +159,9 @@ class _GpuRing:
     num_elements: int
 
     @classmethod
-    def make(
-        cls, *, num_layers: int, buffers: int, copy_cycles: int, queue: type[CudaCopyEngine] = CudaCopyEngine
-    ) -> _GpuRing:
+    def make(cls, num_layers: int, buffers: int, cycles: int, queue: type[CudaCopyEngine] = CudaCopyEngine) -> _GpuRing:
         device, num_elements = torch.device("cuda"), 1 << 22
-        engine = queue(device, pace=before_each_copy(lambda: torch.cuda._sleep(copy_cycles)))
+        engine = queue(device, pace=before_each_copy(lambda: torch.cuda._sleep(cycles)))
         layers = [torch.full((num_elements,), i + 1, dtype=torch.uint8).pin_memory() for i in range(num_layers)]
         ring = [torch.zeros(num_elements, dtype=torch.uint8, device=device) for _ in range(buffers)]
         return cls(engine, LayerStreamer(layers, {}, [CardRing(engine, ring)], make_views=_views), num_elements)
@@ -180,10 +178,10 @@ class _GpuRing:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("copy_cycles", "compute_cycles"), [(2_000_000, 0), (0, 2_000_000), (500_000, 500_000)])
+@pytest.mark.parametrize(("cycles", "compute_cycles"), [(2_000_000, 0), (0, 2_000_000), (500_000, 500_000)])
 @pytest.mark.parametrize("buffers", [1, 2, 3])
-def test_layers_are_intact_on_the_gpu(buffers: int, copy_cycles: int, compute_cycles: int) -> None:
-    ring = _GpuRing.make(num_layers=5, buffers=buffers, copy_cycles=copy_cycles)
+def test_layers_are_intact_on_the_gpu(buffers: int, cycles: int, compute_cycles: int) -> None:
+    ring = _GpuRing.make(num_layers=5, buffers=buffers, cycles=cycles)
     assert ring.wrong_bytes(passes=6, compute_cycles=compute_cycles) == 0
     ring.engine.drain()
     assert ring.engine.bytes_copied == (6 * 5 + buffers) * ring.num_elements

@@ -333,9 +333,7 @@ WHERE = [(0, None), (2, None), (1, (1, 2)), (2, (0, 4))]
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("buffers", "resident"), WHERE)
-def test_logits_are_the_plain_ones(
-    dense: reading.CheckpointSource, buffers: int, resident: tuple[int, ...] | None
-) -> None:
+def test_logits_are_plain_ones(dense: reading.CheckpointSource, buffers: int, resident: tuple[int, ...] | None) -> None:
     dense = replace(dense, uncoded=UNCODED)
     found = logits(dense, dtype=BF16, buffers=buffers, resident=resident, coded=True)
     assert torch.equal(found, logits(dense, dtype=BF16, buffers=0, resident=None, coded=False))

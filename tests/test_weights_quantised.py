@@ -319,9 +319,7 @@ def test_what_is_ignored_of_a_model_that_reads_images_is_known_without_its_weigh
     (PACKED | group(strategy="block", block_structure="9" * 5000), "block_structure"),
     ({**PACKED, "format": "float-quantized"} | group(type="float", num_bits=4), "num_bits 4, and only 8"),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_refused_by_name(
-    packed: Checkpoint, config: dict[str, Any] | str, message: str, tmp_path: Path
-) -> None:
+def test_others_are_refused(packed: Checkpoint, config: dict[str, Any] | str, message: str, tmp_path: Path) -> None:
     """Before any weights are looked at."""
     settings = json.loads((packed.path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "quantization_config": config}))

@@ -92,15 +92,13 @@ def in_memory(hf_model: Any) -> CheckpointSource:
     return CheckpointSource(config, hf_model.dtype, "memory", hf_model.config.to_dict(), fills, lambda: None)
 
 
-def pool_of(
-    weights: HostWeights, count: int | None, device: torch.device, cpu_share: float | None
-) -> ExpertPool | None:
+def pool_of(weights: HostWeights, size: int | None, device: torch.device, cpu_share: float | None) -> ExpertPool | None:
     """The experts of a model: all of them, or as many as have room in so many buffers beside what the CPU computes."""
     experts, dtype, cpu = weights.layout.experts, weights.layout.dtype, NO_CPU
     buffer_bytes = max(one.block.total_bytes for one in experts.values())
-    total = sum(one.num_experts for one in experts.values()) if count is None else count
+    total = sum(one.num_experts for one in experts.values()) if size is None else size
     buffers = torch.full((total, buffer_bytes), 255, dtype=torch.uint8, device=device)
-    if count is None:
+    if size is None:
         of_layers = buffers.split([one.num_experts for one in experts.values()])
         for layer, part in zip(experts, of_layers, strict=True):
             part[:, : experts[layer].block.total_bytes] = weights.experts_of(layer).to(device)
@@ -108,7 +106,7 @@ def pool_of(
         kinds = {place.encoding for one in experts.values() for place in one.places.values()}
         library = load_experts_library(Path(tempfile.gettempdir()) / "experts-of-tests", dtype, kinds)
         cpu = CpuThreads(cpu_share, ExpertsCpu(library, 1))
-    engine = None if count is None else make_copy_engine(device)
+    engine = None if size is None else make_copy_engine(device)
     return make_pool(weights, experts, buffers, engine, most_rows=1024, cpu=cpu, held={})
 
 

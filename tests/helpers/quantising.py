@@ -155,12 +155,9 @@ def gptq(w: torch.Tensor, size: int, bits: int, *, ordered: bool = False, less: 
 
 
 def awq(w: torch.Tensor, size: int) -> Packed:
-    groups, order = rounded(w, size, 4, FP16), (0, 2, 4, 6, 1, 3, 5, 7)
-    tensors = {
-        "qweight": words(groups.q.t(), 4, order), "qzeros": words(groups.zeros.t(), 4, order),
-        "scales": groups.scales.t(),
-    }  # fmt: skip
-    return tensors, groups.decoded
+    cut, order = rounded(w, size, 4, FP16), (0, 2, 4, 6, 1, 3, 5, 7)
+    out = {"qweight": words(cut.q.t(), 4, order), "qzeros": words(cut.zeros.t(), 4, order), "scales": cut.scales.t()}
+    return out, cut.decoded
 
 
 def compressed(form: str, weights: dict[str, Any], **others: Any) -> dict[str, Any]:

@@ -198,9 +198,7 @@ def test_windows_have_the_bits_of_prompts(window: int | None) -> None:
     (1, 128, BF16), (4, 128, BF16), (7, 64, torch.float16), (3, 80, BF16), (20, 64, BF16), (2, 256, BF16),
     (8, 512, BF16), (2, 128, torch.float32),
 ])  # fmt: skip
-def test_windows_have_the_bits_of_prompts_on_a_gpu(
-    group: int, head_dim: int, dtype: torch.dtype, plain: bool, window: int | None
-) -> None:
+def test_windows_are_as_prompts(group: int, head_dim: int, dtype: torch.dtype, plain: bool, window: int | None) -> None:
     case = AttentionCase.random(
         batch=1, num_queries=1200, num_kv_heads=2, group=group, head_dim=head_dim, capacity=1200, dtype=dtype
     )

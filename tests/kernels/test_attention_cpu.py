@@ -107,9 +107,7 @@ def test_bits_do_not_depend_on_pieces_or_where_they_lie(dtype: torch.dtype, grou
 @pytest.mark.parametrize("window", [None, 270])
 @pytest.mark.parametrize("committed", [0, 61, 254, 640])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_path_through_a_tree_has_the_bits_of_a_chain(
-    dtype: torch.dtype, committed: int, window: int | None, gathered_bytes: int
-) -> None:
+def test_paths_have_chains_bits(dtype: torch.dtype, committed: int, window: int | None, gathered_bytes: int) -> None:
     position_order = (3, 0, 8, 1, 7, 2, 5, 4, 6)
     case, state = _case(9, dtype), ops.AttentionState.empty(_case(9, dtype).q)
     rows = _rows(cases.tree_rows(cases.TREE_PARENTS, (committed,), position_order=position_order))

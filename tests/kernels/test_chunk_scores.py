@@ -78,9 +78,7 @@ def test_scores_match_the_definition(
 
 @pytest.mark.parametrize("run", SCORERS)
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "head_dim"), [(2, 2, 16), (7, 1, 80), (4, 2, 96)])
-def test_scores_of_summaries_match_the_definition(
-    num_heads: int, num_kv_heads: int, head_dim: int, run: Callable[..., torch.Tensor]
-) -> None:
+def test_summary_scores(num_heads: int, num_kv_heads: int, head_dim: int, run: Callable[..., torch.Tensor]) -> None:
     q, means = _inputs(num_heads, num_kv_heads, head_dim, rows=5, chunks=150, batch=2)
     summaries, counts, used = _summaries(means), [150, 70], [5, 2]
     with poisoned_outputs():

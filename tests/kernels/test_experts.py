@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from offload_runtime_kernels import experts as ops
-from offload_runtime_kernels.experts import experts
+from offload_runtime_kernels.experts import ExpertShape, experts
 from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, pack_rows
 from transformers import GptOssConfig, MixtralConfig
@@ -22,7 +22,7 @@ from tests.helpers.kernel_conditions import KERNEL_DEVICE, poisoned_outputs
 from tests.kernels.test_gguf_blocks import blocks_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SILU = ops.ExpertShape(num_experts=6, hidden=40, inner=24)
+SILU = ExpertShape(num_experts=6, hidden=40, inner=24)
 CLAMPED = replace(SILU, limit=7.0)
 
 
@@ -39,7 +39,7 @@ def random_blocks(kind: str, experts: int, rows: int, columns: int) -> ops.Store
 class Problem:
     """Rows, their choices and experts."""
 
-    shape: ops.ExpertShape
+    shape: ExpertShape
     x: torch.Tensor
     choices: torch.Tensor
     weights: torch.Tensor
@@ -49,9 +49,7 @@ class Problem:
     buffers: torch.Tensor | None = None
 
     @classmethod
-    def random(
-        cls, shape: ops.ExpertShape, rows: int, chosen: int, dtype: torch.dtype, *, bias: bool = False
-    ) -> Problem:
+    def random(cls, shape: ExpertShape, rows: int, chosen: int, dtype: torch.dtype, *, bias: bool = False) -> Problem:
         """Heavy-tailed values, whose sums differ in another order."""
         make = torch.Generator().manual_seed(rows)
 
@@ -68,9 +66,7 @@ class Problem:
         return cls(shape, x, order.values, weights, ops.StoredMatrices.of(gate_up), ops.StoredMatrices.of(down), biases)
 
     @classmethod
-    def encoded(
-        cls, shape: ops.ExpertShape, rows: int, chosen: int, dtype: torch.dtype, kinds: tuple[str, str]
-    ) -> Problem:
+    def encoded(cls, shape: ExpertShape, rows: int, chosen: int, dtype: torch.dtype, kinds: tuple[str, str]) -> Problem:
         """With random blocks."""
         stored = (
             random_blocks(kind, shape.num_experts, *sizes)
@@ -151,7 +147,7 @@ def test_is_what_transformers_computes_of_gpt_oss() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("shape", [SILU, CLAMPED])
-def test_a_row_has_the_same_bits_in_any_company(shape: ops.ExpertShape, dtype: torch.dtype) -> None:
+def test_a_row_has_the_same_bits_in_any_company(shape: ExpertShape, dtype: torch.dtype) -> None:
     problem = Problem.random(shape, 33, 3, dtype, bias=shape is CLAMPED)
     expected = problem.solved()
     for rows in ([5], range(7), range(32, -1, -1), [4, 4, 4, 4], range(0, 33, 2)):
@@ -210,7 +206,7 @@ def test_products_are_chains_over_ascending_columns() -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_products_in_16_bits_are_those_chains_too(dtype: torch.dtype) -> None:
-    problem = Problem.random(ops.ExpertShape(2, 512, 1024), 8, 1, dtype)
+    problem = Problem.random(ExpertShape(2, 512, 1024), 8, 1, dtype)
     choices = problem.choices[:, 0]
     exact = ops.StoredMatrices.of(problem.gate_up.decoded(torch.arange(2), FP32))
     expected = ops.product_reference(problem.x.float(), choices, exact, None, None).to(dtype)
@@ -225,7 +221,7 @@ def test_exponentials_are_within_two_units_of_the_last_place() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("shape", [SILU, CLAMPED])
-def test_kernel_matches_reference(shape: ops.ExpertShape, rows: int) -> None:
+def test_kernel_matches_reference(shape: ExpertShape, rows: int) -> None:
     problem = pooled(Problem.random(shape, rows, 3, FP32, bias=shape is CLAMPED), [2, 1, -1, 3, 5, 0])
     there = problem.on(KERNEL_DEVICE)
     with poisoned_outputs():
@@ -238,9 +234,9 @@ def test_kernel_matches_reference(shape: ops.ExpertShape, rows: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "num_chosen", "dtype"), [
-    (ops.ExpertShape(32, 320, 96), 8, BF16), (ops.ExpertShape(32, 320, 96, limit=7.0), 4, BF16), (SILU, 3, FP32),
+    (ExpertShape(32, 320, 96), 8, BF16), (ExpertShape(32, 320, 96, limit=7.0), 4, BF16), (SILU, 3, FP32),
 ])  # fmt: skip
-def test_kernels_have_the_bits_of_the_reference(shape: ops.ExpertShape, num_chosen: int, dtype: torch.dtype) -> None:
+def test_kernels_have_the_bits_of_the_reference(shape: ExpertShape, num_chosen: int, dtype: torch.dtype) -> None:
     problem = Problem.random(shape, 300, num_chosen, dtype, bias=shape.limit is not None)
     expected, there = problem.solved(), problem.on("cuda")
     for count in (1, 2, 7, 16, 17, 300):
@@ -251,7 +247,7 @@ def test_kernels_have_the_bits_of_the_reference(shape: ops.ExpertShape, num_chos
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_matrices_may_be_blocks(kind: str) -> None:
-    shape = ops.ExpertShape(2, 256, 32 if FORMATS[kind].weights == 32 else 256)
+    shape = ExpertShape(2, 256, 32 if FORMATS[kind].weights == 32 else 256)
     problem = Problem.encoded(shape, 2, 1, BF16, (kind, kind)).on("cpu")
     assert torch.equal(problem.rows(), problem.decoded().rows())
 
@@ -261,7 +257,7 @@ def test_matrices_may_be_blocks(kind: str) -> None:
 def test_kernels_decode_blocks(kind: str, rows: int) -> None:
     """A K that is no whole number of tiles, where blocks are that small."""
     small = FORMATS[kind].weights == 32
-    shape = ops.ExpertShape(2, 288 if small else 256, 32 if small else 256)
+    shape = ExpertShape(2, 288 if small else 256, 32 if small else 256)
     problem = Problem.encoded(shape, rows, 1, FP32, (kind, kind))
     with poisoned_outputs():
         found = problem.on(KERNEL_DEVICE).rows(expert_rows_triton).cpu()
@@ -271,15 +267,15 @@ def test_kernels_decode_blocks(kind: str, rows: int) -> None:
 
 # Of Qwen3-30B-A3B and gpt-oss-120b, with fewer experts.
 LARGE = (
-    (ops.ExpertShape(32, 2048, 768), 8, ("Q4_K", "Q6_K"), FP16),
-    (ops.ExpertShape(32, 2880, 2880, limit=7.0), 4, ("MXFP4", "MXFP4"), BF16),
+    (ExpertShape(32, 2048, 768), 8, ("Q4_K", "Q6_K"), FP16),
+    (ExpertShape(32, 2880, 2880, limit=7.0), 4, ("MXFP4", "MXFP4"), BF16),
 )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "num_chosen", "kinds", "dtype"), LARGE)
 def test_blocks_have_the_bits_of_decoded_matrices(
-    shape: ops.ExpertShape, num_chosen: int, kinds: tuple[str, str], dtype: torch.dtype
+    shape: ExpertShape, num_chosen: int, kinds: tuple[str, str], dtype: torch.dtype
 ) -> None:
     """Of every way to cut them."""
     problem = Problem.encoded(shape, 600, num_chosen, dtype, kinds).on("cuda")
@@ -295,7 +291,7 @@ def test_blocks_have_the_bits_of_decoded_matrices(
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q5_K", "IQ4_XS"])
 def test_other_formats_have_the_bits_of_what_they_are_decoded_to(kind: str) -> None:
-    problem = Problem.encoded(ops.ExpertShape(4, 512, 512), 40, 2, BF16, (kind, kind)).on("cuda")
+    problem = Problem.encoded(ExpertShape(4, 512, 512), 40, 2, BF16, (kind, kind)).on("cuda")
     expected = problem.decoded().rows()
     for count in (1, 40):
         assert torch.equal(problem.of(range(count)).rows(), expected[:count])

@@ -73,12 +73,10 @@ class Problem:
         )  # fmt: skip
         return out
 
-    def layer(self, library: ops.ExpertsLibrary) -> ops.HostExperts:
+    def layer(self, code: ops.ExpertsLibrary) -> ops.HostExperts:
         """The experts, for the CPU."""
-        first, second = (ops.HostMatrix(m.encoding, m.data.storage_offset()) for m in (self.gate_up, self.down))
-        return ops.HostExperts(
-            library, self.shape, first, second, gate_up_bias=self.gate_up_bias, down_bias=self.down_bias
-        )  # fmt: skip
+        first, last = (ops.HostMatrix(m.encoding, m.data.storage_offset()) for m in (self.gate_up, self.down))
+        return ops.HostExperts(code, self.shape, first, last, gate_up_bias=self.gate_up_bias, down_bias=self.down_bias)
 
     def blocks(self, *wanted: int) -> list[tuple[int, int]]:
         """Where experts lie."""

@@ -37,10 +37,8 @@ class _Layer:
     def memory(self) -> ops.DeltaMemory:
         return ops.DeltaMemory.empty(self.shape, 1, MEMORY_TOKENS, self.dtype, self.device)
 
-    def run(
-        self, memory: ops.DeltaMemory, index: Sequence[int], rows: ops.DeltaRows, *, keeps: bool = False
-    ) -> torch.Tensor:
-        own = torch.tensor(index, device=self.device)
+    def run(self, memory: ops.DeltaMemory, at: Sequence[int], rows: ops.DeltaRows, keeps: bool = False) -> torch.Tensor:
+        own = torch.tensor(at, device=self.device)
         parts = self.inputs[own].contiguous(), self.gates[own].contiguous()
         return ops.gated_delta(*parts, self.weights, memory, rows, self.shape, keeps=keeps)
 

@@ -195,10 +195,8 @@ def test_a_path_of_a_tree_is_accepted(run: Callable[..., None]) -> None:
 
 
 # Of sequences 0 to 4: one goes on, one has enough, one may not propose behind its end, one stands nowhere, one goes on.
-_HEADERS = [
-    [1003, 1000, 1010, 1012, 1002], [2005, 2002, 2005, 2009, 2004], [53, 50, 60, 53, 52], [0, 0, 0, 0, 0],
-    [7, 5, 8, 8, 6],
-]  # fmt: skip
+_HEADERS = [[1003, 1000, 1010, 1012, 1002], [2005, 2002, 2005, 2009, 2004], [53, 50, 60, 53, 52], [0, 0, 0, 0, 0],
+            [7, 5, 8, 8, 6]]  # fmt: skip
 
 
 def _windows() -> torch.Tensor:
