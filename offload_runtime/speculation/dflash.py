@@ -12,7 +12,9 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from heapq import heappushpop
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,13 +33,24 @@ from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_
 from offload_runtime.speculation.draft import ChildProbabilities, Children
 from offload_runtime.speculation.ngram import LEAST_CHANCE, NgramDrafter
 from offload_runtime.speculation.step import Budgets, Drafter, Texts, chains_where
-from offload_runtime.speculation.tree import NEGLIGIBLE, CandidateTree
+from offload_runtime.speculation.tree import NEGLIGIBLE
 from offload_runtime.trace import TraceRecorder
 
 # What the host says of each sequence of a step: its last token, the tokens whose context is kept, how many of these
 # wait to be written, its slot, and the text's tokens before all of them.
 _WORDS = 5
-_EXPANDED = 32  # nodes at a time, before it is seen which of them are among the most probable
+
+
+class _Node(NamedTuple):
+    """Is a node of a tree, whose root is the first. `chance` is its log-probability, `guess` which of n-grams' nodes it
+    is, if it is one."""
+
+    token: int
+    parent: int
+    source: str
+    depth: int
+    chance: float
+    guess: int | None
 
 
 class Block:
@@ -275,18 +288,40 @@ class DFlashDrafter(Drafter):
             self._probabilities.observe(block.children(place, text[length + place - 1]), token)
 
     def _tree(self, slot: int, text: Sequence[int], budget: DraftBudget, block: Block) -> TokenTree:
-        """Return the most probable nodes that the block and n-grams have; where both say the same the surer counts."""
-        tree, deepest = CandidateTree(text[-1], self.name), min(budget.gamma, len(block))
-        tree.add_all(self._ngrams.guesses(slot, text, budget, LEAST_CHANCE))
+        """Return the most probable nodes that the block and n-grams have; where both say the same the surer counts.
+
+        Nodes come one by one, the most probable first: a `CandidateTree`, which keeps what it finds and finds it in
+        batches, took 0.9 ms in place of 0.3 for 60 nodes, and 7 in place of 1 for 256.
+        """
+        guesses, deepest = self._ngrams.guesses(slot, text, budget, LEAST_CHANCE), min(budget.gamma, len(block))
+        # N-grams' nodes by token, behind each of them, and behind the text at the end.
+        guessed: list[dict[int, int]] = [{} for _ in range(len(guesses.tree) + 1)]
+        for number, (token, parent) in enumerate(zip(guesses.tree.tokens, guesses.tree.parents, strict=True)):
+            guessed[parent][token] = number
+        nodes, made, order = [_Node(text[-1], -1, "", 0, 0.0, -1)], set[tuple[int, int]](), count()
+        waiting, chances = list[tuple[float, int, int, int, str]](), dict[int, list[float]]()
         least = NEGLIGIBLE if budget.cost_aware else -math.inf  # below it a thousand bring a tenth of a token
-        best = [least] * budget.size  # a heap of the most probable ones' log-probabilities
-        while waiting := [
-            key for key in tree.next_to_expand(_EXPANDED, deepest - 1) if tree.log_probability(key) > best[0]
-        ]:
-            for key in waiting:
-                children = block.children(tree.depth(key), tree.nodes[key].token)
-                chances = self._probabilities.log_probabilities(children.scores)
-                for chance in tree.expand(key, None, children.tokens, chances):
-                    heappushpop(best, chance)
-        found, nodes = tree.best(budget.size, budget.gamma)
-        return found.part(range(sum(tree.log_probability(key) >= least for key in nodes)))
+        while len(nodes) <= budget.size:
+            node, at = nodes[-1], len(nodes) - 1
+            if node.depth < deepest:
+                children = block.children(node.depth, node.token)
+                if id(children) not in chances:
+                    chances[id(children)] = self._probabilities.log_probabilities(children.scores)
+                for token, chance in zip(children.tokens, chances[id(children)], strict=True):
+                    if node.chance + chance < least:
+                        break
+                    heappush(waiting, (-node.chance - chance, next(order), at, token, self.name))
+            for token, number in guessed[node.guess].items() if node.guess is not None else ():
+                chance = guesses.log_probabilities[number]
+                heappush(waiting, (-node.chance - chance, next(order), at, token, self._ngrams.name))
+            while waiting and waiting[0][2:4] in made:
+                heappop(waiting)
+            if not waiting or -waiting[0][0] < least:
+                break
+            improbable, _, parent, token, source = heappop(waiting)
+            made.add((parent, token))
+            above = nodes[parent]
+            guess = None if above.guess is None else guessed[above.guess].get(token)
+            nodes.append(_Node(token, parent, source, above.depth + 1, -improbable, guess))
+        tokens, parents, sources, *_ = zip(*nodes, strict=True)
+        return TokenTree(tokens[1:], tuple(parent - 1 for parent in parents[1:]), sources[1:])

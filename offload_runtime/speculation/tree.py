@@ -25,7 +25,7 @@ from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.graphs import MOST_GREEDY_STEPS
 from offload_runtime.speculation.draft import Asked, ChildProbabilities, Children, DraftRunner, drafting_stream
-from offload_runtime.speculation.ngram import Guesses, NgramDrafter
+from offload_runtime.speculation.ngram import NgramDrafter
 from offload_runtime.speculation.step import Budgets, Drafter, StepWorth, Texts, chains_where
 
 DRAFT = "draft"
@@ -104,13 +104,6 @@ class CandidateTree:
             return self._make(parent, token, log_probability, source)
         self._raise(child, parent, log_probability)
         return child
-
-    def add_all(self, guesses: Guesses) -> None:
-        """Add guesses behind the root."""
-        nodes, tree = [self.root], guesses.tree
-        chances = guesses.log_probabilities
-        for token, parent, source, chance in zip(tree.tokens, tree.parents, tree.sources, chances, strict=True):
-            nodes.append(self.add(nodes[parent + 1], token, chance, source))
 
     def expand(
         self, key: int, place: int | None, tokens: Sequence[int], log_probabilities: Sequence[float]
@@ -454,7 +447,10 @@ class ModelDrafter(Drafter):
                 one.tree = before.tree
                 one.children = {node: children for node, children in before.children.items() if node in one.tree.nodes}
         # What followed earlier occurrences of the text's ending, as far as a window reaches down.
-        one.tree.add_all(self._ngrams.guesses(slot, one.text, budget, max(NEGLIGIBLE, one.expected)))
+        guesses, nodes = self._ngrams.guesses(slot, one.text, budget, max(NEGLIGIBLE, one.expected)), [one.tree.root]
+        guess = guesses.tree
+        for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
+            nodes.append(one.tree.add(nodes[parent + 1], token, chance, self._ngrams.name))
         self.trees[slot] = one
 
     def _adopt(self, slot: int, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> bool:
