@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -14,14 +15,17 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from offload_runtime import Runtime
+from offload_runtime.core import TokenTree
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
 from offload_runtime.weights.encoding import GgufBlocks
 from offload_runtime.weights.mxfp4 import mxfp4_rows, with_experts
 from offload_runtime.weights.safetensors import read_header
+from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_config, family_model
-from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, rows_of
+from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of
 from tests.helpers.quantising import BF16, FORMATS, FP16, FP32, Format, fp8, packed_int, write_decoded, write_quantised
 from tests.test_config_file import HUGE
 from tests.test_weights_gguf_rows import logits
@@ -42,12 +46,25 @@ def small_hybrid() -> Any:
     return family_model("qwen3_5_text", 1, **sizes)
 
 
+CHOSEN, COUNT, LAYERS = 2, 6, 2
+
+
+def small_mixture() -> Any:
+    """Whose rows of experts end within units, groups and blocks."""
+    sizes = {"hidden_size": 192, "moe_intermediate_size": 96, "head_dim": 64, "num_hidden_layers": LAYERS}
+    sizes |= {"num_experts": COUNT, "num_experts_per_tok": CHOSEN, "decoder_sparse_step": 1}
+    return family_model("qwen3_moe", 1, mlp_only_layers=[], **sizes)
+
+
 class Checkpoint:
     """One of a format, and its decoded copy, which nothing of ours has decoded."""
 
     def __init__(self, directory: Path, name: str) -> None:
-        self.path, (name, _, hybrid) = directory / "quantised", name.partition(" of a hybrid")
-        self.decoded = write_quantised(self.path, FORMATS[name], small_hybrid() if hybrid else None)
+        self.path, model = directory / "quantised", None
+        for other, make in ((" of a hybrid", small_hybrid), (" of a mixture", small_mixture)):
+            if name.endswith(other):
+                name, model = name.removesuffix(other), make()
+        self.decoded = write_quantised(self.path, FORMATS[name], model)
         self.copy_path = write_decoded(directory / "decoded", self.path, self.decoded)
 
     @property
@@ -60,8 +77,8 @@ class Checkpoint:
 
 
 # By default one of each kind of number and of each way to pack it.
-_OFTEN = ("FP8 of blocks of a hybrid", "packed 4 bits, mixed", "GPTQ, ordered", "AWQ", "NVFP4")
-_ALL = (*FORMATS, "FP8 of blocks of a hybrid", "AWQ of a hybrid")
+_OFTEN = ("FP8 of blocks of a hybrid", "packed 4 bits, mixed", "GPTQ, ordered", "AWQ of a mixture", "NVFP4")
+_ALL = (*FORMATS, "FP8 of blocks of a hybrid", "AWQ of a hybrid", "AWQ of a mixture", "GPTQ, ordered of a mixture")
 
 
 @pytest.fixture(
@@ -103,6 +120,80 @@ def test_logits_on_a_gpu_are_those_of_the_decoded_copy(
 ) -> None:
     found = logits(checkpoint.source, buffers=buffers, resident=resident, device="cuda", dtype=dtype)
     assert torch.equal(found, logits(checkpoint.copy, buffers=0, resident=None, device="cuda", dtype=dtype))
+
+
+def mixture_logits(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Of prompts that bring whole layers, and of windows: of the decoded copy, and of what is stored, with all experts
+    on the device or some, others on the CPU."""
+    copy, source, found = checkpoint.copy, checkpoint.source, list[torch.Tensor]()
+    ways: tuple[tuple[CheckpointSource, int | None, float | None], ...]
+    ways = (copy, None, 0), (source, None, 0), (source, CHOSEN, 0), (source, COUNT, 1.0), (source, CHOSEN + 1, None)
+    for one, buffers, share in ways:
+        made = make_runner(
+            one, layout=one.layout(dtype), pool_buffers=buffers, cpu_share=share, dtype=dtype,
+            device=torch.device(device),
+        )  # fmt: skip
+        rows = [prefill(made.runner, 0, random_tokens(50)), *(verify(made.runner, {0: TokenTree((7, 8, 9))}),) * 2]
+        found.append(torch.cat(rows))
+        made.close()
+    return found
+
+
+_MIXTURES = [
+    pytest.param(name, marks=() if name == "FP8 of blocks" else pytest.mark.slow)
+    for name, form in FORMATS.items()
+    if "ordered" not in name and "head" not in name
+]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+@pytest.mark.parametrize("name", _MIXTURES)
+def test_experts_are_kept_and_multiplied_as_they_are_stored(name: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint(tmp_path, f"{name} of a mixture")
+    source, copy = checkpoint.source, checkpoint.copy
+    for dtype in (FP32, BF16, FP16):
+        weights = load_weights(source, source.layout(dtype))
+        for tensor, to in checkpoint_tensors(source.config()).items():
+            assert torch.equal(rows_of(to, weights), checkpoint.decoded[tensor].to(to.dtype or dtype)), tensor
+    stored, decoded = (one.layout(BF16).experts[1] for one in (source, copy))
+    most = {"uint4": 0.45, "E2M1": 0.6}.get(source.kinds[f"{EXPERTS}0.up_proj.weight"].number, 0.65)
+    assert stored.as_stored and stored.total_bytes < most * decoded.total_bytes
+    first, *others = mixture_logits(checkpoint, FP32, "cpu")
+    assert all(torch.equal(one, first) for one in others) and len(first.unique()) > 100
+    said = []
+    pool: dict[str, Any] = {"weights": "stored", "expert_pool": 3 * stored.block.total_bytes, "cpu_share": 0}
+    for path, ways in ((checkpoint.copy_path, {"draft": "none"}), (checkpoint.path, {"draft": "ngram", **pool})):
+        with Runtime.load(path, device="cpu", dtype="fp32", context=100, **ways) as runtime:
+            said.append(runtime.generate(random_tokens(30), max_new_tokens=12, ignore_eos=True, temperature=0.0).tokens)
+    assert said[0] == said[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize(
+    "name", ["FP8 of blocks", "FP8 of channels", "packed 4 bits with zeros", "GPTQ", "AWQ", "int8", "NVFP4"]
+)
+def test_experts_on_a_gpu_are_those_of_the_decoded_copy(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    first, *others = mixture_logits(Checkpoint(tmp_path, f"{name} of a mixture"), dtype, "cuda")
+    assert all(torch.equal(one, first) for one in others) and len(first.unique()) > 100
+
+
+@pytest.mark.parametrize(("part", "change", "message"), [
+    ("weight_scale_inv", lambda scales: scales * torch.inf, r"scales of .*1\.up_proj\.weight are infinite"),
+    ("weight", lambda weight: torch.full_like(weight, torch.nan), r"weights of .*1\.up_proj\.weight are no numbers"),
+    ("weight_scale_inv", lambda scales: scales[:, :1], r"1\.up_proj\.weight_scale_inv is F32 \[1, 1\], expected"),
+    ("weight_scale_inv", None, r"lacks .*experts\.1\.up_proj\.weight_scale_inv"),
+])  # fmt: skip
+def test_experts_that_are_damaged_are_refused(
+    part: str, change: Callable[[torch.Tensor], torch.Tensor] | None, message: str, tmp_path: Path
+) -> None:
+    path, name = Checkpoint(tmp_path, "FP8 of blocks of a mixture").path, f"{EXPERTS}1.up_proj.{part}"
+    stored = load_file(path / "model.safetensors")
+    before = stored.pop(name)
+    stored |= {} if change is None else {name: change(before).contiguous()}
+    save_file(stored, path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        Runtime.load(path, device="cpu", weights="stored", expert_pool="200KB")
 
 
 @pytest.mark.parametrize("name", BY_LIBRARY)

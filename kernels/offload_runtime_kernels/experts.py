@@ -28,6 +28,7 @@ from offload_runtime_kernels.experts_triton import (
     expert_rows_triton,
 )
 from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS, FORMATS, KIND_DTYPES, decode_blocks
+from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRow, decode_scaled_reference, rows_apart
 
 _COPIED_ELEMENTS = 1 << 24  # weights and sums that the reference has in fp32 at a time, unless one expert is larger
 
@@ -52,8 +53,12 @@ class ExpertShape:
     alpha: float = 1.702
 
 
-def row_bytes(encoding: str, columns: int) -> int:
+def row_bytes(encoding: str | ScaledFormat, columns: int) -> int:
     """Of a row of a matrix of `StoredMatrices`."""
+    if isinstance(encoding, ScaledFormat):
+        row = ScaledRow.of(encoding, columns)
+        assert row is not None, f"rows of {encoding} are not stored by themselves"
+        return row.nbytes
     if encoding in FORMATS:
         return FORMATS[encoding].row_bytes(columns)
     return columns * KIND_DTYPES[encoding].itemsize
@@ -66,13 +71,14 @@ class StoredMatrices:
     Args:
         data: uint8 [S, rows * row_bytes]: a buffer's bytes side by side, at an address that 16 divides.
         encoding: How a matrix is stored, row after row: "F32", "F16" or "BF16" as its elements, or as blocks of one of
-            `gguf_blocks.FORMATS`, rows in planes as `pack_rows` makes them.
+            `gguf_blocks.FORMATS`, rows in planes as `pack_rows` makes them; or as numbers with scales, each row by
+            itself as `ScaledRow` says.
         rows: Of a matrix.
         columns: Likewise.
     """
 
     data: torch.Tensor
-    encoding: str
+    encoding: str | ScaledFormat
     rows: int
     columns: int
 
@@ -94,10 +100,14 @@ class StoredMatrices:
     def decoded(self, buffers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the matrices in some buffers, [A, rows, columns]."""
         stored, shape = self.data[buffers], (len(buffers), self.rows, self.columns)
-        if self.encoding not in FORMATS:
-            return stored.view(KIND_DTYPES[self.encoding]).view(shape).to(dtype)
-        out = torch.empty(shape, dtype=dtype, device=stored.device)
-        decode_blocks(stored.view(-1, self.row_bytes), FORMATS[self.encoding], out.view(-1, self.columns))
+        rows, out = stored.view(-1, self.row_bytes), torch.empty(shape, dtype=dtype, device=stored.device)
+        if isinstance(self.encoding, ScaledFormat):
+            numbers = rows_apart(rows, self.encoding, self.columns)
+            decode_scaled_reference(numbers, self.encoding, 0, out.view(-1, self.columns))
+        elif self.encoding in FORMATS:
+            decode_blocks(rows, FORMATS[self.encoding], out.view(-1, self.columns))
+        else:
+            out = stored.view(KIND_DTYPES[self.encoding]).view(shape).to(dtype)
         return out
 
 

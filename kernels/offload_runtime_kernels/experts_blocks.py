@@ -1,4 +1,5 @@
-"""Products of experts' rows with blocks of GGUF that are decoded in registers: `experts_triton` says which rows.
+"""Products of experts' rows with matrices that are decoded in registers, blocks of GGUF or numbers with scales:
+`experts_triton` says which rows.
 
 A thread decodes rows of a matrix of its own, so that of few rows of x it has what it multiplies them with: nothing of a
 weight goes through shared memory. What is stored is loaded by neighbouring threads, and shared memory hands it on.
@@ -8,7 +9,8 @@ from __future__ import annotations
 
 from offload_runtime_kernels._jit import jit, tl
 from offload_runtime_kernels.encoded_linear import INTERPRETED
-from offload_runtime_kernels.gguf_blocks import decode_half, load_half, load_tile
+from offload_runtime_kernels.gguf_blocks import decode_half, load_half, load_tile, units_at
+from offload_runtime_kernels.scaled_rows import decoded_half, shared_words_at
 
 # More rows of x than these share what is decoded through shared memory.
 _ROWS_ALONE = tl.constexpr(4)
@@ -85,15 +87,7 @@ def block_products(
 ):  # fmt: skip
     """Return the products [ROWS, BLOCK] of rows of x, of which [ROWS] says the numbers, with rows of blocks in planes,
     [BLOCK, 1] pointers to uint8."""
-    x_ptrs, sums = (), ()  # type: tuple[object, ...], tuple[object, ...]
-    if ROWS <= _ROWS_ALONE:
-        for part in tl.static_range(ROWS):
-            own = tl.sum(tl.where(tl.arange(0, ROWS) == part, row, 0))
-            x_ptrs += (x_ptr + own.to(tl.int64) * K,)
-            sums += (tl.zeros([1, BLOCK], dtype=tl.float32),)
-    else:
-        x_ptrs += (x_ptr + row.to(tl.int64)[:, None] * K,)
-        sums += (tl.zeros([ROWS, BLOCK], dtype=tl.float32),)
+    x_ptrs, sums = _begun(x_ptr, row, K, ROWS, BLOCK)
     # Of these numbers bf16 has all, so that they need not be rounded.
     dtype: tl.constexpr = tl.float32 if FORM.e2m1 and DTYPE.is_bf16() else DTYPE
     if ROWS <= _ROWS_ALONE:
@@ -111,6 +105,52 @@ def block_products(
             else:
                 w = decode_half(planes, 1, FORM, BLOCK, tl.float32, False)
             sums = _add_decoded(sums, x_ptrs, step * 128, w, dtype, K, BLOCK, BLOCK_K, 128)
+    return _ended(sums, ROWS, BLOCK)
+
+
+@jit
+def scaled_products(
+    x_ptr, row, w_ptrs, DTYPE: tl.constexpr, ROW: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`block_products` with rows of numbers that have their scales behind them, as a `ScaledRow` says."""
+    x_ptrs, sums = _begun(x_ptr, row, K, ROWS, BLOCK)
+    scale: tl.constexpr = ROW.scale_type
+    scale_ptrs, zero_ptrs = w_ptrs + ROW.numbers_bytes, w_ptrs + ROW.zeros_at
+    first = ()  # type: tuple[object, ...]
+    if ROW.group == 0:
+        first = shared_words_at(scale_ptrs, zero_ptrs, 0, ROW.bits, ROW.zeros, 0, scale, BLOCK, 128, True)
+    for step in tl.range(0, (K + 127) // 128, num_stages=STAGES):
+        units = units_at(w_ptrs, step, ROW.numbers_bytes, 16 * ROW.bits, K % 128 == 0, BLOCK, True)
+        shared = first
+        if ROW.group > 0:
+            at = step // ROW.steps
+            shared = shared_words_at(scale_ptrs, zero_ptrs, at, ROW.bits, ROW.zeros, ROW.group, scale, BLOCK, 128, True)
+        w = decoded_half(
+            units, shared, 0, ROW.number, ROW.bits, ROW.zero, ROW.zeros, ROW.group, scale, tl.float32, BLOCK, False
+        )  # fmt: skip
+        sums = _add_decoded(sums, x_ptrs, step * 128, w, DTYPE, K, BLOCK, BLOCK_K, 128)
+    return _ended(sums, ROWS, BLOCK)
+
+
+@jit
+def _begun(x_ptr, row, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Pointers to the rows of x, and their sums: of few rows each by itself."""
+    x_ptrs, sums = (), ()  # type: tuple[object, ...], tuple[object, ...]
+    if ROWS <= _ROWS_ALONE:
+        for part in tl.static_range(ROWS):
+            own = tl.sum(tl.where(tl.arange(0, ROWS) == part, row, 0))
+            x_ptrs += (x_ptr + own.to(tl.int64) * K,)
+            sums += (tl.zeros([1, BLOCK], dtype=tl.float32),)
+    else:
+        x_ptrs += (x_ptr + row.to(tl.int64)[:, None] * K,)
+        sums += (tl.zeros([ROWS, BLOCK], dtype=tl.float32),)
+    return x_ptrs, sums
+
+
+@jit
+def _ended(sums, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """All sums, [ROWS, BLOCK]."""
     found = sums[0]
     if ROWS == 2:
         found = tl.join(sums[0], sums[1])

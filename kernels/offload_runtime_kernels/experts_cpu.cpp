@@ -1,6 +1,6 @@
 // Routed experts in host memory. experts_cpu.py says what this computes; experts.py has the arithmetic.
 //
-// Compiled with RUN, the dtype of rows and results (BF16, F16 or F32), and FORMATS(X), the encodings: X(Q4_K) X(Q6_K).
+// Compiled with RUN, the dtype of rows and results (BF16, F16 or F32), and FORMATS(X), the encodings: X(Q4_K) X(FP8_F32).
 // A vector has the same column of as many rows of a matrix as it has lanes. Weights are decoded where they are
 // multiplied: sixteen bytes of each row are transposed, so that a lane has four columns in a word, or more.
 
@@ -153,7 +153,8 @@ OPERATION F byte(U words) {
 #endif
 }
 
-// fp16 in the lower half of words; of NaN there is one.
+// fp16 in the lower half of words; of NaN there is one, or none if none are MAYBE_NAN.
+template <bool MAYBE_NAN = true>
 OPERATION F half(U words) {
 #if defined(WITH_AVX512)
     F found = (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
@@ -166,13 +167,13 @@ OPERATION F half(U words) {
     F found = where(exponent == 0, small, where(exponent == 0x7c00, (F)(bits | 0x7f800000), normal));
     found = (F)((U)found | sign);
 #endif
-    return where(found == found, found, not_a_number());
+    return MAYBE_NAN ? where(found == found, found, not_a_number()) : found;
 }
 
-// Rounded to the dtype of the run, in fp32; of NaN only if some are MAYBE_NAN or their payload is small.
-template <bool MAYBE_NAN = true>
+// Rounded to a dtype, that of the run, in fp32; of NaN only if some are MAYBE_NAN or their payload is small.
+template <bool MAYBE_NAN = true, Dtype TO = DTYPE>
 OPERATION F rounded(F v) {
-    if constexpr (DTYPE == Dtype::BF16) {
+    if constexpr (TO == Dtype::BF16) {
 #if defined(WITH_AVX512) && defined(__AVX512BF16__)
         return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
 #else
@@ -180,7 +181,7 @@ OPERATION F rounded(F v) {
         F found = (F)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
         return MAYBE_NAN ? where(v == v, found, not_a_number()) : found;
 #endif
-    } else if constexpr (DTYPE == Dtype::F16) {
+    } else if constexpr (TO == Dtype::F16) {
 #if defined(WITH_AVX512)
         return (F)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(WITH_AVX2)
@@ -361,10 +362,15 @@ struct MXFP4 : Blocks {
     }
     template <int K>
     INLINE F weight() const { return Blocks::weight<8, K>(); }
+#endif
     // Twice the numbers of E2M1, and 12.
     static INLINE U codes(U places) {
-#if defined(WITH_AVX2)
+#if defined(WITH_AVX512) || defined(WITH_AVX2)
         __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+#endif
+#if defined(WITH_AVX512)
+        return (U)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)places);
+#elif defined(WITH_AVX2)
         return (U)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)places);
 #else
         static const uint8_t table[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -374,7 +380,6 @@ struct MXFP4 : Blocks {
         return load<U>(each);
 #endif
     }
-#endif
 };
 
 // Eight groups with scales and minima of six bits in twelve bytes.
@@ -449,6 +454,87 @@ struct Q6_K : Blocks {
     INLINE F weight() const { return Blocks::weight<6, K>(); }
 };
 
+struct Matrix {
+    int64_t offset, row_bytes, columns;             // of an expert's block
+    int64_t blocks;                                 // of a row, in planes
+    int64_t columns_of_scale, scales_at, zeros_at;  // of numbers: where in a row scales begin, and zeros, or 0
+    int32_t zero, encoding;
+};
+
+enum class Number { FP8, int8, uint8, uint4, E2M1 };
+
+// Numbers of a row, and behind them its scales and zeros: w = (q - zero) scale, rounded to the dtype of the scales.
+// Bytes lie as those of blocks do; of the half-bytes of a word those of even columns come first.
+template <Number NUMBER, Dtype SCALE>
+struct Scaled : Blocks {
+    static constexpr int BITS = NUMBER == Number::uint4 || NUMBER == Number::E2M1 ? 4 : 8, STEP = 512 / BITS;
+    Bytes const* rows;
+    const Matrix* matrix;
+    long column;
+    F zeros[2];
+    INLINE void open(const Bytes* from, const Matrix& of, long step) {
+        take(rows = from, step * 64);
+        matrix = &of, column = step * STEP;
+    }
+    INLINE void group(int block) {
+        for (int part = 0; part < 2; ++part) {
+            long at = (column + 32 * block + 16 * part) / matrix->columns_of_scale;
+            if (part && matrix->columns_of_scale >= 32)
+                scales[1] = scales[0], zeros[1] = zeros[0];
+            else
+                scale_and_zero(at, scales[part], zeros[part]);
+        }
+        if constexpr (BITS == 4)
+            both_halves(block);
+        else
+            for (int i = 0; i < 8; ++i) numbers[i] = words[i / 2 * 4 + block * 2 + i % 2];
+        for (U& four : numbers) {
+            if constexpr (NUMBER == Number::int8) four ^= 0x80808080;
+            if constexpr (NUMBER == Number::E2M1) four = MXFP4::codes(four);
+        }
+    }
+    INLINE void scale_and_zero(long at, F& by, F& zero) {
+        if constexpr (SCALE == Dtype::F32) by = (F)gathered<uint32_t>(rows, matrix->scales_at + 4 * at);
+        if constexpr (SCALE == Dtype::BF16) by = (F)(gathered<uint16_t>(rows, matrix->scales_at + 2 * at) << 16);
+        if constexpr (SCALE == Dtype::F16) by = half<false>(gathered<uint16_t>(rows, matrix->scales_at + 2 * at));
+        if constexpr (NUMBER == Number::FP8) by *= 256;  // they are read as numbers of fp16, whose bias is 8 more
+        if constexpr (NUMBER == Number::E2M1) by *= 0.5f;
+        zero = number((float)matrix->zero);
+        if (matrix->zeros_at) {
+            U stored = gathered<uint8_t>(rows, matrix->zeros_at + at * BITS / 8) >> at * BITS % 8 & ((1 << BITS) - 1);
+            zero += number(NUMBER == Number::int8 ? stored ^ 0x80 : stored);
+        }
+    }
+    template <int K>
+    INLINE F weight() const {
+        F w;
+        if constexpr (NUMBER == Number::FP8) {
+            U pairs = byte_of(K) % 2 ? numbers[word_of(K)] : numbers[word_of(K)] << 8;
+            pairs = (pairs & 0x80008000) | (pairs & 0x7f007f00) >> 1;
+            w = half<false>(byte_of(K) / 2 ? pairs >> 16 : pairs) * scales[K / 16];
+        } else if constexpr (BITS == 4) {  // nibble K / 8 of the even columns' or of the odd ones'
+            constexpr int NIBBLE = K / 8 + K % 2 * 4, WIDTH = NUMBER == Number::E2M1 ? 8 : 4;
+            F q = byte<WIDTH, NIBBLE / 2>(numbers[K / 2 % 4 * 2 + NIBBLE % 2]);
+            w = (q - zeros[K / 16]) * scales[K / 16];
+        } else {
+            w = (byte<8, byte_of(K)>(numbers[word_of(K)]) - zeros[K / 16]) * scales[K / 16];
+        }
+        if constexpr (SCALE != Dtype::F32 && SCALE != DTYPE) w = rounded<false, SCALE>(w);
+        return w;
+    }
+};
+
+#define SCALED(N)                                  \
+    using N##_F32 = Scaled<Number::N, Dtype::F32>; \
+    using N##_F16 = Scaled<Number::N, Dtype::F16>; \
+    using N##_BF16 = Scaled<Number::N, Dtype::BF16>;
+SCALED(FP8) SCALED(int8) SCALED(uint8) SCALED(uint4) SCALED(E2M1)
+
+template <class Format>
+struct IsScaled : std::false_type {};
+template <Number NUMBER, Dtype SCALE>
+struct IsScaled<Scaled<NUMBER, SCALE>> : std::true_type {};
+
 // --- products
 
 // Rows of a matrix that are wanted next, in two pieces of `nbytes`.
@@ -459,11 +545,6 @@ struct Ahead {
         for (long end = at + step < nbytes ? at + step : nbytes; at < end; at += 64)
             __builtin_prefetch(pieces[0] + at, 0, 2), __builtin_prefetch(pieces[1] + at, 0, 2);
     }
-};
-
-struct Matrix {
-    int64_t offset, row_bytes, blocks, columns;  // of an expert's block; blocks of a row, in planes
-    int32_t encoding;
 };
 
 // Sums [R, PANEL] of R rows x with rows of a matrix. Behind the columns x has zeros up to a whole number of steps.
@@ -485,7 +566,10 @@ void product(const Bytes* rows, const Matrix& matrix, const float* const* x, flo
             rows = from;
         }
         unrolled<2>([&](auto half) __attribute__((always_inline)) {
-            panel[half].open(rows + half * LANES, matrix.blocks, step);
+            if constexpr (IsScaled<Format>::value)
+                panel[half].open(rows + half * LANES, matrix, step);
+            else
+                panel[half].open(rows + half * LANES, matrix.blocks, step);
         });
         const long column = step * Format::STEP;
         for (int group = 0; group < GROUPS; ++group) {

@@ -33,9 +33,11 @@ from offload_runtime_kernels.experts import (
     row_bytes,
 )
 from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS, FORMATS, KIND_DTYPES, pack_rows
+from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRow, rows_apart
 
 Instructions = Literal["native", "avx512", "avx2", "plain"]
 
+Stored = str | ScaledFormat  # an encoding of `StoredMatrices`
 ENCODINGS = (*DTYPE_KINDS.values(), "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 _SOURCE = Path(__file__).with_name("experts_cpu.cpp")
 _COMPILERS = ("g++", "clang++", "c++")
@@ -58,7 +60,7 @@ class HostMatrix(NamedTuple):
     """Where a matrix of every expert lies: from which byte of the expert's block on, and in which encoding, by the
     names of `StoredMatrices`."""
 
-    encoding: str
+    encoding: Stored
     offset: int
 
 
@@ -71,8 +73,9 @@ class Work(NamedTuple):
 
 class _Matrix(ctypes.Structure):
     _fields_ = (
-        ("offset", ctypes.c_int64), ("row_bytes", ctypes.c_int64), ("blocks", ctypes.c_int64),
-        ("columns", ctypes.c_int64), ("encoding", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("offset", "row_bytes", "columns", "blocks")),
+        *((name, ctypes.c_int64) for name in ("columns_of_scale", "scales_at", "zeros_at")),
+        ("zero", ctypes.c_int32), ("encoding", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -88,7 +91,7 @@ class _Experts(ctypes.Structure):
 
 
 def load_experts_library(
-    folder: Path, dtype: torch.dtype, encodings: Iterable[str], instructions: Instructions = "native"
+    folder: Path, dtype: torch.dtype, encodings: Iterable[Stored], instructions: Instructions = "native"
 ) -> ExpertsLibrary:
     """Compile the library, unless it is in `folder`, and compare its bits with those of the reference.
 
@@ -103,8 +106,9 @@ def load_experts_library(
     """
     if sys.platform != "linux":
         raise NoCpuShare(f"its threads are pinned to cores as Linux does it, and this is {sys.platform}")
-    names = sorted(set(encodings))
-    if unknown := [name for name in names if name not in ENCODINGS]:
+    wanted = {_name(one): one for one in encodings}
+    names = sorted(wanted)
+    if unknown := [name for name in names if wanted[name] == name and name not in ENCODINGS]:
         raise NoCpuShare(f"it decodes {', '.join(ENCODINGS)}, but not {', '.join(unknown)}")
     compiler, target = _compiler(), _TARGETS[instructions]
     formats = " ".join(f"X({name})" for name in names)
@@ -120,10 +124,15 @@ def load_experts_library(
         library = ExpertsLibrary(ctypes.CDLL(str(path)), dtype, names)
     except OSError as error:
         raise NoCpuShare(f"{path} cannot be written or loaded ({error})") from error
-    for name in names:
-        if not _has_right_bits(library, name):
+    for name, encoding in wanted.items():
+        if not _has_right_bits(library, encoding):
             raise NoCpuShare(f"{compiler[0]} makes code of {_SOURCE.name} that gets other bits of {name}")
     return library
+
+
+def _name(encoding: Stored) -> str:
+    """Return what code for an encoding is called."""
+    return f"{encoding.number}_{DTYPE_KINDS[encoding.scale]}" if isinstance(encoding, ScaledFormat) else encoding
 
 
 def _compiler() -> list[str]:
@@ -183,10 +192,21 @@ class ExpertsLibrary:
         return str(self.code.experts_instructions().decode())
 
 
-def random_rows(encoding: str, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
+def random_rows(encoding: Stored, rows: int, columns: int, generator: torch.Generator) -> torch.Tensor:
     """Weights about as large as those of models, uint8 [rows, row_bytes] on the generator's device, as
     `StoredMatrices` has them."""
     device = generator.device
+    if isinstance(encoding, ScaledFormat):
+        out = torch.zeros(rows, row_bytes(encoding, columns), dtype=torch.uint8, device=device)
+        stored = rows_apart(out, encoding, columns)
+        for part in (stored.numbers, stored.zeros):
+            part.copy_(torch.randint(256, part.shape, generator=generator, dtype=torch.uint8, device=device))
+        if encoding.number == "FP8":
+            stored.numbers[stored.numbers & 0x7F == 0x7F] = 0  # are none
+        size = {"FP8": 512, "E2M1": 4, "uint4": 8}.get(encoding.number, 128)
+        scales = torch.randn(stored.scales.shape, generator=generator, device=device)
+        stored.scales.copy_(scales / (columns**0.5 * size))
+        return out
     if encoding not in FORMATS:
         weights = torch.randn(rows, columns, generator=generator, device=device) / columns**0.5
         return weights.to(KIND_DTYPES[encoding]).view(torch.uint8)
@@ -203,7 +223,7 @@ def random_rows(encoding: str, rows: int, columns: int, generator: torch.Generat
     return out
 
 
-def _has_right_bits(library: ExpertsLibrary, encoding: str) -> bool:
+def _has_right_bits(library: ExpertsLibrary, encoding: Stored) -> bool:
     """Whether three random experts, of seven rows, two and one, give what the reference gives."""
     make, width = torch.Generator().manual_seed(0), 256
     shape = ExpertShape(num_experts=3, hidden=width, inner=width)
@@ -246,10 +266,9 @@ class HostExperts:
     ) -> None:  # fmt: skip
         self.library, self.shape = library, shape
         first, second = (
-            _Matrix(where.offset, row_bytes(where.encoding, columns), _blocks(where.encoding, columns), columns,
-                    library.encodings.index(where.encoding))
+            _described(where, columns, library.encodings.index(_name(where.encoding)))
             for where, columns in ((gate_up, shape.hidden), (down, shape.inner))
-        )  # fmt: skip
+        )
         self.expert_bytes = 2 * shape.inner * first.row_bytes + shape.hidden * second.row_bytes
         biases = gate_up_bias if gate_up_bias is None else gates_first(gate_up_bias), down_bias
         self._biases = [b if b is None else b.float().contiguous() for b in biases]
@@ -259,8 +278,18 @@ class HostExperts:
         )  # fmt: skip
 
 
-def _blocks(encoding: str, columns: int) -> int:
-    return FORMATS[encoding].num_blocks(columns) if encoding in FORMATS else 0
+def _described(where: HostMatrix, columns: int, code: int) -> _Matrix:
+    how = where.encoding
+    found = _Matrix(where.offset, row_bytes(how, columns), columns, encoding=code)
+    if isinstance(how, ScaledFormat):
+        row = ScaledRow.of(how, columns)
+        assert row is not None
+        found.columns_of_scale, found.scales_at = how.columns, row.numbers_bytes
+        found.zeros_at = row.zeros_at if how.zeros else 0
+        found.zero = how.zero + (12 if how.number == "E2M1" else 128 if how.number == "int8" and not how.zeros else 0)
+    elif how in FORMATS:
+        found.blocks = FORMATS[how].num_blocks(columns)
+    return found
 
 
 class ExpertsCpu:

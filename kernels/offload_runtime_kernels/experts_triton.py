@@ -28,8 +28,9 @@ from offload_runtime_kernels._jit import (
     tl,
     triton,
 )
-from offload_runtime_kernels.experts_blocks import block_products
+from offload_runtime_kernels.experts_blocks import block_products, scaled_products
 from offload_runtime_kernels.gguf_blocks import FORMATS, KIND_DTYPES
+from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRow
 
 if TYPE_CHECKING:
     from offload_runtime_kernels.experts import ExpertShape, StoredMatrices
@@ -161,10 +162,11 @@ def _expert_kernel(
     HEIGHT: tl.constexpr, K: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOICE_BLOCK: tl.constexpr,
     ROWS_OF_X: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, HAS_BUFFERS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
-    LIMIT: tl.constexpr, ALPHA: tl.constexpr, FORM: tl.constexpr, BLOCKS: tl.constexpr, ROW_BYTES: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    LIMIT: tl.constexpr, ALPHA: tl.constexpr, FORM: tl.constexpr, ROW: tl.constexpr, BLOCKS: tl.constexpr,
+    ROW_BYTES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply rows of x, one for every `ROWS_OF_X` rows, with some rows of their experts' matrices.
+    """Multiply rows of x, one for every `ROWS_OF_X` rows, with some rows of their experts' matrices: blocks of a
+    format, rows of numbers, or, without either, elements.
 
     `FEW` is 1 for one token, `FEW_TOKENS` for few, and 0 for many."""
     if OVERLAP:
@@ -214,7 +216,10 @@ def _expert_kernel(
         else:
             row = tl.load(order_ptr + start + wanted, mask=wanted < count, other=0)
         row_of_x = row // ROWS_OF_X
-        if FORM is None:
+        if ROW is not None:
+            w_ptrs = w_ptr + column[:, None] * ROW_BYTES
+            sums = scaled_products(x_ptr, row_of_x, w_ptrs, dtype, ROW, K, ROWS, BLOCK, BLOCK_K, STAGES)
+        elif FORM is None:
             sums = _products(x_ptr, row_of_x, real, w_ptr + column[None, :] * K, K, ROWS, BLOCK, BLOCK_K, STAGES)
         else:
             sums = block_products(
@@ -285,9 +290,15 @@ class Routes:
         out: torch.Tensor, *, gated: ExpertShape | None = None, tile: ExpertTile | None = None,
     ) -> None:  # fmt: skip
         """Write [N k, rows] of x, a row of a token or of a choice; or [N k, rows / 2], `gated` as a shape says."""
-        (tokens, num_chosen), form, height = self.choices.shape, FORMATS.get(matrices.encoding), matrices.rows
-        pool = matrices.data if form else matrices.data.view(KIND_DTYPES[matrices.encoding])
-        tile = tile or default_tile(tokens, num_chosen, self.num_experts, blocks=form is not None)
+        (tokens, num_chosen), how, height, row, form = self.choices.shape, matrices.encoding, matrices.rows, None, None
+        pool = matrices.data
+        if isinstance(how, ScaledFormat):
+            row = ScaledRow.of(how, matrices.columns)
+        elif how in FORMATS:
+            form = FORMATS[how]
+        else:
+            pool = pool.view(KIND_DTYPES[how])
+        tile = tile or default_tile(tokens, num_chosen, self.num_experts, blocks=bool(form or row))
         num_rows, few = tokens * num_chosen, tokens <= FEW_TOKENS
         due = triton.cdiv(num_rows, self.num_experts * tile.rows)  # tiles, if all experts have as many rows
         tiles = 1 if few else min(4 * due, triton.cdiv(tokens, tile.rows))
@@ -300,7 +311,7 @@ class Routes:
             ROWS_OF_X=num_rows // len(x), FEW=0 if not few else FEW_TOKENS if tokens > 1 else 1, ROWS=tile.rows,
             BLOCK=tile.block, BLOCK_K=tile.block_k, STAGES=tile.num_stages, HAS_BUFFERS=buffers is not None,
             HAS_BIAS=bias is not None, GATED=gated is not None, LIMIT=gated and gated.limit,
-            ALPHA=gated.alpha if gated else 0.0, FORM=form, BLOCKS=form and form.num_blocks(matrices.columns),
+            ALPHA=gated.alpha if gated else 0.0, FORM=form, ROW=row, BLOCKS=form and form.num_blocks(matrices.columns),
             ROW_BYTES=matrices.row_bytes, num_warps=tile.num_warps, enable_fp_fusion=True, **overlap_options(x.device),
         )  # fmt: skip
 

@@ -23,7 +23,8 @@ those of the numbers. Where integers of 4 bits have scales of 16, both operation
 weights at a time; elsewhere in fp32.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -105,6 +106,77 @@ def columns_of_scale(form: ScaledFormat, columns: int) -> int | None:
     return TILE if form.columns % TILE == 0 else None
 
 
+# --- rows by themselves
+
+STEP = 128  # columns of a row that products of experts decode together
+WHOLE_ROW = 1 << 30  # columns of a scale that every row has one of, however long it is
+_STEP_GROUPS = (16, *_GROUPS)  # columns of a scale, of which several may be in a step
+_ROW_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True)
+class ScaledRow:
+    """How a row lies that has its own scales and zeros behind its numbers, so that it is decoded by itself, as rows of
+    experts are. Scales of several rows come again in each: of blocks of 128 x 128 in fp32 that is a 32nd of FP8.
+
+    Attributes:
+        number, zero, zeros: As of `ScaledFormat`.
+        scale: The dtype of its scales, in words: "float32", "float16" or "bfloat16".
+        group: Columns of a step that have one scale, 0 where the whole row has.
+        steps: Of as many steps one scale.
+        numbers_bytes: Where the scales begin.
+        zeros_at: Where the zeros do.
+        nbytes: Of a row.
+    """
+
+    number: str
+    zero: int
+    zeros: bool
+    scale: str
+    group: int
+    steps: int
+    numbers_bytes: int
+    zeros_at: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, form: ScaledFormat, columns: int) -> "ScaledRow | None":
+        """Return that of so many columns; None if groups do not divide steps, or columns say themselves which one they
+        are of."""
+        whole = form.columns >= columns
+        small = form.columns in _STEP_GROUPS and (form.columns > 16 or BITS[form.number] == 4)
+        if form.ordered or not (whole or small or form.columns % STEP == 0):
+            return None
+        numbers_bytes, (scale_bytes, zero_bytes) = form.row_bytes(columns), form.scale_row_bytes(columns)
+        end = numbers_bytes + scale_bytes + zero_bytes
+        return cls(
+            form.number, form.zero, form.zeros, str(form.scale).removeprefix("torch."),
+            0 if whole else min(form.columns, STEP), 1 if whole else max(1, form.columns // STEP), numbers_bytes,
+            numbers_bytes + scale_bytes, -(-end // _ROW_ALIGNMENT_BYTES) * _ROW_ALIGNMENT_BYTES,
+        )  # fmt: skip
+
+    # For kernels.
+
+    @property
+    def bits(self) -> int:
+        return BITS[self.number]
+
+    @property
+    def scale_type(self) -> Any:
+        return {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}[self.scale]
+
+
+def rows_apart(stored: torch.Tensor, form: ScaledFormat, columns: int) -> ScaledRows:
+    """Return what rows by themselves hold, uint8 [R, nbytes of a `ScaledRow`] at addresses that four divides, without
+    copying: a matrix of a format in which every row has its own scales."""
+    row, across = ScaledRow.of(form, columns), form.scales(1, columns)[1]
+    assert row is not None and stored.shape[1] == row.nbytes and stored.stride(1) == 1
+    scales = stored[:, row.numbers_bytes : row.numbers_bytes + across * form.scale.itemsize].view(form.scale)
+    zeros = stored[:, row.zeros_at : row.zeros_at + (form.file_bytes(across) if form.zeros else 0)]
+    groups = torch.empty(0, dtype=torch.int32, device=stored.device)
+    return ScaledRows(stored[:, : row.numbers_bytes], scales, zeros, groups)
+
+
 # --- units
 
 
@@ -127,8 +199,8 @@ def pack_numbers(numbers: torch.Tensor, form: ScaledFormat, out: torch.Tensor) -
     Args:
         numbers: uint8 [R, file_bytes], contiguous, in the order of columns, the even one in the lower half of a byte.
         form: How the matrix is stored.
-        out: uint8 [R, row_bytes], contiguous; written. Behind the last column its number comes again, so that weights
-            that meet no row of x are not too large for a number either.
+        out: uint8 [R, row_bytes], each row contiguous; written. Behind the last column its number comes again, so that
+            weights that meet no row of x are not too large for a number either.
     """
     bits, rows = BITS[form.number], max(1, _REFERENCE_WEIGHTS // out.shape[1])
     for some, to in zip(numbers.split(rows), out.split(rows), strict=True):
@@ -306,27 +378,27 @@ def _bits_of(words, number: tl.constexpr, EACH: tl.constexpr):
 
 
 @jit
-def _shared(words, UNIT: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
-    """What columns of each word of a unit share, [R, 1] or [R, 8], out of a tile's words, of `EACH` bits a group."""
+def _shared(words, UNIT: tl.constexpr, P: tl.constexpr, EACH: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """What numbers P of each word of a unit share, [R, 1] or [R, 8], out of a tile's words, of `EACH` bits a group."""
     WORD: tl.constexpr = 128 // BITS
-    FIRST: tl.constexpr = 2 * WORD * UNIT // GROUP if GROUP > 0 else 0
+    FIRST: tl.constexpr = (2 * WORD * UNIT + (8 * P if BITS == 4 else 0)) // GROUP if GROUP > 0 else 0
     found = _bits_of(words, FIRST, EACH)
-    if GROUP == WORD:
-        found = tl.where(tl.arange(0, 8)[None, :] % 2 == 0, found, _bits_of(words, FIRST + 1, EACH))
+    if GROUP > 0 and GROUP <= WORD:
+        found = tl.where(tl.arange(0, 8)[None, :] % 2 == 0, found, _bits_of(words, FIRST + WORD // GROUP, EACH))
     return found
 
 
 @jit
 def shared_words_at(
     scales_ptr, zeros_ptr, tile, BITS: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr = 256, ALONE: tl.constexpr = False,
 ):  # fmt: skip
-    """The words of a tile's scales and zeros."""
-    COUNT: tl.constexpr = 256 // GROUP if GROUP > 0 else 1
-    scales = words_at(scales_ptr, tile, 0, COUNT * SCALE.primitive_bitwidth, True, 1, ROWS)
+    """The words of the scales and zeros of a tile of so many columns."""
+    COUNT: tl.constexpr = COLUMNS // GROUP if GROUP > 0 else 1
+    scales = words_at(scales_ptr, tile, 0, COUNT * SCALE.primitive_bitwidth, True, 1, ROWS, ALONE)
     zeros = scales
     if ZEROS:
-        zeros = words_at(zeros_ptr, tile, 0, COUNT * BITS, True, 1, ROWS)
+        zeros = words_at(zeros_ptr, tile, 0, COUNT * BITS, True, 1, ROWS, ALONE)
     return scales, zeros
 
 
@@ -339,11 +411,11 @@ def decoded_half(
     """[R, 128]: half the weights of a tile, whose units are in registers, and what `shared_words_at` has of it."""
     parts = ()  # type: tuple[object, ...]
     for unit in tl.static_range(HALF * BITS // 2, (HALF + 1) * BITS // 2):
-        scale = _as_float(_shared(shared[0], unit, SCALE.primitive_bitwidth, GROUP, BITS), SCALE)
-        zero = tl.full([1, 1], 0, tl.uint32)
-        if ZEROS:
-            zero = _shared(shared[1], unit, BITS, GROUP, BITS) & ((1 << BITS) - 1)
         for p in tl.static_range(16 // BITS):
+            scale = _as_float(_shared(shared[0], unit, p, SCALE.primitive_bitwidth, GROUP, BITS), SCALE)
+            zero = tl.full([1, 1], 0, tl.uint32)
+            if ZEROS:
+                zero = _shared(shared[1], unit, p, BITS, GROUP, BITS) & ((1 << BITS) - 1)
             parts += (_weights(units[unit], scale[:, :, None], zero[:, :, None], p, NUMBER, ZERO, DTYPE, EXACT),)
     return _in_columns(parts, BITS, ROWS)
 

@@ -37,7 +37,17 @@ from offload_runtime_kernels.gguf_blocks import (
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import Activation, gated_product, linear
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
-from offload_runtime_kernels.scaled_rows import LARGEST_SCALE, ScaledFormat, ScaledRows, columns_of_scale, decode_scaled
+from offload_runtime_kernels.scaled_rows import (
+    LARGEST_SCALE,
+    WHOLE_ROW,
+    ScaledFormat,
+    ScaledRow,
+    ScaledRows,
+    columns_of_scale,
+    decode_scaled,
+    decode_scaled_reference,
+    rows_apart,
+)
 
 from offload_runtime.stream import Staging
 
@@ -124,6 +134,15 @@ class Format:
     def nbytes(self, rows: int, columns: int) -> int:
         """Return the bytes of so many rows."""
         return rows * self.row_bytes(columns)
+
+    def of_experts(self, columns: int) -> Format:
+        """Return how a matrix that would be stored so is where it is an expert's."""
+        return self
+
+    @property
+    def expert_encoding(self) -> str | ScaledFormat | None:
+        """Return what `StoredMatrices` calls it; None if experts are not multiplied in it."""
+        return self.kind if self.kind in KINDS else None
 
     def decode_rows(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Decode uint8 [R, row_bytes] into `out` [R, columns], both contiguous."""
@@ -464,6 +483,14 @@ class Scaled(Format):
     def nbytes(self, rows: int, columns: int) -> int:
         return scaled_bytes(self.form, rows, columns)
 
+    def of_experts(self, columns: int) -> Format:
+        form = self.form._replace(rows=1, columns=self.form.columns if self.form.columns < columns else WHOLE_ROW)
+        return self if ScaledRow.of(form, columns) is None else ScaledApart(form)
+
+    @property
+    def expert_encoding(self) -> None:
+        return None
+
     def decode(self, stored: torch.Tensor, rows: int, start: int, out: torch.Tensor) -> None:
         decode_scaled(scaled_rows(stored, self.form, rows, out.shape[1]), self.form, start, out)
 
@@ -480,6 +507,29 @@ class Scaled(Format):
         assert start == 0 and stored.nbytes == self.nbytes(end, columns), "a matrix is filled at once"
         fill(stored, staging)
         return stored.nbytes
+
+
+@dataclass(frozen=True)
+class ScaledApart(Format):
+    """Rows of an expert's matrix of such a checkpoint, each with scales of its own, so that gates and ups are one."""
+
+    form: ScaledFormat
+    kind: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", _NAMES[self.form.number])
+
+    def row_bytes(self, columns: int) -> int:
+        row = ScaledRow.of(self.form, columns)
+        assert row is not None
+        return row.nbytes
+
+    @property
+    def expert_encoding(self) -> ScaledFormat:
+        return self.form
+
+    def decode_rows(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        decode_scaled_reference(rows_apart(stored, self.form, out.shape[1]), self.form, 0, out)
 
 
 def format_of(kind: str | ScaledFormat) -> Format:

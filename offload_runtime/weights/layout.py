@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 import torch
 from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
-from offload_runtime_kernels.experts import StoredMatrices
+from offload_runtime_kernels.experts import StoredMatrices, row_bytes
 from offload_runtime_kernels.experts_cpu import HostMatrix
-from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.models.config import ModelConfig
@@ -179,7 +178,8 @@ class ExpertBlocks:
         """Return how each matrix of an expert is stored, and where in its block."""
         found = dict[str, HostMatrix]()
         for spec in self.block.tensors:
-            (kind,) = [how.kind for _, how in spec.encoding.parts] or [DTYPE_KINDS[spec.encoding.dtype]]
+            (kind,) = [how.expert_encoding for _, how in spec.encoding.parts] or [DTYPE_KINDS[spec.encoding.dtype]]
+            assert kind is not None
             found[spec.name] = HostMatrix(kind, spec.offset_bytes)
         return found
 
@@ -187,7 +187,7 @@ class ExpertBlocks:
         """Name the matrices of experts that lie in buffers, uint8 [S, at least the bytes of one], without copying."""
         found = dict[str, StoredMatrices]()
         for spec, (kind, start) in zip(self.block.tensors, self.places.values(), strict=True):
-            end = start + format_of(kind).nbytes(*spec.shape)
+            end = start + spec.shape[0] * row_bytes(kind, spec.shape[1])
             found[spec.name] = StoredMatrices(buffers[:, start:end], kind, *spec.shape)
         return found
 
@@ -209,8 +209,7 @@ class ModelLayout:
         cls, config: ModelConfig, dtype: torch.dtype, kinds: Mapping[str, str | ScaledFormat] | None = None, *,
         coded: bool = False, uncoded: Collection[str] = (),
     ) -> ModelLayout:  # fmt: skip
-        """Lay out matrices as a checkpoint stores them, where that takes fewer bytes than `dtype`, and all else in it;
-        experts so in blocks of GGUF alone.
+        """Lay out matrices as a checkpoint stores them, where that takes fewer bytes than `dtype`, and all else in it.
 
         Args:
             config: The model's shape.
@@ -221,8 +220,9 @@ class ModelLayout:
         """
         plain = Format(DTYPE_KINDS[dtype])
 
-        def smallest(name: str, columns: int) -> Format:
+        def smallest(name: str, columns: int, *, of_expert: bool = False) -> Format:
             found = format_of((kinds or {}).get(name, plain.kind))
+            found = found.of_experts(columns) if of_expert else found
             return min(plain, found, key=lambda one: one.row_bytes(columns)) if found.has_rows else found
 
         def encode(parts: dict[str, Destination]) -> Encoding:
@@ -246,14 +246,14 @@ class ModelLayout:
 
             stored = defaultdict[str, set[Format]](set)  # by packed name, how those of all of them are
             for name, to in of_experts.items():
-                stored[to.packed].add(smallest(name, to.shape[1]))
+                stored[to.packed].add(smallest(name, to.shape[1], of_expert=True))
             kept = {
-                packed: how if how.kind in FORMATS and not others else plain
+                packed: how if how.expert_encoding and not others else plain
                 for packed, (how, *others) in stored.items()
             }
 
             def encode_experts(parts: dict[str, Destination]) -> Encoding:
-                """Of one, by how all of them are stored: in one format of blocks, or else in `dtype`."""
+                """Of one, by how all of them are stored: in one format that experts have, or else in `dtype`."""
                 packed, *_ = (to.packed for to in parts.values())
                 return Encoding.of(dtype, [(sum(to.shape[0] for to in parts.values()), kept[packed])])
 

@@ -38,6 +38,7 @@ from offload_runtime_kernels.scaled_rows import (
     ScaledRows,
     decode_scaled,
     pack_numbers,
+    rows_apart,
 )
 
 from offload_runtime.errors import CheckpointError
@@ -295,12 +296,13 @@ class QuantisedTensor(StoredTensor):
     parts: Mapping[str, StoredTensor]
 
     def fill(self, out: torch.Tensor, staging: Staging | None = None) -> None:
-        """Read it into uint8 [scaled_bytes], or decoded into `out` [M, K] of a float dtype, some rows at a time.
+        """Read it, some rows at a time, into uint8 [scaled_bytes], rows by themselves, uint8 [M, bytes of one], or
+        decoded into `out` [M, K] of a float dtype.
 
         Raises:
             CheckpointError: A file ends too early, scales are not finite, or weights no numbers.
         """
-        (height, columns), form, raw = self.shape, self.form, out.dtype == torch.uint8
+        (height, columns), form, raw, apart = self.shape, self.form, out.dtype == torch.uint8, out.dim() == 2
         numbers_bytes = height * form.row_bytes(columns)
         kept = torch.zeros(scaled_bytes(form, height, columns) - aligned(numbers_bytes), dtype=torch.uint8)
         scales = scale_tensors(kept, form, height, columns)
@@ -310,10 +312,10 @@ class QuantisedTensor(StoredTensor):
             raise damaged(self.path, f"scales of {self.name} are infinite or no numbers, or beyond 2^100")
         if form.ordered:
             scales.groups.copy_(read_tensor(self.parts["groups"]))
-        if raw:
+        if raw and not apart:
             out[numbers_bytes : aligned(numbers_bytes)] = 0
             out[aligned(numbers_bytes) :].copy_(kept)
-        rows = out[:numbers_bytes].view(height, -1) if raw else out
+        rows = out if apart else out[:numbers_bytes].view(height, -1)
         # A piece begins with a row of scales, and of words; it has what is read, what is stored and what is made.
         together = math.lcm(form.rows if form.rows < height else 1, _WORD_ROWS)
         sizes = form.file_bytes(columns), form.row_bytes(columns), rows[0].nbytes
@@ -326,9 +328,13 @@ class QuantisedTensor(StoredTensor):
                 if form.number == "FP8" and _has_no_number(numbers):
                     raise damaged(self.path, f"weights of {self.name} are no numbers")
                 to = part if out.is_cpu else made.view(part.dtype).view(part.shape)
-                pack_numbers(numbers, form, to if raw else stored)
+                own = _behind(scales, start // form.rows, form)
+                if raw and apart:
+                    _put_apart(numbers, own, form, columns, to)
+                else:
+                    pack_numbers(numbers, form, to if raw else stored)
                 if not raw:
-                    decode_scaled(_behind(scales, start // form.rows, form)._replace(numbers=stored), form, 0, to)
+                    decode_scaled(own._replace(numbers=stored), form, 0, to)
                 if to is not part:
                     part.copy_(to)
 
@@ -337,6 +343,17 @@ def _behind(scales: ScaledRows, first: int, form: ScaledFormat) -> ScaledRows:
     """Return what lies from a row of scales on."""
     zeros = scales.zeros[first:] if form.zeros else scales.zeros
     return scales._replace(scales=scales.scales[first:], zeros=zeros)
+
+
+def _put_apart(numbers: torch.Tensor, scales: ScaledRows, form: ScaledFormat, columns: int, out: torch.Tensor) -> None:
+    """Write rows by themselves, uint8 [R, bytes of one]: numbers in the order of columns, and from the first on the
+    scales of theirs."""
+    to, own = rows_apart(out, form._replace(rows=1), columns), torch.arange(len(out)) // form.rows
+    out[:, to.numbers.shape[1] :] = 0
+    pack_numbers(numbers, form, to.numbers)
+    to.scales.copy_(scales.scales[own])
+    if form.zeros:
+        to.zeros.copy_(scales.zeros[own])
 
 
 def passing_bytes(form: ScaledFormat, shape: tuple[int, ...]) -> int:

@@ -135,7 +135,7 @@ def linear_calls() -> Iterator[tuple[str, Call]]:
         yield f"linear 128 {m}", partial(linear_triton, x, weight, out, tile=tile, gated="silu")
 
 
-def route(tokens: int, shape: ExpertShape, choices: int, kind: str) -> None:
+def route(tokens: int, shape: ExpertShape, choices: int, kind: str | ScaledFormat) -> None:
     """Experts without biases whose weights are one matrix, of which nothing is read."""
     chosen, y = ints(tokens, choices, dtype=torch.int64), torch.empty(tokens, choices, shape.hidden, dtype=BF16)
     gate_up, down = (
@@ -156,6 +156,13 @@ def expert_calls() -> Iterator[tuple[str, Call]]:
         yield f"experts {tokens} BF16", partial(route, tokens, gpt_oss, 4, "BF16")
     yield "experts 8192 MXFP4", partial(route, 8192, gpt_oss, 4, "MXFP4")
     yield "experts 64 Q4_K", partial(route, 64, qwen3, 8, "Q4_K")
+    numbers = (
+        ScaledFormat("FP8", 1, 128, FP32),
+        ScaledFormat("uint4", 1, 128, BF16, 8),
+        ScaledFormat("E2M1", 1, 16, FP32),
+    )
+    for how, tokens in (*product(numbers, (64,)), (numbers[0], 8192)):
+        yield f"experts {tokens} {how.number}", partial(route, tokens, qwen3, 8, how)
 
 
 def router_calls() -> Iterator[tuple[str, Call]]:

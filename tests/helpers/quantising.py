@@ -275,6 +275,20 @@ def random_llama(**sizes: int) -> Any:
     return model
 
 
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Experts one by one, as quantised files have them, and not stacked as transformers has them in memory."""
+    found = dict[str, torch.Tensor]()
+    for name, tensor in tensors.items():
+        stem, _, stack = name.rpartition(".experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(stack, ()) if stem else ()
+        for number, expert in enumerate(tensor if parts else ()):
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                found[f"{stem}.experts.{number}.{part}.weight"] = rows
+        if not parts:
+            found[name] = tensor
+    return found
+
+
 def write_quantised(
     directory: Path, form: Format, model: Any = None, *, others: Mapping[str, torch.Tensor] = MappingProxyType({}),
     **sizes: int,
@@ -283,7 +297,7 @@ def write_quantised(
     model = random_llama(**sizes) if model is None else model
     config, stored, decoded = model.config, dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     config.dtype = form.dtype
-    for name, parameter in {**model.state_dict(), **others}.items():
+    for name, parameter in {**_apart(model.state_dict()), **others}.items():
         module = name.removesuffix(".weight")
         if is_quantised(module, form):
             tensors, decoded[name] = form.pack(parameter)

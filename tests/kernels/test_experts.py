@@ -12,8 +12,10 @@ import pytest
 import torch
 from offload_runtime_kernels import experts as ops
 from offload_runtime_kernels.experts import ExpertShape, experts
+from offload_runtime_kernels.experts_cpu import random_rows
 from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, pack_rows
+from offload_runtime_kernels.scaled_rows import WHOLE_ROW, ScaledFormat
 from transformers import GptOssConfig, MixtralConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
@@ -26,8 +28,11 @@ SILU = ExpertShape(num_experts=6, hidden=40, inner=24)
 CLAMPED = replace(SILU, limit=7.0)
 
 
-def random_blocks(kind: str, experts: int, rows: int, columns: int) -> ops.StoredMatrices:
-    """Matrices of random blocks with ordinary scales."""
+def random_blocks(kind: str | ScaledFormat, experts: int, rows: int, columns: int) -> ops.StoredMatrices:
+    """Matrices of random blocks, or numbers, with ordinary scales."""
+    if isinstance(kind, ScaledFormat):
+        stored = random_rows(kind, experts * rows, columns, torch.Generator().manual_seed(rows)).to(KERNEL_DEVICE)
+        return ops.StoredMatrices(stored.view(experts, -1), kind, rows, columns)
     form, scales = FORMATS[kind], (0x1A2B, 0x93C5, 0x9001, 0x1800)
     blocks = blocks_of(kind, experts * rows * columns // form.weights, scales)[256:].to(KERNEL_DEVICE)
     data = torch.empty(experts * rows, form.row_bytes(columns), dtype=torch.uint8, device=KERNEL_DEVICE)
@@ -66,7 +71,10 @@ class Problem:
         return cls(shape, x, order.values, weights, ops.StoredMatrices.of(gate_up), ops.StoredMatrices.of(down), biases)
 
     @classmethod
-    def encoded(cls, shape: ExpertShape, rows: int, chosen: int, dtype: torch.dtype, kinds: tuple[str, str]) -> Problem:
+    def encoded(
+        cls, shape: ExpertShape, rows: int, chosen: int, dtype: torch.dtype,
+        kinds: tuple[str | ScaledFormat, str | ScaledFormat],
+    ) -> Problem:  # fmt: skip
         """With random blocks."""
         stored = (
             random_blocks(kind, shape.num_experts, *sizes)
@@ -265,17 +273,39 @@ def test_kernels_decode_blocks(kind: str, rows: int) -> None:
     torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
 
 
+FP8 = ScaledFormat("FP8", 1, 128, FP32)  # as Qwen's; then GPTQ, AWQ and compressed-tensors, and NVFP4
+INT4, INT4_OF_ROWS = ScaledFormat("uint4", 1, 64, FP16, 1, zeros=True), ScaledFormat("uint4", 1, WHOLE_ROW, FP16, 8)
+SYMMETRIC, NVFP4 = ScaledFormat("uint4", 1, 128, BF16, 8), ScaledFormat("E2M1", 1, 16, FP32)
+INT8, UINT8 = ScaledFormat("int8", 1, 32, FP16, zeros=True), ScaledFormat("uint8", 1, 512, FP32, 128)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("form", [FP8, INT4, INT4_OF_ROWS, NVFP4, INT8, UINT8])  # without bf16: see `test_scaled_rows`
+def test_kernels_decode_numbers(form: ScaledFormat, rows: int) -> None:
+    """A K that is no whole number of steps."""
+    problem = Problem.encoded(ExpertShape(2, 288, 32), rows, 1, FP32, (form, form))
+    with poisoned_outputs():
+        found = problem.on(KERNEL_DEVICE).rows(expert_rows_triton).cpu()
+    expected = problem.on("cpu").rows()
+    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+
+
 # Of Qwen3-30B-A3B and gpt-oss-120b, with fewer experts.
 LARGE = (
     (ExpertShape(32, 2048, 768), 8, ("Q4_K", "Q6_K"), FP16),
     (ExpertShape(32, 2880, 2880, limit=7.0), 4, ("MXFP4", "MXFP4"), BF16),
+    (ExpertShape(32, 2048, 768), 8, (FP8, FP8), BF16),
+    (ExpertShape(32, 2048, 768), 8, (INT4, INT4), FP16),
+    (ExpertShape(32, 2048, 768), 8, (SYMMETRIC, SYMMETRIC), BF16),
+    (ExpertShape(32, 2048, 768), 8, (NVFP4, NVFP4), BF16),
 )
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("shape", "num_chosen", "kinds", "dtype"), LARGE)
 def test_blocks_have_the_bits_of_decoded_matrices(
-    shape: ExpertShape, num_chosen: int, kinds: tuple[str, str], dtype: torch.dtype
+    shape: ExpertShape, num_chosen: int, kinds: tuple[Any, Any], dtype: torch.dtype
 ) -> None:
     """Of every way to cut them."""
     problem = Problem.encoded(shape, 600, num_chosen, dtype, kinds).on("cuda")
@@ -289,8 +319,10 @@ def test_blocks_have_the_bits_of_decoded_matrices(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q5_K", "IQ4_XS"])
-def test_other_formats_have_the_bits_of_what_they_are_decoded_to(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q5_K", "IQ4_XS", INT4, INT4_OF_ROWS, INT8, UINT8], ids=str
+)
+def test_other_formats_have_the_bits_of_what_they_are_decoded_to(kind: Any) -> None:
     problem = Problem.encoded(ExpertShape(4, 512, 512), 40, 2, BF16, (kind, kind)).on("cuda")
     expected = problem.decoded().rows()
     for count in (1, 40):

@@ -14,6 +14,7 @@ import torch
 from offload_runtime_kernels import experts_cpu as ops
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, expert_rows
 from offload_runtime_kernels.gguf_blocks import FORMATS
+from offload_runtime_kernels.scaled_rows import WHOLE_ROW, ScaledFormat
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = Path("/proc/cpuinfo").read_text()
@@ -46,7 +47,9 @@ class Problem:
     down_bias: torch.Tensor | None = None
 
     @classmethod
-    def random(cls, encoding: str, dtype: torch.dtype, hidden: int, inner: int, *, limited: bool = False) -> Problem:
+    def random(
+        cls, encoding: ops.Stored, dtype: torch.dtype, hidden: int, inner: int, *, limited: bool = False
+    ) -> Problem:
         """With a limit there are biases too."""
         make, count = torch.Generator().manual_seed(hidden), 6
         shape = ExpertShape(count, hidden, inner, limit=2.0 if limited else None)
@@ -90,9 +93,17 @@ class Problem:
         return out
 
 
+NUMBERS = (
+    ScaledFormat("FP8", 1, 128, FP32), ScaledFormat("FP8", 1, WHOLE_ROW, BF16),
+    ScaledFormat("uint4", 1, 64, FP16, zeros=True), ScaledFormat("uint4", 1, 32, BF16, 8),
+    ScaledFormat("E2M1", 1, 16, FP32), ScaledFormat("uint8", 1, 64, FP16, 128),
+    ScaledFormat("int8", 1, WHOLE_ROW, BF16, zeros=True), ScaledFormat("int8", 1, WHOLE_ROW, FP32),
+)  # fmt: skip
+
+
 def _cases() -> Iterator[Any]:
     """Every encoding in every dtype by the machine's instructions; by others in one dtype, which takes turns."""
-    for number, encoding in enumerate(ops.ENCODINGS):
+    for number, encoding in enumerate((*ops.ENCODINGS, *NUMBERS)):
         for each, dtype in enumerate((BF16, FP16, FP32)):
             for instructions in ("native", "avx512", "avx2", "plain") if each == number % 3 else ("native",):
                 fast = (encoding, dtype, instructions) in (("MXFP4", BF16, "native"), ("Q4_0", FP16, "avx2"))
@@ -100,12 +111,14 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("encoding", "dtype", "instructions"), list(_cases()))
-def test_bits_are_expected(libraries: Path, encoding: str, dtype: torch.dtype, instructions: ops.Instructions) -> None:
+def test_bits_are_expected(
+    libraries: Path, encoding: ops.Stored, dtype: torch.dtype, instructions: ops.Instructions
+) -> None:
     if (feature := {"avx512": "avx512vl", "avx2": "avx2"}.get(instructions, "")) not in CPU:
         pytest.skip(f"this processor has no {feature}")
     library = ops.load_experts_library(libraries, dtype, [encoding], instructions)
     unit = FORMATS[encoding].weights if encoding in FORMATS else 1
-    sizes = {1: (44, 21), 32: (96, 160), 256: (256, 256)}[unit]
+    sizes = {1: (44, 21), 32: (96, 160), 256: (256, 256)}[unit] if isinstance(encoding, str) else (200, 96)
     with ops.ExpertsCpu(library, threads=1) as cpu:
         for limited in (False, True):
             problem = Problem.random(encoding, dtype, *sizes, limited=limited)

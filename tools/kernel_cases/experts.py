@@ -15,20 +15,24 @@ from kernel_cases.case import DEVICE, Case, Cases, random_bf16
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, experts
 from offload_runtime_kernels.experts_cpu import random_rows
 from offload_runtime_kernels.router import choose_experts
+from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 # By model: the shape, the experts of a token, and how both matrices are stored.
 GPT_OSS, QWEN3 = ExpertShape(128, 2880, 2880, limit=7.0), ExpertShape(128, 2048, 768)
-MODELS = {
+FP8, INT4 = ScaledFormat("FP8", 1, 128, torch.float32), ScaledFormat("uint4", 1, 128, torch.bfloat16, 8)
+MODELS: dict[str, tuple[ExpertShape, int, tuple[str | ScaledFormat, str | ScaledFormat]]] = {
     "gpt-oss-120b in MXFP4": (GPT_OSS, 4, ("MXFP4", "MXFP4")),
     "Qwen3-30B-A3B in Q4_K_M": (QWEN3, 8, ("Q4_K", "Q6_K")),
     "Qwen3-30B-A3B in Q8_0": (QWEN3, 8, ("Q8_0", "Q8_0")),
+    "Qwen3-30B-A3B in FP8": (QWEN3, 8, (FP8, FP8)),
+    "Qwen3-30B-A3B in INT4": (QWEN3, 8, (INT4, INT4)),
     "Qwen3-30B-A3B in bf16": (QWEN3, 8, ("BF16", "BF16")),
 }
 ROWS = (1, 4, 8, 16, 64, 1024, 8192)
 _INPUTS = 8  # choices of their own, of experts that caches do not hold
 
 
-def make_matrices(kind: str, experts: int, rows: int, columns: int) -> StoredMatrices:
+def make_matrices(kind: str | ScaledFormat, experts: int, rows: int, columns: int) -> StoredMatrices:
     """Random ones, whose products are about as large as what they multiply."""
     stored = random_rows(kind, experts * rows, columns, torch.Generator(DEVICE).manual_seed(0))
     return StoredMatrices(stored.view(experts, -1), kind, rows, columns)
