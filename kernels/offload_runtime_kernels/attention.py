@@ -318,6 +318,12 @@ def _keys_of_tiles(
         yield at, paths[:, : len(own)]
 
 
+def _check(q: torch.Tensor, kv: KVBlocks, rows: QueryRows) -> None:
+    assert q.is_contiguous() and rows.positions.is_contiguous() and rows.positions.shape == q.shape[:2]
+    assert q.shape[2] % kv.num_kv_heads == 0 and q.shape[3] == kv.head_dim and q.dtype == kv.data.dtype
+    assert rows.ancestors is None or (rows.committed is not None and rows.ancestors.is_contiguous())
+
+
 def attention(q: torch.Tensor, kv: KVBlocks, rows: QueryRows, params: AttentionParams) -> torch.Tensor:
     """Attend from rotated queries to the cache, the queries' own keys included (they are written before).
 
@@ -333,6 +339,7 @@ def attention(q: torch.Tensor, kv: KVBlocks, rows: QueryRows, params: AttentionP
         [B, T, H, D] in the dtype of `q`; zero for padding rows.
     """
     assert kv.first_block == 0, "a piece of a sequence is not all that a query sees"
+    _check(q, kv, rows)
     if q.is_cuda:
         return attention_triton(q, kv, rows, params)
     out, blocks = torch.zeros_like(q), range(-(-rows.max_length // BLOCK_TOKENS))
@@ -358,6 +365,7 @@ def attend_blocks(
         params: The layer's; sinks wait for `finish_attention`.
     """
     assert blocks.step == 1 and blocks.start >= kv.first_block
+    _check(q, kv, rows)
     run = attend_blocks_triton if q.is_cuda else attend_blocks_cpu
     run(q, kv, rows, blocks, state, params)
 

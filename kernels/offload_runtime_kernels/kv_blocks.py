@@ -218,7 +218,6 @@ def rope_store_triton(
     num_kv_heads, head_dim = kv.num_kv_heads, kv.head_dim
     num_rows = rows.positions.shape[0]
     num_heads = qkv.shape[1] // head_dim - (1 if values_are_keys else 2) * num_kv_heads
-    assert qkv.is_contiguous() and qkv.shape[0] >= num_rows and head_dim % 2 == 0 and qkv.dtype == kv.data.dtype
     q = qkv.new_empty(num_rows, num_heads, head_dim)
     first, pairs, interleaved = rotation or Rotation(0, 0)
     # Triton wants a pointer for every argument; an unused one may point anywhere.
@@ -252,5 +251,7 @@ def rope_store(
     Returns:
         The rotated queries [N, H, D]; zero for padding rows.
     """
+    assert qkv.is_contiguous() and qkv.shape[0] >= len(rows.positions) and qkv.dtype == kv.data.dtype
+    assert kv.head_dim % 2 == 0
     run = rope_store_triton if qkv.is_cuda else rope_store_reference
     return run(qkv, rows, kv, rotation, head_norm, values_are_keys=values_are_keys)

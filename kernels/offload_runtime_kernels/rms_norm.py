@@ -72,7 +72,6 @@ def rms_norm_triton(
     """Triton version of `rms_norm`."""
     rows, width = x.shape
     out = torch.empty_like(x) if out is None else out
-    assert x.stride(1) == out.stride(1) == 1 and out.shape == x.shape and weight.is_contiguous()
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(x):
         _rms_norm_kernel[(rows,)](
@@ -103,6 +102,8 @@ def rms_norm(
     Returns:
         [N, H] in the dtype of x: `out` where there is one.
     """
+    assert x.stride(1) == 1 and weight.is_contiguous()
+    assert out is None or (out.stride(1) == 1 and out.shape == x.shape)
     if x.is_cuda:
         return rms_norm_triton(x, weight, eps, offset=offset, centred=centred, gate=gate, out=out, add=add)
     normed = rms_norm_reference(x, weight, eps, offset, centred=centred, gate=gate)

@@ -298,13 +298,7 @@ def step_rows_triton(
     """Triton version of `step_rows`."""
     batch, words = window.shape
     count, frequencies, paths = len(layout.cache_positions), rotation.frequencies, layout.ancestors
-    _check_windows(window, start)
-    assert layout.cache_positions.dtype == layout.positions.dtype == torch.int32 and layout.positions.shape == (count,)
     pairs, depth = frequencies.shape[1], 0 if paths is None else paths.shape[1]
-    assert frequencies.dtype == torch.float32 and frequencies.is_contiguous() and len(frequencies) >= batch
-    assert rotation.scaling.dtype == torch.float32 and rotation.scaling.shape == (pairs,)
-    assert place is None or (place.dtype == torch.int32 and place.is_contiguous() and len(place) >= batch)
-    assert paths is None or (paths.dtype == torch.int32 and paths.is_contiguous() and len(paths) == count)
     # Memory of their own, not views of one block: kernels further on are compiled for pointers of one alignment.
     tokens, cache_positions, following, slots = (window.new_empty(batch * count) for _ in range(4))
     positions, ahead, used = window.new_empty(batch, count), window.new_empty(batch), window.new_empty(batch)
@@ -342,9 +336,6 @@ def put_tokens_triton(
     cursor: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Triton version of `put_tokens`."""
-    _check_windows(window, start, *(() if cursor is None else (cursor,)))
-    assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == len(window)
-    assert cursor is None or cursor.is_contiguous()
     count = tokens.shape[1]
     _put_tokens_kernel[(len(window),)](
         window, start, tokens, start if cursor is None else cursor, window.shape[1], start.stride(0), count, offset,
@@ -357,15 +348,7 @@ def accept_triton(
     runners_up: torch.Tensor,
 ) -> None:  # fmt: skip
     """Triton version of `accept`."""
-    _check_windows(window)
-    _check_windows(runners_up)
-    assert len(runners_up) >= len(window) and runners_up.shape[1] == window.shape[1] - WINDOW_HEADER_WORDS
-    assert second_samples.shape == samples.shape
-    assert samples.dtype == second_samples.dtype == counts.dtype == torch.int64
-    assert samples.is_contiguous() and second_samples.is_contiguous() and counts.is_contiguous()
-    assert samples.ndim == 2 and len(samples) == len(window) and counts.shape[1] == 2 and len(counts) >= len(window)
     count = len(links.parents)
-    assert count < min(64, samples.shape[1]), "a bit for every node"
     _accept_kernel[(len(window),)](
         window, samples, second_samples, counts, links.parents, links.paths, links.depths, runners_up, window.shape[1],
         count, samples.shape[1], runners_up.shape[1], LANES=triton.next_power_of_2(max(1, count)), num_warps=1,
@@ -389,6 +372,14 @@ def step_rows(
         place: [at least B, 2] int32, device, of caches that hold a part of the sequence: positions and slots are so
             much smaller there, and rotated as if they were so much larger than that. None: the sequence's own.
     """
+    _check_windows(window, start)
+    batch, count, frequencies, paths = len(window), len(layout.positions), rotation.frequencies, layout.ancestors
+    assert layout.cache_positions.dtype == layout.positions.dtype == torch.int32
+    assert layout.cache_positions.shape == (count,) and rotation.scaling.shape == frequencies.shape[1:]
+    assert frequencies.dtype == torch.float32 and frequencies.is_contiguous() and len(frequencies) >= batch
+    assert rotation.scaling.dtype == torch.float32
+    assert place is None or (place.dtype == torch.int32 and place.is_contiguous() and len(place) >= batch)
+    assert paths is None or (paths.dtype == torch.int32 and paths.is_contiguous() and len(paths) == count)
     run = step_rows_triton if window.is_cuda else step_rows_reference
     return run(window, start, layout, rotation, last_token=last_token, skip_committed=skip_committed, place=place)
 
@@ -406,6 +397,9 @@ def put_tokens(
         offset: The first goes into slot `start` + `offset`, the others behind it.
         cursor: [B] int32, device, which is moved behind `start` by as many; None for none.
     """
+    _check_windows(window, start, *(() if cursor is None else (cursor,)))
+    assert tokens.dtype == torch.int64 and tokens.is_contiguous() and len(tokens) == len(window)
+    assert cursor is None or cursor.is_contiguous()
     run = put_tokens_triton if window.is_cuda else put_tokens_reference
     run(window, start, tokens, offset=offset, cursor=cursor)
 
@@ -429,5 +423,13 @@ def accept(
         runners_up: [at least B, W - 5] int32: in place s - base, what would have been sampled instead of the token of
             slot s, of those that become known here.
     """
+    _check_windows(window)
+    _check_windows(runners_up)
+    assert len(runners_up) >= len(window) and runners_up.shape[1] == window.shape[1] - WINDOW_HEADER_WORDS
+    assert second_samples.shape == samples.shape
+    assert samples.dtype == second_samples.dtype == counts.dtype == torch.int64
+    assert samples.is_contiguous() and second_samples.is_contiguous() and counts.is_contiguous()
+    assert samples.ndim == 2 and len(samples) == len(window) and counts.shape[1] == 2 and len(counts) >= len(window)
+    assert len(links.parents) < min(64, samples.shape[1]), "a bit for every node"
     run = accept_triton if window.is_cuda else accept_reference
     run(window, samples, second_samples, counts, links, runners_up)

@@ -492,6 +492,8 @@ class DraftRunner:
         shape = BatchShape(len(lines), max(len(line.tokens) for line in lines), depth, reach)
         if self.device.type != "cuda":
             return shape
+        if self.on_demand:  # rows that only fill up count where so many as may choose most experts bring all of them
+            width = min(width, graphs.captured_width(shape.width))
         return graphs.captured_shape(
             shape._replace(depth=self._depth), width=width, capacity_tokens=self._capacity_tokens
         )
