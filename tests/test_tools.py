@@ -89,7 +89,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("name", "words", "said"),
     [
-        ("bench_copy", ["--source", "a", "--text", "b", "--bits", "4,9"], "--bits (4, 9) are not all 2 to 8"),
+        ("bench_copy", ["rest", "--source", "a", "--text", "b", "--bits", "4,9"], "--bits (4, 9) are not all 2 to 8"),
         ("bench_drafters", ["--source", "a", "--text", "no-text", "--device", "cpu"], "no-text cannot be read"),
         ("bench_kernels", ["softmax"], "invalid choice: 'softmax'"),
         ("bench_long_context", ["--source", "no-model", "--text", "no-text", "--device", "cpu"], "no-model"),
@@ -352,20 +352,26 @@ def test_rows_of_all_places_are_those_that_a_draft_makes_one_by_one() -> None:
             hidden = torch.cat((hidden, stream[-1:]))
 
 
-def test_copies(small: Path, book: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--source", small, "--text", book, "--code", book, "--places", 2, "--prompt-tokens", 8)
-    sizes = ("--new-tokens", 12, "--bits", "2,6", "--groups", 32, "--random-rows", 16, "--blocks", 4)
-    kinds = ("--symmetric", "no", "--methods", "rounded", "weighted")
-    assert call("bench_copy", *given, *sizes, *kinds) == 0  # every bit came back
-    report = printed(capsys)
-    assert all(code["round_trip"] for row in report["rest"] for code in row["codes"])
+def test_agreement_of_copies(small: Path, book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("agreement", "--source", small, "--text", book, "--code", book, "--places", 2, "--prompt-tokens", 8)
+    sizes = ("--new-tokens", 12, "--bits", "2,6", "--groups", 32, "--blocks", 4, "--shift", 16)
+    assert call("bench_copy", *given, *sizes, "--symmetric", "no", "--methods", "rounded", "weighted") == 0
     by_draft: dict[object, list[dict[str, Any]]] = {}
-    for row in report["agreement"]:
+    for row in printed(capsys)["agreement"]:
         by_draft.setdefault((row["draft"], row.get("copy", {}).get("bits")), []).append(row)
     assert {row["agreement"] for row in by_draft["target", None]} == {1.0}
     assert {row["tokens_per_pass"]["8"] for row in by_draft["target", None]} == {9.0}
     coarse, fine = (sum(row["agreement"] for row in by_draft["copy", bits]) for bits in (2, 6))
     assert coarse < fine and {row["keys"] for row in by_draft["copy", 6]} == {"own", 4}
+
+
+def test_the_rest_given_copies(small: Path, book: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("rest", "--source", small, "--text", book, "--code", book, "--random-rows", 16)
+    assert call("bench_copy", *given, "--bits", "4", "--groups", 32, "--methods", "rounded") == 0  # every bit came back
+    rows = printed(capsys)["rest"]
+    assert {row["stored"] for row in rows} == {"bf16", "FP8", "Q8_0"} and len(rows) == 24
+    assert all(code["round_trip"] for row in rows for code in row["codes"])
+    assert all(row["entropy_bits_by_level"] <= row["entropy_bits"] + 1e-9 for row in rows)
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from torch import Tensor
 TILE = 1024  # weights that share the 32 bits which say where their bytes begin
 EXTENSIONS = 8
 _FAR = 128 * EXTENSIONS
+_LEFT_OUT = 1 / 16  # of a step's places may be exceptions, where that saves a bit
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,9 @@ def decode(rest: Rest, base: Tensor, floors: Tensor | None) -> Tensor:
 def sized_by_copy(
     patterns: Tensor, lowest: Tensor, highest: Tensor, floors: Tensor, pattern_bits: int
 ) -> tuple[float, float]:
-    """Bits a weight if the copy also says how many bits a weight has: as many as the places of its step need.
+    """The size of a code whose lengths the copy says, too: as many bits as the places of a weight's step need.
+
+    All lengths are known before a bit is read, so that a tile is decoded at once, after adding them up.
 
     Args:
         lowest, highest: [N]: patterns of the ends of the step that the copy says a weight is in.
@@ -148,8 +151,9 @@ def sized_by_copy(
     """
     first, last = (place(ends, floors, pattern_bits) for ends in (lowest, highest))
     places = place(patterns, floors, pattern_bits)
-    exception = (places == 0) | (places < first) | (places > last)
-    needed = (last - first + 2).clamp_min_(1).float().log2().ceil_()  # of which one is the exception's
+    # One more than the places is the exception's. A step of one binade would need another bit for that alone.
+    needed = (last - first + 2).clamp_min_(1).float().mul_(1 - _LEFT_OUT).log2_().ceil_()
+    exception = (places == 0) | (places < first) | (places - first >= needed.exp2() - 1)
     share = float(exception.double().mean())
     return float(needed.double().mean()) + pattern_bits * share + 32 / TILE, share
 
