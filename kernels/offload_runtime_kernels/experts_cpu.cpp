@@ -353,24 +353,20 @@ struct MXFP4 : Blocks {
 #if defined(WITH_AVX512)
     }
     template <int K>
-    INLINE F weight() const {
-        const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
-        return looked_up(numbers[word_of(K)] >> 8 * byte_of(K), table) * scales[0];
+    INLINE F weight() const { return twice(numbers[word_of(K)] >> 8 * byte_of(K)) * scales[0]; }
+    // Of lanes' lowest four bits.
+    static INLINE F twice(U places) {
+        return looked_up(places, _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
     }
 #else
         for (U& four : numbers) four = codes(four);
     }
     template <int K>
     INLINE F weight() const { return Blocks::weight<8, K>(); }
-#endif
     // Twice the numbers of E2M1, and 12.
     static INLINE U codes(U places) {
-#if defined(WITH_AVX512) || defined(WITH_AVX2)
+#if defined(WITH_AVX2)
         __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-#endif
-#if defined(WITH_AVX512)
-        return (U)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)places);
-#elif defined(WITH_AVX2)
         return (U)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)places);
 #else
         static const uint8_t table[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
@@ -380,6 +376,7 @@ struct MXFP4 : Blocks {
         return load<U>(each);
 #endif
     }
+#endif
 };
 
 // Eight groups with scales and minima of six bits in twelve bytes.
@@ -464,14 +461,14 @@ struct Matrix {
 enum class Number { FP8, int8, uint8, uint4, E2M1 };
 
 // Numbers of a row, and behind them its scales and zeros: w = (q - zero) scale, rounded to the dtype of the scales.
-// Bytes lie as those of blocks do; of the half-bytes of a word those of even columns come first.
+// Bytes lie as those of blocks do; of the half-bytes of a word those of even columns come first. Of scales of 16 bits
+// products are exact before they are rounded, so that an offset, -zero scale, is a part of one multiply-add.
 template <Number NUMBER, Dtype SCALE>
 struct Scaled : Blocks {
     static constexpr int BITS = NUMBER == Number::uint4 || NUMBER == Number::E2M1 ? 4 : 8, STEP = 512 / BITS;
     Bytes const* rows;
     const Matrix* matrix;
     long column;
-    F zeros[2];
     INLINE void open(const Bytes* from, const Matrix& of, long step) {
         take(rows = from, step * 64);
         matrix = &of, column = step * STEP;
@@ -480,9 +477,9 @@ struct Scaled : Blocks {
         for (int part = 0; part < 2; ++part) {
             long at = (column + 32 * block + 16 * part) / matrix->columns_of_scale;
             if (part && matrix->columns_of_scale >= 32)
-                scales[1] = scales[0], zeros[1] = zeros[0];
+                scales[1] = scales[0], offsets[1] = offsets[0];
             else
-                scale_and_zero(at, scales[part], zeros[part]);
+                scale_and_offset(at, scales[part], offsets[part]);
         }
         if constexpr (BITS == 4)
             both_halves(block);
@@ -490,20 +487,27 @@ struct Scaled : Blocks {
             for (int i = 0; i < 8; ++i) numbers[i] = words[i / 2 * 4 + block * 2 + i % 2];
         for (U& four : numbers) {
             if constexpr (NUMBER == Number::int8) four ^= 0x80808080;
+#if !defined(WITH_AVX512)
             if constexpr (NUMBER == Number::E2M1) four = MXFP4::codes(four);
+#endif
         }
     }
-    INLINE void scale_and_zero(long at, F& by, F& zero) {
+    INLINE void scale_and_offset(long at, F& by, F& offset) {
         if constexpr (SCALE == Dtype::F32) by = (F)gathered<uint32_t>(rows, matrix->scales_at + 4 * at);
         if constexpr (SCALE == Dtype::BF16) by = (F)(gathered<uint16_t>(rows, matrix->scales_at + 2 * at) << 16);
         if constexpr (SCALE == Dtype::F16) by = half<false>(gathered<uint16_t>(rows, matrix->scales_at + 2 * at));
         if constexpr (NUMBER == Number::FP8) by *= 256;  // they are read as numbers of fp16, whose bias is 8 more
         if constexpr (NUMBER == Number::E2M1) by *= 0.5f;
-        zero = number((float)matrix->zero);
+        F zero = number((float)matrix->zero);
         if (matrix->zeros_at) {
             U stored = gathered<uint8_t>(rows, matrix->zeros_at + at * BITS / 8) >> at * BITS % 8 & ((1 << BITS) - 1);
             zero += number(NUMBER == Number::int8 ? stored ^ 0x80 : stored);
         }
+        offset = SCALE == Dtype::F32 ? zero : zero * -by;
+    }
+    INLINE F scaled(F q, int part) const {
+        if constexpr (SCALE == Dtype::F32) return (q - offsets[part]) * scales[part];
+        return fma(q, scales[part], offsets[part]);
     }
     template <int K>
     INLINE F weight() const {
@@ -514,10 +518,15 @@ struct Scaled : Blocks {
             w = half<false>(byte_of(K) / 2 ? pairs >> 16 : pairs) * scales[K / 16];
         } else if constexpr (BITS == 4) {  // nibble K / 8 of the even columns' or of the odd ones'
             constexpr int NIBBLE = K / 8 + K % 2 * 4, WIDTH = NUMBER == Number::E2M1 ? 8 : 4;
-            F q = byte<WIDTH, NIBBLE / 2>(numbers[K / 2 % 4 * 2 + NIBBLE % 2]);
-            w = (q - zeros[K / 16]) * scales[K / 16];
+            U four = numbers[K / 2 % 4 * 2 + NIBBLE % 2];
+#if defined(WITH_AVX512)
+            if constexpr (NUMBER == Number::E2M1)
+                w = MXFP4::twice(four >> NIBBLE / 2 * 8) * scales[K / 16];
+            else
+#endif
+                w = scaled(byte<WIDTH, NIBBLE / 2>(four), K / 16);
         } else {
-            w = (byte<8, byte_of(K)>(numbers[word_of(K)]) - zeros[K / 16]) * scales[K / 16];
+            w = scaled(byte<8, byte_of(K)>(numbers[word_of(K)]), K / 16);
         }
         if constexpr (SCALE != Dtype::F32 && SCALE != DTYPE) w = rounded<false, SCALE>(w);
         return w;
