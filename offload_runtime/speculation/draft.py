@@ -493,7 +493,7 @@ class DraftRunner:
         if self.device.type != "cuda":
             return shape
         if self.on_demand:  # rows that only fill up count where so many as may choose most experts bring all of them
-            width = min(width, graphs.captured_width(shape.width))
+            width = min(width, max(graphs.NARROW_ROWS, graphs.captured_width(shape.width)))
         return graphs.captured_shape(
             shape._replace(depth=self._depth), width=width, capacity_tokens=self._capacity_tokens
         )
