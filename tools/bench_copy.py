@@ -46,6 +46,7 @@ from offload_runtime.stream import resolve_device
 
 CHAINS = (8, 16, 48)
 AGREEMENT, REST, OWN = "agreement", "rest", "own"
+TEXTS, RANDOM = "texts", "random"
 _ATTENTION = "copy_and_target"
 _CALIBRATION_TOKENS = 1024  # of each text, trained on
 _CALIBRATION_ROW = 256
@@ -229,7 +230,8 @@ class Bench:
 
     @torch.no_grad()
     def importance(self) -> dict[str, Tensor]:
-        """Mean squares [K] of what each matrix is multiplied with, in pieces of both texts that are not measured."""
+        """Mean squares [K] of what each matrix is multiplied with, in pieces of both texts that are not measured, or
+        in as many tokens that are drawn from the vocabulary."""
         found, draw = dict[str, Tensor](), torch.Generator().manual_seed(self._options.seed)
 
         def hook(name: str) -> Any:
@@ -244,12 +246,14 @@ class Bench:
             for name, module in self._model.model.layers.named_modules()
             if f"{name}.weight" in self.matrices
         ]
-        encode_text = self._source.tokenizer().encode
+        encode_text, vocab_size = self._source.tokenizer().encode, self._model.lm_head.weight.shape[0]
         for text in texts.texts_of(self._options).values():
             blocks = texts.trained_on(text, self._options.seed)
             at = int(torch.randint(max(1, len(blocks) - 2), (), generator=draw))
-            tokens = encode_text("".join(blocks[at : at + 2]))[:_CALIBRATION_TOKENS]
-            for row in torch.tensor(tokens).split(_CALIBRATION_ROW):
+            tokens = torch.tensor(encode_text("".join(blocks[at : at + 2]))[:_CALIBRATION_TOKENS])
+            if self._options.calibration == RANDOM:
+                tokens = torch.randint(vocab_size, tokens.shape, generator=draw)
+            for row in tokens.split(_CALIBRATION_ROW):
                 self._model.model(row[None], use_cache=False)
         for one in hooks:
             one.remove()
@@ -528,6 +532,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=harness.integers, default=(32, 64), help="columns that share a scale")
     parser.add_argument("--symmetric", type=yes_or_no, default=(False, True), help="no,yes: groups without a centre")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="how scales are chosen")
+    parser.add_argument(
+        "--calibration", choices=(TEXTS, RANDOM), default=TEXTS, help="what weighted copies know activations of"
+    )
     parser.add_argument(
         "--shift",
         type=int,
