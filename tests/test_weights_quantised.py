@@ -42,7 +42,7 @@ BY_LIBRARY = json.loads((Path(__file__).parent / "data" / "compressed_tensors.js
 
 def small_hybrid() -> Any:
     sizes = {"hidden_size": 192, "intermediate_size": 320, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 4}
+    sizes |= {"head_dim": 64, "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_value_heads": 8}
     return family_model("qwen3_5_text", 1, **sizes)
 
 
