@@ -153,6 +153,7 @@ print(json.dumps([{{**test, "samples_ts": [100 * speed]}}, {{**test, "samples_ts
 """
 
 
+@pytest.mark.slow
 def test_llama_cpp_is_measured_by_its_own_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench, model = tmp_path / "llama-bench", tmp_path / "model.gguf"
     bench.write_text(_LLAMA_BENCH.format(python=sys.executable))
@@ -238,6 +239,7 @@ def test_a_load_is_held(target: Path, text: Path, capsys: pytest.CaptureFixture[
     assert 0 < printed(capsys)["second_question"]["question_tokens"] < 50
 
 
+@pytest.mark.slow
 def test_drafters_are_compared(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     book = write_book(tmp_path / "book.txt")
     given = ["--source", target, "--shape", "none", "--text", book, "--code", book, "--context", 400, *ON_CPU]
