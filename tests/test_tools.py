@@ -117,14 +117,10 @@ def test_bad_input_is_one_line(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shape", "given", "runtimes"), [
     ("tiny-hybrid", (), 1),
-    pytest.param(
-        "tiny-gpt-oss",
-        ("--layers", 1, "--stored", "mxfp4", "--pools", "1,0.5", "--cpu-shares", "1"),
-        2,
-        marks=pytest.mark.slow,
-    ),
+    ("tiny-gpt-oss", ("--layers", 1, "--stored", "mxfp4", "--pools", "1,0.5", "--cpu-shares", "1"), 2),
 ])  # fmt: skip
 def test_exactness(shape: str, given: tuple[object, ...], runtimes: int, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--vocab-size", 256, "--turns", 1, "--answers", 1, "--prompts", 1, "--tokens", 2)
