@@ -24,7 +24,7 @@ def interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt, but not in the middle of an import: torch's loses one of 30, or is aborted by it.
 
     Nor where a context is entered or left: a lock that is not given back there stops the threads of a pool, and whoever
-    waits for them. One of the first thousand during streamed answers of a tiny model did so.
+    waits for them: about one signal of a thousand during the streamed answers of a tiny model.
     """
     if frame is not None and frame.f_code.co_name in _ENTERING_OR_LEAVING:
         return _interrupt_soon()
