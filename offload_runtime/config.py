@@ -4,8 +4,6 @@ Plain values only, so that the planner and the tests can build them freely. Each
 a wrong value raises `OptionError` before anything is loaded.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 import reprlib
@@ -161,7 +159,7 @@ class RuntimeConfig:
         "predicted to be faster, else n-grams, which join whatever drafts (mtp,ngram).", MODEL,
         metavar="MODEL|auto|mtp|ngram|none",
     )  # fmt: skip
-    _: KW_ONLY
+    _: KW_ONLY  # itself, not its name, which `get_type_hints` of Python 3.10 would refuse
     context: int | None = option(
         None, "Tokens of context to reserve, such as 8192 or 128K. auto: the model's maximum, at most 8192 with the KV "
         "cache on the GPU.", MODEL, least=1, auto=True, metavar="TOKENS|auto",

@@ -156,7 +156,7 @@ def test_declared_packages_are_the_packages_there_are() -> None:
 NOT_REQUIRED = {"triton", "matplotlib", "llguidance"}
 DISTRIBUTIONS = {
     "pynvml": "nvidia-ml-py", "tomli_w": "tomli-w", "prometheus_client": "prometheus-client",
-    "sse_starlette": "sse-starlette", "markdown_it": "markdown-it-py",
+    "sse_starlette": "sse-starlette", "markdown_it": "markdown-it-py", "tomllib": "tomli",
 }  # fmt: skip  # whose names are not those of what is imported
 
 

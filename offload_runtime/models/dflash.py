@@ -14,12 +14,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from dataclasses import fields as dataclass_fields
-from typing import ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from offload_runtime_kernels.attention import AttentionParams, QueryRows
 from offload_runtime_kernels.kv_blocks import HeadNorm, RopeRows, rope_store
+from typing_extensions import Self
 
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import Fields

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
+from typing_extensions import Self
 
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig

@@ -14,9 +14,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
+from typing_extensions import Self
 
 from offload_runtime.config import SOURCES
 from offload_runtime.errors import CheckpointError, VocabularyMismatchError

@@ -24,6 +24,7 @@ from offload_runtime.server.parsers import AnswerParser, calls_grammar, tools_in
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
 
+_Harmless = Mapping[str, tuple[Any, ...]]
 _ANY: tuple[Any, ...] = ()  # whatever the value
 # Values that change nothing, beside null, of fields that OpenAI, vLLM, SGLang and llama.cpp have.
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -77,7 +78,7 @@ class RequestError(OptionError):
 
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    harmless: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    harmless: ClassVar[_Harmless] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -142,12 +143,12 @@ def _request_error(error: ValidationError) -> RequestError:
 class StreamOptions(_Body):
     """How a stream ends."""
 
-    harmless: ClassVar = {"include_obfuscation": ()}
+    harmless: ClassVar[_Harmless] = {"include_obfuscation": ()}
     include_usage: bool = False
 
 
 class _JsonSchema(_Body):
-    harmless: ClassVar = {"name": (), "description": (), "strict": ()}
+    harmless: ClassVar[_Harmless] = {"name": (), "description": (), "strict": ()}
     schema_: dict[str, Any] = Field(alias="schema")
 
 
@@ -183,7 +184,7 @@ class AnswerBody(_Options):
     likeliest tokens are told beside each one's log-probability; None tells neither.
     """
 
-    harmless: ClassVar = HARMLESS
+    harmless: ClassVar[_Harmless] = HARMLESS
     model: str | None = None
     n: int = Field(1, ge=1, le=_MOST_CHOICES)
     stop: str | list[str] | None = None
@@ -261,7 +262,7 @@ class AnswerBody(_Options):
 class ChatBody(AnswerBody):
     """`/v1/chat/completions`."""
 
-    harmless: ClassVar = {**HARMLESS, "add_special_tokens": (False,)}
+    harmless: ClassVar[_Harmless] = {**HARMLESS, "add_special_tokens": (False,)}
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     chat_template_kwargs: dict[str, Any] | None = None
@@ -344,7 +345,7 @@ class CompletionBody(AnswerBody):
     """`/v1/completions`."""
 
     # max_tokens -1, which is no limit, is not what a completion has where it says nothing.
-    harmless: ClassVar = {**HARMLESS, "add_special_tokens": (True,), "max_tokens": (None,)}
+    harmless: ClassVar[_Harmless] = {**HARMLESS, "add_special_tokens": (True,), "max_tokens": (None,)}
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     max_tokens: int | None = Field(None, ge=-1)

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any, Self
+from typing import Any
 
 import torch
 from offload_runtime_kernels.scaled_rows import ScaledFormat
+from typing_extensions import Self
 
 from offload_runtime.errors import CheckpointError, OptionError, VocabularyMismatchError
 from offload_runtime.fields import Fields, shortened, shown
