@@ -73,28 +73,30 @@ def _paths(parents: Sequence[int]) -> list[list[int]]:
     return paths
 
 
-def _check_cuts(layer: _Layer, count: int) -> None:
+def _check_cuts(layer: _Layer, count: int, *cuts: Sequence[int]) -> None:
     expected, memory = layer.read([count], as_prompts=True)
-    for few in ([64, 64], [30, 40, 1, 1], [63, 1, 1], [100], [1] * (count - 1)):
+    for few in ([64, 64], [30, 40, 1, 1], [63, 1, 1], [100], *cuts):
         for as_prompts in (True, False):
             out, left = layer.read([*few, count - sum(few)], as_prompts=as_prompts)
             assert torch.equal(out, expected), (few[:5], as_prompts)
             assert torch.equal(left.states, memory.states)
 
 
-def _check_lag(layer: _Layer, count: int) -> None:
-    """Windows behind a state that stays where it is, as of a draft's steps, and two of them over one memory row."""
+def _check_lag(layer: _Layer, count: int, *windows: Sequence[int]) -> None:
+    """Windows of these widths behind a state that stays where it is, as of a draft's steps, and two of each over one
+    memory row."""
     expected, _ = layer.read([count], as_prompts=True)
-    for width in (1, 2):
-        memory = layer.memory()
-        layer.run(memory, range(62), _rows(0, 0, 62, layer.device), keeps=True)
-        for at in range(62, count - width + 1, width):
+    for widths in windows:
+        memory, at = layer.memory(), 62
+        layer.run(memory, range(at), _rows(0, 0, at, layer.device), keeps=True)
+        for width in widths:
             rows = replace(_rows(at, 0, width, layer.device), lag=(at + width - 1) // ops.CHUNK_TOKENS)
             each = {field.name: getattr(rows, field.name) for field in fields(rows)}
             twice = {name: torch.cat((one, one)) for name, one in each.items() if isinstance(one, torch.Tensor)}
             out = layer.run(memory, [*range(at, at + width)] * 2, replace(rows, **twice))
             assert torch.equal(out[:width], expected[at : at + width]), (width, at)
             assert torch.equal(out[width:], out[:width])
+            at += width
 
 
 def _check_tree(layer: _Layer, start: int, parents: Sequence[int]) -> None:
@@ -136,8 +138,9 @@ def test_it_is_the_recurrence_of_transformers() -> None:
 
 
 def test_prompts_windows_and_single_tokens_have_the_same_bits() -> None:
-    _check_cuts(_Layer(SMALL, 132, torch.float32, "cpu"), 132)
-    _check_lag(_Layer(SMALL, 132, torch.float32, "cpu"), 132)
+    layer = _Layer(SMALL, 132, torch.float32, "cpu")
+    _check_cuts(layer, 132, [*[1] * 3, 58, *[1] * 6, 58, *[1] * 4])  # single tokens at the beginning and over both ends
+    _check_lag(layer, 132, [*[1] * 5, 58, *[1] * 5], [2, 2, 2, 58, 2, 2])
 
 
 @pytest.mark.parametrize(("start", "parents"), TREES)
@@ -185,8 +188,8 @@ def test_kernels_agree_with_plain_torch() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gpu_has_the_same_bits_however_a_text_comes(dtype: torch.dtype) -> None:
     layer = _Layer(LARGE, 330, dtype, "cuda")
-    _check_cuts(layer, 330)
-    _check_lag(layer, 196)
+    _check_cuts(layer, 330, [1] * 329)
+    _check_lag(layer, 196, [1] * 134, [2] * 67)
     for start, parents in TREES:
         _check_tree(layer, start, parents)
     wide = [-1, *(random.Random(3).randrange(max(0, node - 20), node) for node in range(1, 180))]
