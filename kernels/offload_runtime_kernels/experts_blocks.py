@@ -115,6 +115,7 @@ def scaled_products(
 ):  # fmt: skip
     """`block_products` with rows of numbers that have their scales behind them, as a `ScaledRow` says."""
     x_ptrs, sums = _begun(x_ptr, row, K, ROWS, BLOCK)
+    number: tl.constexpr = ROW.number
     scale: tl.constexpr = ROW.scale_type
     scale_ptrs, zero_ptrs = w_ptrs + ROW.numbers_bytes, w_ptrs + ROW.zeros_at
     first = ()  # type: tuple[object, ...]
@@ -127,7 +128,7 @@ def scaled_products(
             at = step // ROW.steps
             shared = shared_words_at(scale_ptrs, zero_ptrs, at, ROW.bits, ROW.zeros, ROW.group, scale, BLOCK, 128, True)
         w = decoded_half(
-            units, shared, 0, ROW.number, ROW.bits, ROW.zero, ROW.zeros, ROW.group, scale, tl.float32, BLOCK, False
+            units, shared, 0, number, ROW.bits, ROW.zero, ROW.zeros, ROW.group, scale, tl.float32, BLOCK, False
         )  # fmt: skip
         sums = _add_decoded(sums, x_ptrs, step * 128, w, DTYPE, K, BLOCK, BLOCK_K, 128)
     return _ended(sums, ROWS, BLOCK)
