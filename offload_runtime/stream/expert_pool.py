@@ -72,6 +72,7 @@ class ExpertPool:
         locked, most = buffers.is_cuda and engine is not None, max(one.num_experts for one in layers.values())
         # By layer and expert, the number of the buffer that a pass finds it in: written by the host, and on the card.
         self._buffers_of_host = torch.full((len(layers), most), -1, dtype=torch.int32, pin_memory=locked)
+        self._numbers = [*self._buffers_of_host.numpy()]  # the same by layer, to be written
         self._row_of = {layer: row for row, layer in enumerate(layers)}
         self._whole_layer: int | None = None  # the one whose experts are all in the pool, prefetched
         if engine is None:
@@ -202,10 +203,10 @@ class ExpertPool:
         """Begin to copy an expert into a buffer."""
         units, counts = self._layers[layer], self.counts
         assert self.engine is not None and units.host is not None
-        source = units.host[expert]
-        to, label = self.buffers[buffer, : source.nbytes], (EXPERTS, (layer, expert))
-        self.engine.enqueue(to, source, free=free, ready=ready, label=label)
-        self.counts = counts._replace(bytes_begun=counts.bytes_begun + source.nbytes)
+        source, to = units.host[expert], self.buffers[buffer]
+        to = to if len(to) == len(source) else to[: len(source)]
+        self.engine.enqueue(to, source, free=free, ready=ready, label=(EXPERTS, (layer, expert)))
+        self.counts = counts._replace(bytes_begun=counts.bytes_begun + len(source))
 
     def _buffers_of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the buffer of each expert of a layer, [E] int32: on the host, and on the card."""
@@ -214,10 +215,10 @@ class ExpertPool:
 
     def _write_buffers(self, layer: int, experts: Collection[int]) -> None:
         """Write the buffers of some experts of a layer, for the card to read; the others have none."""
-        buffers = self._buffers_of_host[self._row_of[layer]].numpy()
-        buffers.fill(-1)
+        numbers = self._numbers[self._row_of[layer]]
+        numbers.fill(-1)
         for expert in experts:
-            buffers[expert] = self._cached[layer, expert]
+            numbers[expert] = self._cached[layer, expert]
 
     # --- on demand
 
@@ -237,7 +238,7 @@ class ExpertPool:
         if cpu is not None:
             cpu.fetch_rows(x)
         remaining = list[int]()
-        host_action(partial(self._act_on_choices, layer, chosen.view(choices.shape), remaining, cpu))
+        host_action(partial(self._act_on_choices, layer, chosen, len(x), remaining, cpu))
         if cpu is not None:
             cpu.give_results(y)
         while True:
@@ -247,33 +248,30 @@ class ExpertPool:
                 return
             host_action(partial(self._go_on, layer, remaining))
 
-    def _act_on_choices(self, layer: int, chosen: torch.Tensor, remaining: list[int], cpu: CpuExperts | None) -> None:
-        """Act on what a layer has chosen, [N, k] int64, host: have the CPU compute some of what is missing, and fetch
-        the first round of the `remaining` experts."""
+    def _act_on_choices(
+        self, layer: int, chosen: torch.Tensor, rows: int, remaining: list[int], cpu: CpuExperts | None
+    ) -> None:
+        """Act on what so many rows of a layer have chosen, [N k] int64, host: have the CPU compute some of what is
+        missing, and fetch the first round of the `remaining` experts. The card and mostly the link wait for this."""
+        assert self.engine is not None
         self._wait_for_card()
-        units = self._layers[layer].host
-        assert self.engine is not None and units is not None
         if self._prefetched and (cpu is None or self.engine.is_done(self._prefetched_ready)):
             self._take_prefetched()
-        remaining[:] = dict.fromkeys(chosen.view(-1).tolist())
-        missing = [expert for expert in remaining if (layer, expert) not in self._cached]
-        computed = list[int]()
-        if cpu is not None and missing:
-            missing.sort(key=lambda expert: (layer, expert) in self._prefetched)  # those on their way come last
-            by_link = len(missing) - cpu.split(len(missing), units.shape[1], queued=len(self._prefetched))
-            computed = missing[by_link:]
-            if any((layer, expert) in self._prefetched for expert in missing[:by_link]):
-                self._take_prefetched()
+        remaining[:] = dict.fromkeys(chosen.tolist())
+        wanted, missing = len(remaining), [one for one in remaining if (layer, one) not in self._cached]
+        computed = self._for_cpu(layer, missing, cpu) if cpu is not None and missing else []
         counts = self.counts
-        self.counts = counts._replace(
-            wanted=counts.wanted + len(remaining), found=counts.found + len(remaining) - len(missing),
-            computed=counts.computed + len(computed),
+        self.counts = PoolCounts(
+            counts.wanted + wanted, counts.found + wanted - len(missing), counts.bytes_begun,
+            counts.computed + len(computed),
         )  # fmt: skip
-        remaining[:] = [expert for expert in remaining if expert not in computed]
         if cpu is None or not computed:
             self._fetch_round(layer, remaining)
             return
-        cpu.begin(layer, chosen, [(expert, units[expert]) for expert in computed])
+        remaining[:] = [expert for expert in remaining if expert not in computed]
+        units = self._layers[layer].host
+        assert units is not None
+        cpu.begin(layer, chosen.view(rows, -1), [(expert, units[expert]) for expert in computed])
         self._fetch_round(layer, remaining)
         if self._reserved and not self._prefetched and cpu.share is None:  # the link is idle while the CPU computes
             buffer = self._free.pop() if self._free else self._cached.popitem(last=False)[1]
@@ -281,28 +279,38 @@ class ExpertPool:
             self._prefetched[layer, computed[0]] = buffer
         cpu.finish()
 
+    def _for_cpu(self, layer: int, missing: list[int], cpu: CpuExperts) -> list[int]:
+        """Return which of the missing experts of a layer the CPU is to compute."""
+        units, prefetched = self._layers[layer].host, self._prefetched
+        assert units is not None
+        missing.sort(key=lambda expert: (layer, expert) in prefetched)  # those on their way come last
+        by_link = len(missing) - cpu.split(len(missing), units.shape[1], queued=len(prefetched))
+        if any((layer, expert) in prefetched for expert in missing[:by_link]):
+            self._take_prefetched()
+        return missing[by_link:]
+
     def _fetch_round(self, layer: int, remaining: list[int]) -> None:
         """Take those of the `remaining` experts that are in the pool, and fetch as many others as there are buffers
         for, so that what is enqueued from now on finds them. The card has been waited for: it reads no buffer, and not
         the numbers of them."""
         assert self.engine is not None
-        room = len(self.buffers) - self._reserved
-        here = [expert for expert in remaining if (layer, expert) in self._cached][:room]
+        cached, room = self._cached, len(self.buffers) - self._reserved
+        here = [expert for expert in remaining if (layer, expert) in cached][:room]
         for expert in here:
-            self._cached.move_to_end((layer, expert))
-        missing = [expert for expert in remaining if (layer, expert) not in self._cached][: room - len(here)]
-        if missing:
+            cached.move_to_end((layer, expert))
+        if len(here) < len(remaining) and len(here) < room:
+            missing = [expert for expert in remaining if (layer, expert) not in cached][: room - len(here)]
             short = len(missing) - len(self._free)
-            self._free += [self._cached.popitem(last=False)[1] for _ in range(short)]
+            self._free += [cached.popitem(last=False)[1] for _ in range(short)]
             fetched = {(layer, one): buffer for one, buffer in zip(missing, self._free[::-1], strict=False)}
             for (_, expert), buffer in fetched.items():
                 self._copy(layer, expert, buffer, self._always_free, self._demand_ready)
             self.engine.compute_wait(self._demand_ready)
             del self._free[-len(fetched) :]
-            self._cached.update(fetched)
-        in_round = {*here, *missing}
-        remaining[:] = [expert for expert in remaining if expert not in in_round]
-        self._write_buffers(layer, in_round)
+            cached.update(fetched)
+            here += missing
+        remaining[:] = [] if len(here) == len(remaining) else [one for one in remaining if one not in here]
+        self._write_buffers(layer, here)
 
     def _go_on(self, layer: int, remaining: list[int]) -> None:
         """Fetch another round."""

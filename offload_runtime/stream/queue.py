@@ -181,9 +181,12 @@ class CudaCopyEngine:
         try:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._stream.wait_event(free)
+                pieces = [(dst, src)]
+                if len(src) > COPY_PIECE_BYTES:
+                    pieces = [*zip(dst.split(COPY_PIECE_BYTES), src.split(COPY_PIECE_BYTES), strict=True)]
                 with self._copies.around(self._stream) as (start, end):
                     self._pace(0)
-                    for target, piece in zip(dst.split(COPY_PIECE_BYTES), src.split(COPY_PIECE_BYTES), strict=True):
+                    for target, piece in pieces:
                         target.copy_(piece, non_blocking=True)
                         self._pace(piece.nbytes)
                 ready.record(self._stream)
