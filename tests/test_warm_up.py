@@ -10,14 +10,16 @@ import offload_runtime_kernels
 import pytest
 import torch
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
+from transformers import AutoConfig, LlamaForCausalLM
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.load_model import warm_up
-from offload_runtime.speculation import ModelDrafter, drafting
+from offload_runtime.speculation import DFlashDrafter, ModelDrafter, drafting
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.dflash import config_of, random_tensors, settings, write_dflash
-from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
-from tests.helpers.heads import add_random_mtp
+from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.families import family_model
+from tests.helpers.heads import Eagle3, add_random_mtp
 from tests.helpers.planning import load_streaming_kv
 
 LEVELS: dict[str, Any] = {"recent_tokens": 256, "budget_tokens": 512, "chunk_size": 8, "gamma_draft": 3}
@@ -66,22 +68,53 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "a head for three": (
         {"draft": "mtp", "tree_nodes": 96, "max_batch": 3}, [{"tree_nodes": 96}, {"gamma": 6, "tree_nodes": 0}],
     ),
+    "a head's own checkpoint": (
+        {"draft": "eagle3", "tree_nodes": 96, "context": 512}, [{"tree_nodes": 96}, {"gamma": 6, "tree_nodes": 0}, {}],
+    ),
+    "a head whose experts are fetched": (
+        {"target": "mixture", "draft": "mtp", "tree_nodes": 96, "expert_pool": "1MB"},
+        [{"tree_nodes": 96}, {"tree_nodes": 7}, {"gamma": 6, "tree_nodes": 0}, {}],
+    ),
     "blocks": ({"draft": "dflash", "tree_nodes": 96}, [{"tree_nodes": 96}, {"gamma": 6, "tree_nodes": 0}, {}]),
+    "blocks for three": (
+        {"draft": "dflash", "tree_nodes": 96, "max_batch": 3}, [{"tree_nodes": 96}, {"gamma": 6, "tree_nodes": 0}],
+    ),
     "TriForce for three": (
         {"kv": "gpu", "max_batch": 3, "speculation": SpeculationOptions("triforce", "full", **LEVELS)}, [{"gamma": 12}],
     ),
 }  # fmt: skip
-LENGTHS = (1, 9, 20, 34, 300, 505, 1100, 2000, 9000)
+LENGTHS = (1, 9, 20, 34, 70, 140, 250, 300, 505, 1100, 2000, 9000)
 
 
-@pytest.mark.parametrize("cache", ["streaming", "retrieval", "of a head"])
+def with_head(target: Path, kind: str, directory: Path) -> tuple[Path, Path | str]:
+    """A target, and what `draft` says of a random head of it."""
+    if kind == "mtp":
+        return add_random_mtp(target, directory / "carrying"), kind
+    if kind == "eagle3":
+        of_target = LlamaForCausalLM(AutoConfig.from_pretrained(target))
+        return target, Eagle3.of(of_target, draft_vocab=200).write(directory / kind)
+    stated = settings(open_checkpoint(target).config(), second=True)
+    return target, write_dflash(directory / kind, stated, random_tensors(config_of(stated)))
+
+
+def write_mixture(directory: Path) -> Path:
+    """A target of so many experts that a head's steps of 16 and 24 rows are no steps that bring all of them."""
+    experts = {"num_experts": 128, "num_experts_per_tok": 4, "mlp_only_layers": [], "decoder_sparse_step": 1}
+    model = family_model("qwen3_moe", 1, **experts, num_hidden_layers=3, max_position_embeddings=16384)
+    model.save_pretrained(directory)
+    byte_level_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("cache", ["streaming", "retrieval", "of a head", "of a head of taps", "of blocks"])
 def test_no_traces(two_layer_target: Path, noisy_copy_of: Callable[[Path], Path], tmp_path: Path, cache: str) -> None:
     """On a CPU, where loading has nothing to warm up."""
     small: dict[str, Any] = {"recent_tokens": 64, "budget_tokens": 64, "chunk_size": 8}
     target, options = two_layer_target, {"resident_layers": 1, "context": 1500, "tree_nodes": 0}
-    if cache == "of a head":
-        target = add_random_mtp(target, tmp_path / "carrying")
-        options |= {"draft": "mtp", "context": 512}  # whole blocks
+    if cache.startswith("of"):
+        kind = {"of a head": "mtp", "of a head of taps": "eagle3", "of blocks": "dflash"}[cache]
+        target, draft = with_head(target, kind, tmp_path)
+        options |= {"draft": draft, "context": 512}  # whole blocks
     else:
         options |= {"draft": noisy_copy_of(target), "speculation": SpeculationOptions("chain", cache, **small)}
     answers = []
@@ -90,7 +123,7 @@ def test_no_traces(two_layer_target: Path, noisy_copy_of: Callable[[Path], Path]
             if warm:
                 warm_up(runtime.engine.target, trees=True)
                 drafter = drafting(runtime.engine.drafter)
-                assert isinstance(drafter, ModelDrafter)
+                assert isinstance(drafter, ModelDrafter | DFlashDrafter)
                 drafter.runner.warm_up()
             asked = {"max_new_tokens": 20, "ignore_eos": True, "gamma": 5, "temperature": 0.7, "seed": 2}
             result = runtime.generate([(7 * i * i) % 290 + 3 for i in range(300)], **asked)
@@ -136,12 +169,11 @@ def test_no_other_number_of_chunks_compiles_a_kernel(compiled: list[str]) -> Non
 @pytest.mark.parametrize("name", list(RUNS))
 def test_no_answer_compiles_a_kernel(target: Path, draft: Path, tmp_path: Path, compiled: list[str], name: str) -> None:
     options, windows = RUNS[name]
-    if options.get("draft") == "mtp":
-        target = add_random_mtp(target, tmp_path / "carrying")
-    if options.get("draft") == "dflash":
-        stated = settings(open_checkpoint(target).config(), second=True)
-        options = {**options, "draft": write_dflash(tmp_path / "blocks", stated, random_tensors(config_of(stated)))}
     options = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": 2400, **options}
+    if options.pop("target", None) == "mixture":
+        target = write_mixture(tmp_path / "mixture")
+    if options["draft"] in ("mtp", "eagle3", "dflash"):
+        target, options["draft"] = with_head(target, options["draft"], tmp_path)
     lengths = [length for length in LENGTHS if length <= options["context"] - 30]
     prompts = [[3 + (7 * i * i + i // 5) % 290 for i in range(length)] for length in lengths]
     batch = options.get("max_batch", 1)

@@ -15,7 +15,7 @@ from itertools import chain, islice
 import torch
 from offload_runtime_kernels.experts_cpu import ExpertsCpu, NoCpuShare, load_experts_library
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
-from offload_runtime_kernels.linear import TILE_ROWS
+from offload_runtime_kernels.linear import LIBRARY_ROWS, TILE_ROWS
 
 from offload_runtime.cache import HostKVCache, HostKVCard, KVCache
 from offload_runtime.cache.device import StreamingDraftCache
@@ -605,6 +605,10 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
         for count in TILE_ROWS if layer[0] in firsts else ():
             if count <= cache.capacity_tokens:
                 runner.forward(Batch({0: TokenTree((0,) * count)}), layers=[layer])
+    for count in LIBRARY_ROWS["cuda"]:  # whether the library has the bits takes 0.1 s a matrix to find out
+        if count <= tokens:
+            runner.forward(Batch(prompts={0: [0] * count}), layers=layers(count))
+            cache.truncate(0, 0)
     runner.forward(Batch(prompts={0: [0] * tokens}), layers=layers(tokens))
     rows = min(TILE_ROWS[-1], cache.capacity_tokens - tokens)
     window, branches = TokenTree((0,) * rows), trees and rows > 2

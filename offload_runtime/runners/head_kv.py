@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 from offload_runtime_kernels.kv_blocks import RopeRows
-from offload_runtime_kernels.linear import TILE_ROWS
+from offload_runtime_kernels.linear import LIBRARY_ROWS, TILE_ROWS
 
 from offload_runtime.core import TokenTree
 from offload_runtime.models.dflash import BlockAttention, DFlashConfig
@@ -102,13 +102,18 @@ class HeadKVState(DraftKVState):
         self.starts = self._starts = [ahead] * batch
         self.num_waiting = [0] * batch
 
+    @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compile the kernels that read prompts, with every way to cut a product. Empties the cache."""
-        cache, rows = self._runner.cache, self.hidden.rows
+        """Compile the kernels that keep what the target's passes say and read prompts, with every way to cut a product.
+        Empties the cache."""
+        cache, rows, decoder = self._runner.cache, self.hidden.rows, self._decoder
         longest = max(1, min(self._runner.chunk_tokens, cache.capacity_tokens))
         self._forget(0, 0)
-        for count in sorted({longest, *(rows for rows in TILE_ROWS if rows < longest)}):
-            self._write(0, [0] * count, rows.new_zeros(count, rows.shape[1]))
+        for count in sorted({longest, *(rows for rows in (*TILE_ROWS, *LIBRARY_ROWS["cuda"]) if rows < longest)}):
+            x, hidden = (rows.new_zeros(count, size) for size in (decoder.head_config.target_size, rows.shape[1]))
+            for number, _ in enumerate(decoder.head_config.taps):
+                decoder.tap(number, x, hidden)
+            self._write(0, [0] * count, hidden)
             cache.truncate(0, 0)
 
     def text_to_warm_up(self, slot: int, length: int) -> list[int]:
@@ -224,11 +229,16 @@ class HeadKVState(DraftKVState):
         if self._first(slot):
             return 0
         if self.num_waiting[slot]:
-            if (device := self._runner.rope.device).type == "cuda":  # drafting may have a stream of its own
-                torch.cuda.synchronize(device)
+            self._synchronize()
             self._write_first(slot, self.num_waiting[slot])
+            self._synchronize()
         self._agreed[slot] = 0  # it may be another text
         return min(self._num_shared(slot, tokens), self._runner.cache.length(slot))
+
+    def _synchronize(self) -> None:
+        """Wait for the device: drafting may have a stream of its own, and other texts go on there."""
+        if (device := self._runner.rope.device).type == "cuda":
+            torch.cuda.synchronize(device)
 
     def restored(self, slot: int, tokens: Sequence[int]) -> None:
         self._runner.cache.truncate(slot, len(tokens))

@@ -246,8 +246,11 @@ class DraftRunner:
                     self._run_over(make, shape)  # a greedy step goes by what the nodes' before it has fetched
         for slot in range(count):
             self.leave(slot)  # without filters
-        for make, shape in () if self.on_demand else steps:  # where the host acts, what is captured is run, too
+        for make, shape in () if self.on_demand else steps:
             self.graphs.capture(self._key(make, shape), partial(make, shape))
+        for make, shape in 2 * steps if self.on_demand else ():  # where the host acts, what is captured is run, too
+            self._lay_out(nothing, greedy, shape)
+            self._run_over(make, shape)
         if not self.rereads:
             cache.adopt(0, self._spare[:1], 0)
         self.graphs.wait()
@@ -537,10 +540,13 @@ class DraftRunner:
     def _run(self, key: Hashable, step: Callable[[], None], rows: int) -> None:
         """Run a step of so many rows; not as graphs where these may choose more experts than have room."""
         streamer = self._runner.streamer
+        if self.on_demand and not streamer.can_capture(rows):
+            with self.graphs.eager():
+                self.graphs.run(key, step)  # whose pass begins there
+            return
         if self.on_demand:
-            streamer.begin_pass(rows)
-        with nullcontext() if not self.on_demand or streamer.can_capture(rows) else self.graphs.eager():
-            self.graphs.run(key, step)
+            streamer.begin_pass(rows)  # which no replay does
+        self.graphs.run(key, step)
 
     def _run_over(self, make: Callable[[BatchShape], None], shape: BatchShape) -> None:
         """Run a step over trees."""
