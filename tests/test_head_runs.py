@@ -66,9 +66,8 @@ def test_a_right_head_is_believed(counting: Path, device: dict[str, Any], way: s
     with Runtime.load(counting, **options) as runtime:
         for prompts in (PROMPTS, PROMPTS[::-1], [[*prompt[:-5], 9, 9] for prompt in PROMPTS]):
             for result in runtime.generate_batch(prompts, **ASKED):
-                passes = result.stats.passes
-                assert passes <= 1 + -(-30 // (1 + WAYS[way]["gamma"]))
-                assert min(result.stats.accepted_by_depth[:5]) >= passes - 1
+                # One more than whole windows take: 4 or 6, where a wrong head takes 29.
+                assert result.stats.passes <= 1 + -(-29 // (1 + WAYS[way]["gamma"]))
 
 
 def _answers(target: Path, **options: Any) -> list[list[int]]:
