@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         ErrorEvent,
         GenerationResult,
         GenerationStats,
-        Reply,
         Runtime,
         Scheduler,
         SchedulerCounters,
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Conversation", "EndEvent", "ErrorEvent", "GenerationParams", "GenerationResult",
-    "GenerationStats", "Reply", "Runtime", "SamplingParams", "Scheduler", "SchedulerCounters", "Ticket", "TokenEvent",
+    "GenerationStats", "Runtime", "SamplingParams", "Scheduler", "SchedulerCounters", "Ticket", "TokenEvent",
     "TokenLogprobs", "TokenStream", "__version__",
 ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """Assembly of a runtime, and generation with it."""
 
-from offload_runtime.engine.conversation import Conversation, Reply, TokenStream
+from offload_runtime.engine.conversation import Conversation, TokenStream
 from offload_runtime.engine.engine import TokenEvent
 from offload_runtime.engine.request import GenerationResult, GenerationStats
 from offload_runtime.engine.runtime import Runtime

@@ -76,8 +76,6 @@ class TokenStream(Iterator[str]):
         self._is_over = self.has_ended = True
 
 
-# The answer of a turn: iterate for text, `result` afterwards. It joins the conversation when it has ended.
-Reply = TokenStream
 _Seen = tuple[str, tuple[int, ...]]  # text, and its tokens
 
 
@@ -87,7 +85,7 @@ class _Turn(NamedTuple):
     messages: list[dict[str, str]]
     before: _Seen
     prompt: _Seen
-    reply: Reply
+    reply: TokenStream
 
 
 class Answering(Protocol):
@@ -146,7 +144,7 @@ class Conversation:
     def say(
         self, text: str, *, params: GenerationParams | None = None, speculate: bool = True,
         on_prefill: OnLayer | None = None, **options: Any,
-    ) -> Reply:  # fmt: skip
+    ) -> TokenStream:  # fmt: skip
         """Answer a message. Options as in `Runtime.stream`, but an answer also ends where the context does, and earlier
         turns count as prompt for penalties.
 
@@ -161,7 +159,7 @@ class Conversation:
 
     def regenerate(
         self, params: GenerationParams, *, speculate: bool = True, on_prefill: OnLayer | None = None
-    ) -> Reply:  # fmt: skip
+    ) -> TokenStream:  # fmt: skip
         """Answer the last message anew, in place of its answer: another `noise_id` draws another one, at a temperature
         above 0. Until the new one ends the conversation is as before.
 
@@ -193,7 +191,7 @@ class Conversation:
     def _reply(
         self, before: list[dict[str, str]], seen: _Seen, text: str, asked: GenerationParams, *, speculate: bool,
         on_prefill: OnLayer | None,
-    ) -> Reply:  # fmt: skip
+    ) -> TokenStream:  # fmt: skip
         """Return the answer to a message behind others, which joins them when it has ended."""
         messages = [*before, {"role": "user", "content": text}]
         prompt_text, tokens = self._room.encode_chat(messages, seen, template_options=self._template_options)

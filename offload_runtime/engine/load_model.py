@@ -424,38 +424,34 @@ def _buffers_of_experts(budget: DeviceBudget, own: ModelPlan, name: str) -> torc
 
 
 def make_pool(
-    weights: HostWeights, experts: Mapping[int, ExpertBlocks], buffers: torch.Tensor, engine: CopyEngine | None, *,
-    most_rows: int, cpu: CpuThreads, held: Mapping[int | None, torch.Tensor],
+    experts: Mapping[int, ExpertBlocks], buffers: torch.Tensor, engine: CopyEngine | None, x: torch.Tensor, *,
+    most_rows: int, cpu: CpuThreads,
 ) -> ExpertPool | None:  # fmt: skip
     """Return the pool of the `experts` of a card's layers; None where these have none.
 
     Args:
-        weights: Of the model.
         experts: By layer, those of a head behind the model's own.
         buffers: Of the pool. They hold all experts where there is no `engine`.
         engine: Brings experts.
+        x: Like the rows of a pass: their dtype, width and device.
         most_rows: That a layer is given at once.
         cpu: Computes some of what is missing.
-        held: Layers that are on a device; the others are in host memory.
     """
     if not experts:
         return None
     layers = {layer: ExpertUnits(one.num_experts, one.chosen) for layer, one in experts.items()}
     share, chosen = None, max(one.chosen for one in experts.values())
     if engine is not None and cpu.threads is not None:
-        x = torch.empty(0, weights.config.hidden_size, dtype=weights.layout.dtype, device=buffers.device)
         share = CpuExperts(cpu.threads, cpu.share, engine, num_chosen=chosen, x=x)
-    pool = ExpertPool(buffers, layers, engine, most_choices=most_rows * chosen, cpu=share)
-    add_experts(pool, weights, experts.keys() & weights.layout.experts, cpu=cpu, held=held)
-    return pool
+    return ExpertPool(buffers, layers, engine, most_choices=most_rows * chosen, cpu=share)
 
 
 def add_experts(
-    pool: ExpertPool, weights: HostWeights, layers: Iterable[int], *, cpu: CpuThreads,
-    held: Mapping[int | None, torch.Tensor], first: int = 0,
+    pool: ExpertPool, weights: HostWeights, layers: Iterable[int], cpu: CpuThreads,
+    held: Mapping[int | None, torch.Tensor], *, first: int = 0,
 ) -> None:  # fmt: skip
-    """Let experts of some layers of a model be fetched into a pool, which calls its first layer `first`, and computed
-    on the CPU, unless the pool has all. Arguments as of `make_pool`."""
+    """Let experts of some layers of a model, which a pool calls `first` and so on, be fetched into it and computed on
+    the CPU, unless it has all. Layers that are not `held` on a device are in host memory."""
     for layer in () if pool.is_whole else layers:
         on_cpu, layout = None, weights.layout
         if cpu.threads is not None:
@@ -490,18 +486,16 @@ def connect_model(
         kv_buffers.append(_ring(one.budget, f"{name}: KV ring", num_kv_buffers, own.kv_piece_bytes))
     cache = make_cache(plan, cards, f"{name}: KV cache", memories, None if limited else registrar)
     undo.callback(cache.close)
-    pools, pool_first = list[ExpertPool | None](), 0
-    if lender is not None and (joined := lender.pool_for(plan)) is not None:
-        pools, pool_first = [joined], lender.config.num_layers
-        add_experts(joined, weights, plan.experts, cpu=lender.cpu, held=held, first=pool_first)
-    else:
-        pools = [
-            make_pool(
-                weights, own.experts, of_card, None if own.placement.pool_buffers is None else one.queues.demand,
-                most_rows=max(own.chunk_tokens, own.batch * own.window_tokens), cpu=cpu, held=held,
-            )
-            for of_card, own, one in zip(experts, plan.cards, cards, strict=True)
-        ]  # fmt: skip
+    joined, pool_first, computing = None if lender is None else lender.pool_for(plan), 0, cpu
+    if lender is not None and joined is not None:  # whose own layers come first
+        pool_first, computing = lender.config.num_layers, lender.cpu
+    pools, most_rows = list[ExpertPool | None](), max(plan.chunk_tokens, plan.batch * plan.window_tokens)
+    for one, own, of_card in zip(cards, plan.cards, experts, strict=True):
+        engine = None if own.placement.pool_buffers is None else one.queues.demand
+        x = torch.empty(0, plan.config.hidden_size, dtype=plan.dtype, device=of_card.device)
+        pools.append(joined or make_pool(own.experts, of_card, engine, x, most_rows=most_rows, cpu=cpu))
+        if (pool := pools[-1]) is not None:
+            add_experts(pool, weights, own.experts.keys() & layout.experts, computing, held, first=pool_first)
     stores = {
         layer: ExpertStore(one.matrices(pool.buffers), partial(pool.fetch, pool_first + layer))
         for pool, own in zip(pools, plan.cards, strict=True)

@@ -26,8 +26,7 @@ _ACCEPTANCES = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 _LEAST_GAIN = 1.1
 # A format that takes more than this of what is there now is not worth another file.
 _SMALLER = 0.9
-# Ways out that a refusal names, and times that a context is shortened until it fits.
-_MOST_REMEDIES, _SHORTENINGS = 4, 3
+_MOST_REMEDIES = 4  # ways out that a refusal names
 # No machine has as much.
 _MOST_BYTES = 1 << 43
 # Models of these classes are published with MTP layers, which many copies leave out.
@@ -240,34 +239,22 @@ def refusal(error: BudgetError, request: RuntimeConfig, machine: MachineProfile,
     if not isinstance(error, ShortageError):
         return Refusal(error, (), predicts)
     formats = _fitting(_formats(request, error.missing_bytes), machine, limits)
-    others = [_shorter(error, request, machine, limits), _fitting(_settings(request), machine, limits)]
-    others.append(_more_memory(error, request, machine, limits))
+    shorter = islice(_fitting(_shorter(error, request, limits), machine, limits), 1)
+    others = [shorter, _fitting(_settings(request), machine, limits), _more_memory(error, request, machine, limits)]
     too_large = error.memory == "host memory" and request.ram is None
     order = [formats, *others] if too_large else [*others, formats]
     found = (change for kind in order for change in islice(kind, 3 if kind is formats else 2))
     return Refusal(error, tuple(islice(found, _MOST_REMEDIES)), predicts)
 
 
-def _shorter(
-    error: ShortageError, request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits
-) -> Iterator[Change]:
-    """The run with a context that is shorter by what is short, a few times over if need be: what a token takes of that
-    memory depends on where the plan keeps it."""
+def _shorter(error: ShortageError, request: RuntimeConfig, limits: MemoryLimits) -> Iterator[tuple[str, RuntimeConfig]]:
+    """The request with a half of its context, a quarter and an eighth, as far as that could spare what is short."""
     target = make_plan(replace(request, max_batch=request.max_batch or 1), limits, tree_nodes=0).target
-    tokens, token_bytes = target.context_tokens, target.token_bytes
-    for _ in range(_SHORTENINGS if token_bytes else 0):
-        shorter = int(tokens - error.missing_bytes / token_bytes) // BLOCK_TOKENS * BLOCK_TOKENS
-        if shorter < LEAST_CONTEXT_TOKENS:
-            return
-        try:
-            plan = plan_run(replace(request, context=shorter), machine, limits)
-        except ShortageError as short:
-            if short.missing_bytes < error.missing_bytes:
-                token_bytes = (error.missing_bytes - short.missing_bytes) / (tokens - shorter)
-            error, tokens = short, shorter
-        else:
-            yield Change(f"--context {shorter}", plan, best_tok_per_s(plan, machine))
-            return
+    for share in (2, 4, 8):
+        tokens = target.context_tokens // share // BLOCK_TOKENS * BLOCK_TOKENS
+        spared_bytes = (target.context_tokens - tokens) * target.token_bytes
+        if tokens >= LEAST_CONTEXT_TOKENS and spared_bytes >= error.missing_bytes:
+            yield f"--context {tokens}", replace(request, context=tokens)
 
 
 def _more_memory(

@@ -14,7 +14,7 @@ from offload_runtime_kernels.experts_cpu import ExpertsCpu, load_experts_library
 from offload_runtime.cache import HostKVCache, HostKVCard, KVCache, block_bytes
 from offload_runtime.cache.device import num_blocks
 from offload_runtime.core import Batch, TokenTree
-from offload_runtime.engine.load_model import NO_CPU, CpuThreads, lent_to_head, make_pool
+from offload_runtime.engine.load_model import NO_CPU, CpuThreads, add_experts, lent_to_head, make_pool
 from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import ExpertStore, LayerWeights
 from offload_runtime.models.rope import RopeTable
@@ -107,7 +107,11 @@ def pool_of(weights: HostWeights, size: int | None, device: torch.device, cpu_sh
         library = load_experts_library(Path(tempfile.gettempdir()) / "experts-of-tests", dtype, kinds)
         cpu = CpuThreads(cpu_share, ExpertsCpu(library, 1))
     engine = None if size is None else make_copy_engine(device)
-    return make_pool(weights, experts, buffers, engine, most_rows=1024, cpu=cpu, held={})
+    x = torch.empty(0, weights.config.hidden_size, dtype=dtype, device=device)
+    pool = make_pool(experts, buffers, engine, x, most_rows=1024, cpu=cpu)
+    if pool is not None:
+        add_experts(pool, weights, experts, cpu, {})
+    return pool
 
 
 def make_runner(
