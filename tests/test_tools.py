@@ -243,10 +243,10 @@ def test_drafters_are_compared(target: Path, tmp_path: Path, capsys: pytest.Capt
     given += ["--prompt-tokens", 20, "--plain-tokens", 8, "--temperatures", 0.6, "--trace", tmp_path / "trace.json"]
     assert call("bench_drafters", *given) == 0
     found = printed(capsys)
-    assert len(found["rows"]) == len(found["summary"]) == 5 * 7
+    assert len(found["rows"]) == len(found["summary"]) == 6 * 7
     assert all(row["identical"] and row["identical_tokens"] in (0, 8, 12) for row in found["rows"])
     fixed = [row for row in found["summary"] if row["drafter"] == "noise=0.01" and row["window"] == "chain 3"]
-    assert len(fixed) == 5 and all(row["tokens_per_pass"] > 1 and row["times_plain"] > 0 for row in fixed)
+    assert len(fixed) == 6 and all(row["tokens_per_pass"] > 1 and row["times_plain"] > 0 for row in fixed)
     assert max(row["acceptance_by_depth"][0] for row in fixed) > 0.5
     assert found["loads"][2]["drafting_s_per_pass"] > 0 == found["loads"][0]["drafting_s_per_pass"]
 

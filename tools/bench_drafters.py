@@ -5,13 +5,13 @@
     python tools/bench_drafters.py --source smollm2-mtp --shape llama2-13b --text BOOK --out FILE --emulate rtx4090 \\
         --drafters none ngram mtp noise=0.05 --gammas 16 --nodes 256 --plain-tokens 8
 
-A small model in a large shape, or `--target`, answers prompts of five kinds (prose, code, a passage that is copied,
-JSON and a chat) at places that heads are never trained on, once with each of `--drafters`: what `--draft` of the
-runtime takes (none, ngram, mtp, a model, several with commas), the directory of an EAGLE-3 head for the small model,
-which is widened with it, or `noise=X`, the small model itself with noise on its weights. Windows are chosen as it runs
-(`auto`), or are chains of `--gammas` tokens and trees of `--nodes`. Each has made a few steps before it is timed. All
-answers to a prompt have the same tokens, which is checked. Prints a table of the means over places, then one JSON line;
-exit code 1 when an answer was another one.
+A small model in a large shape, or `--target`, answers prompts of six kinds (prose, code, a passage that is copied,
+JSON, a chat, and random letters, of which nothing is known) at places that heads are never trained on, once with each
+of `--drafters`: what `--draft` of the runtime takes (none, ngram, mtp, a model, several with commas), the directory of
+an EAGLE-3 head for the small model, which is widened with it, or `noise=X`, the small model with noise on its weights.
+Windows are chosen as it runs (`auto`), or are chains of `--gammas` tokens and trees of `--nodes`. Each has made a few
+steps before it is timed. All answers to a prompt have the same tokens, which is checked. Prints a table of the means
+over places, and of the least against plain decoding, then one JSON line; exit code 1 when an answer was another one.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def table(summary: Sequence[dict[str, Any]]) -> str:
         line = f"{row['kind']:8} T {row['temperature']:<4} {row['drafter']:16} {row['window']:9} "
         line += f"{row['tokens_per_pass']:6.2f} tokens a pass {row['tok_per_s']:8.2f} tok/s {row['s_per_pass']:.4f} s"
         if row["times_plain"] is not None:
-            line += f" {row['times_plain']:.2f} x plain (least {row['least_times_plain']:.2f})"
+            line += f" {row['times_plain']:.3f} x plain (least {row['least_times_plain']:.3f})"
         line += "".join(f" {share:.2f}" for share in row["acceptance_by_depth"][:_SHOWN_DEPTHS])
         line += "".join(f" {name} {count}" for name, count in row["accepted_by_source"].items())
         lines.append(line + ("" if row["identical"] else " DIFFERS"))

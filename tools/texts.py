@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import string
 import sysconfig
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ import harness
 
 from offload_runtime.errors import OptionError
 
-KINDS = ("prose", "code", "copy", "json", "dialogue")
+KINDS = ("prose", "code", "copy", "json", "dialogue", "random")
 BLOCK_CHARACTERS = 4096
 _HELD_OUT = 12  # one block in so many
 _TESTS = {"test", "tests", "idle_test"}
@@ -97,6 +98,8 @@ def _prompt(kind: str, prose: str, code: str, tokens: int, draw: random.Random) 
         return f"{passage}\n\nThe same passage once more:\n\n{passage[:40]}"
     if kind == "dialogue":
         return [{"role": "user", "content": f"{draw.choice(_QUESTIONS)}\n\n{passage}"}]
+    if kind == "random":
+        return "".join(draw.choices(string.ascii_letters + string.digits + " ", k=4 * tokens))
     if kind == "json":
         return _records(sorted({word for word in prose.split() if word.isalpha()}), draw)
     return prose if kind == "prose" else code
@@ -106,7 +109,7 @@ def prompts(
     options: argparse.Namespace, kinds: Sequence[str], count: int, tokens: int, encode: Callable[[Any], list[int]]
 ) -> dict[str, list[list[int]]]:
     """Prompts of about so many tokens, `count` of each kind, at held-out places drawn by the seed: prose and code to go
-    on with, a passage that has begun to be copied, records to go on with, a question in a chat.
+    on with, a passage that has begun to be copied, records to go on with, a question in a chat, random letters.
 
     Args:
         options: Those of `add_options`.
