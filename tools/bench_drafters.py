@@ -95,7 +95,7 @@ def warmed_up(runtime: Runtime, prompt: Sequence[int], count: int, windows: dict
         try:
             answer(runtime, prompt, min(count, _WARM_UP_TOKENS), _WARM_UP_TEMPERATURE, window)
         except OptionError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr, flush=True)
+            harness.say(f"{name} is left out: {error}")
         else:
             kept[name] = window
     return kept
@@ -144,7 +144,7 @@ class Bench:
         ) as runtime:  # fmt: skip
             name = Path(drafter).name
             load = {"drafter": name, "placement": str(runtime.placement), "load_s": time.perf_counter() - started_s}
-            print(f"{drafter}: {runtime.placement}", file=sys.stderr, flush=True)
+            harness.say(f"{drafter}: {runtime.placement}")
             self.loads.append(load)
             sizes = options.places, options.prompt_tokens, runtime.encode
             prompts = texts.prompts(options, options.kinds, *sizes)
@@ -284,7 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 origin = {"settings": settings, **provenance(resolve_device(options.device), commit=options.commit)}
             report = {"benchmark": "drafters", "loads": bench.loads, "rows": bench.rows, **origin}
             write_unfinished(report, options.out)
-            print(table(summarised(bench.rows[-1:])), file=sys.stderr, flush=True)
+            harness.say(table(summarised(bench.rows[-1:])))
     report["summary"] = summarised(bench.rows)
     print(table(report["summary"]))
     emit(report, options.out)

@@ -101,7 +101,7 @@ def load(
         max_gamma=max_gamma, max_batch=max_batch, resident_layers=resident_layers, trace=trace,
         **emulated(options.emulate, device=options.device, vram=options.vram, dtype=options.dtype),
     )  # fmt: skip
-    print(f"loaded in {time.perf_counter() - started_s:.1f} s: {runtime.placement}", file=sys.stderr, flush=True)
+    harness.say(f"loaded in {time.perf_counter() - started_s:.1f} s: {runtime.placement}")
     return runtime
 
 

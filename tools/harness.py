@@ -340,6 +340,11 @@ def write_unfinished(result: Mapping[str, Any], out: Path | None) -> None:
         print(f"warning: {error}", file=sys.stderr, flush=True)
 
 
+def say(line: str) -> None:
+    """For people who wait."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def emit(result: Mapping[str, Any], out: Path | None = None) -> None:
     """Print `result` as one JSON line, the last thing a benchmark does, and write the same line to `out` if given.
 

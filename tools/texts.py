@@ -38,6 +38,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the places that are never trained on, and all else")
 
 
+def add_place_options(parser: argparse.ArgumentParser, *, places: int, prompt_tokens: int, new_tokens: int) -> None:
+    """What is asked at places that are held out, with what is usual of it: `--places`, `--prompt-tokens`,
+    `--new-tokens`."""
+    parser.add_argument("--places", type=int, default=places, help="of each text, held out")
+    parser.add_argument("--prompt-tokens", type=int, default=prompt_tokens, help="of each place")
+    parser.add_argument("--new-tokens", type=int, default=new_tokens, help="of each answer")
+
+
 def texts_of(options: argparse.Namespace) -> dict[str, str]:
     """The prose and the code that options name. Raises `OptionError`: one cannot be read."""
     code = standard_library() if options.code is None else harness.read_text(options.code, "--code")

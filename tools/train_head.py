@@ -20,26 +20,23 @@ import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import harness
 import texts
 import torch
-import transformers
-from harness import check_out, emit, provenance, write_unfinished
+from harness import check_out, emit, provenance, say, write_unfinished
 from offload_runtime_kernels.gumbel_argmax import gumbel_argmax, noise_keys
 from safetensors.torch import save_file
 from torch import Tensor
 from training.heads import Eagle3Head, Head, MtpHead, start_from, unrolled
+from training.target import WRITTEN, HeldOut, Target, held_out
 from widen_model import open_source
 from widening.convert import atomic_directory, convert_to_safetensors
 from widening.made import transformers_config_of
-from widening.shapes import WideShape, check_architecture
 
 from offload_runtime.errors import OptionError
 from offload_runtime.models.mtp import MtpConfig
@@ -47,7 +44,6 @@ from offload_runtime.stream import Staging, resolve_device
 from offload_runtime.weights import CheckpointSource
 
 KINDS = ("mtp", "eagle3")
-TEMPERATURES = (0.0, 0.6)
 # Of answers that are trained on: half of them as they are measured and used, others more varied and greedy.
 _ANSWER_TEMPERATURES = (0.6, 1.0, 0.6, 0.0)
 _ANSWERS_AT_ONCE = 1024
@@ -57,69 +53,6 @@ _DEPTH_WEIGHT = 0.8  # of each depth against the one before it
 _WARM_UP = 0.03
 _DRAFT_VOCAB = 16384
 _REPORTS = 50
-_WRITTEN = torch.bfloat16
-
-
-@dataclass(frozen=True)
-class Target:
-    """The model that is guessed, as transformers runs it, and what heads need of it.
-
-    Attributes:
-        angles: [positions, D/2] complex64: what its heads rotate by.
-    """
-
-    source: CheckpointSource
-    model: Any
-    angles: Tensor
-    shape: WideShape
-
-    @classmethod
-    def load(cls, source: CheckpointSource, device: torch.device, positions: int) -> Target:
-        """Read it: in bf16 on a GPU, otherwise the same values in fp32.
-
-        Raises:
-            UnsupportedArchitectureError: It is no plain Llama.
-        """
-        config = source.config()
-        check_architecture(config)
-        on_gpu = device.type == "cuda"
-        model = transformers.AutoModelForCausalLM.from_config(
-            transformers_config_of(source), dtype=_WRITTEN if on_gpu else torch.float32
-        )
-        for name, parameter in model.named_parameters():
-            read = torch.empty(parameter.shape, dtype=_WRITTEN)
-            source.fills[name](read)
-            parameter.data.copy_(read)
-        rotary = model.model.rotary_emb
-        angles = torch.outer(torch.arange(positions).float(), rotary.inv_freq.float())
-        rotations = torch.polar(torch.full_like(angles, rotary.attention_scaling), angles).to(device)
-        return cls(source, model.to(device).eval().requires_grad_(False), rotations, WideShape.of(config))
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self.angles.device
-
-    @torch.no_grad()
-    def read(self, tokens: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return its logits [B, L, V] and its residual stream below each layer, the last its normed output."""
-        out = self.model(tokens, output_hidden_states=True, use_cache=False)
-        return out.logits, out.hidden_states
-
-    @torch.no_grad()
-    def continued(self, tokens: Tensor, count: int, keys: Tensor) -> Tensor:
-        """Return [B, P + count]: prompts [B, P] and what it writes behind them, row by row with a key of noise."""
-        cache, slots, last = transformers.DynamicCache(), torch.arange(len(tokens), device=self.device), tokens
-        for _ in range(count):
-            out = self.model(last, None, None, cache, use_cache=True, logits_to_keep=1)  # versions name it differently
-            rows = torch.full_like(slots, tokens.shape[1] - 1)
-            last = gumbel_argmax(out.logits[:, -1].contiguous(), rows, slots, keys)[:, None]
-            tokens = torch.cat((tokens, last), dim=1)
-        return tokens
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Products of a head in bf16 on a GPU."""
-        return torch.autocast(self.device.type, _WRITTEN, enabled=self.device.type == "cuda")
 
 
 @dataclass(frozen=True)
@@ -235,35 +168,6 @@ def train(options: argparse.Namespace, head: Head, target: Target, corpus: Corpu
     return {"steps": step, "tokens": step * options.rows * options.row_tokens, "curve": curve}
 
 
-@dataclass(frozen=True)
-class HeldOut:
-    """Answers of the target at places of a text that are never trained on.
-
-    Attributes:
-        tokens: [places, P + T], prompts of P tokens and answers.
-        keys: [places, 4] int32, of the noise of the answers.
-    """
-
-    text: str
-    temperature: float
-    prompt_tokens: int
-    tokens: Tensor
-    keys: Tensor
-
-
-def held_out(options: argparse.Namespace, target: Target) -> list[HeldOut]:
-    """Answers of each text and temperature. Raises `OptionError`: there are fewer places, or they are short."""
-    asked = options.places, options.prompt_tokens, target.source.tokenizer().encode
-    prompts, found = texts.prompts(options, ("prose", "code"), *asked), list[HeldOut]()
-    if (least := min(len(row) for rows in prompts.values() for row in rows)) < options.prompt_tokens:
-        raise OptionError(f"a held-out place has {least} tokens: lower --prompt-tokens")
-    for (name, rows), temperature in product(prompts.items(), TEMPERATURES):
-        keys = noise_keys([(temperature, options.seed, row) for row in range(len(rows))]).to(target.device)
-        tokens = target.continued(torch.tensor(rows, device=target.device), options.new_tokens, keys)
-        found.append(HeldOut(name, temperature, options.prompt_tokens, tokens, keys))
-    return found
-
-
 @torch.no_grad()
 def acceptance(head: Head, target: Target, answers: HeldOut, depths: int) -> dict[str, Any]:
     """What a chain of guesses from each place of answers would bring."""
@@ -295,18 +199,18 @@ def fill_with(tensor: Tensor, out: Tensor, _: Staging | None = None) -> None:
 
 def write(head: Head, target: Target, directory: Path) -> None:
     """Write the head in bf16. Raises `OptionError`: the directory is there already; `StorageError`."""
-    tensors = {name: one.to(_WRITTEN).cpu().contiguous() for name, one in head.state_dict().items()}
+    tensors = {name: one.to(WRITTEN).cpu().contiguous() for name, one in head.state_dict().items()}
     source = target.source
     if isinstance(head, MtpHead):
         fills = {f"mtp.{name}": partial(fill_with, one) for name, one in tensors.items()}
         config, where = MtpConfig.of(source.config()), "the trained MTP layer"
-        mtp = CheckpointSource(config, _WRITTEN, where, source.settings, fills, source.tokenizer)
-        convert_to_safetensors(replace(source, read_mtp=lambda: mtp), directory, dtype=_WRITTEN)
+        mtp = CheckpointSource(config, WRITTEN, where, source.settings, fills, source.tokenizer)
+        convert_to_safetensors(replace(source, read_mtp=lambda: mtp), directory, dtype=WRITTEN)
         return
     assert isinstance(head, Eagle3Head)
     ids, vocab_size = head.ids.cpu(), len(head.embedding)
     tensors |= {
-        "embed_tokens.weight": head.embedding.to(_WRITTEN).cpu(), "d2t": ids - torch.arange(len(ids)),
+        "embed_tokens.weight": head.embedding.to(WRITTEN).cpu(), "d2t": ids - torch.arange(len(ids)),
         "t2d": torch.zeros(vocab_size, dtype=torch.bool).index_fill_(0, ids, True),
     }  # fmt: skip
     settings = transformers_config_of(source).to_dict() | {
@@ -317,11 +221,6 @@ def write(head: Head, target: Target, directory: Path) -> None:
     with atomic_directory(directory, sum(one.nbytes for one in tensors.values())) as unfinished:
         save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
         (unfinished / "config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
-
-
-def say(line: str) -> None:
-    """For people who wait."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def table(report: dict[str, Any]) -> str:
@@ -342,6 +241,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--source", type=Path, required=True, help="the target, a plain Llama: directory, .gguf file, or demo"
     )
     texts.add_options(parser)
+    texts.add_place_options(parser, places=12, prompt_tokens=200, new_tokens=256)
     parser.add_argument("--checkpoint", type=Path, required=True, help="a new directory")
     parser.add_argument("--seconds", type=float, default=600.0, help="of reading, answers and training")
     parser.add_argument("--steps", type=int, help="at most so many")
@@ -352,9 +252,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1e-3, help="of AdamW")
     parser.add_argument("--draft-vocab", type=int, help="most frequent tokens that eagle3 has logits of (16384)")
     parser.add_argument("--taps", type=harness.integers, default=(), help="layers of the target, of eagle3")
-    parser.add_argument("--places", type=int, default=12, help="of each text, held out")
-    parser.add_argument("--prompt-tokens", type=int, default=200, help="of each place")
-    parser.add_argument("--new-tokens", type=int, default=256, help="of each answer that is guessed")
     return parser.parse_args(argv)
 
 
@@ -395,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     report["training"] = train(options, head, target, corpus, ends_s)
     with torch.no_grad():  # what is measured is what is written
         for parameter in head.parameters():
-            parameter.copy_(parameter.to(_WRITTEN))
+            parameter.copy_(parameter.to(WRITTEN))
     write(head, target, options.checkpoint)
     report |= {"settings": harness.settings_of(options), **provenance(device, commit=options.commit)}
     write_unfinished(report, options.out)

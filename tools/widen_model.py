@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import harness
-from harness import DTYPES
+from harness import DTYPES, say
 from widening.checkpoint import WidenedCheckpoint
 from widening.convert import convert_to_safetensors
 from widening.gguf_file import packed_kinds, write_gguf
@@ -52,10 +52,6 @@ from offload_runtime.weights.neighbours import stored_kinds
 _REMEDY = """write it like '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}'"""
 
 
-def _report(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _percent_reporter() -> Callable[[int, int], None]:
     """A line for every five percent of the bytes."""
     shown = -1
@@ -65,7 +61,7 @@ def _percent_reporter() -> Callable[[int, int], None]:
         step = 20 * done_bytes // total_bytes
         if step > shown:
             shown = step
-            _report(f"written {format_bytes(done_bytes)} of {format_bytes(total_bytes)}")
+            say(f"written {format_bytes(done_bytes)} of {format_bytes(total_bytes)}")
 
     return report
 
@@ -76,7 +72,7 @@ def open_source(reference: str) -> CheckpointSource:
     Raises:
         CheckpointError, HubError, UnsupportedArchitectureError: As `open_checkpoint` and `fetch_demo_model`.
     """
-    return open_checkpoint(fetch_demo_model(on_progress=_report) if reference == "demo" else reference)
+    return open_checkpoint(fetch_demo_model(on_progress=say) if reference == "demo" else reference)
 
 
 def _terminated(number: int, frame: object) -> NoReturn:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,6 +122,26 @@ def _fit(x: Tensor, form: CopyFormat, clips: Sequence[float], weights: Tensor | 
     return best
 
 
+@dataclass(frozen=True)
+class Variant:
+    """A copy: its format and how its scales are chosen."""
+
+    form: CopyFormat
+    method: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        form = self.form
+        return {
+            "bits": form.bits, "group": form.group, "symmetric": form.symmetric, "method": self.method,
+            "bits_per_weight": form.bits_per_weight,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        form = self.form
+        return f"{form.bits} bits, groups of {form.group}, {'symmetric, ' * form.symmetric}{self.method}"
+
+
 def quantise(weight: Tensor, form: CopyFormat, method: str, importance: Tensor | None = None) -> LowBitCopy:
     """Make a copy of a matrix.
 
@@ -147,3 +168,9 @@ def quantise(weight: Tensor, form: CopyFormat, method: str, importance: Tensor |
         parts.append(LowBitCopy(form, _codes(x, form, scales, centres).to(torch.uint8), scales, centres))
     joined = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales", "centres"))
     return LowBitCopy(form, *joined)
+
+
+def copy_of(variant: Variant, weight: Tensor, importance: Tensor | None, shift: int) -> LowBitCopy:
+    """A copy of a matrix whose columns have been shifted, which makes use of `importance` if it is to."""
+    known = importance.roll(shift) if importance is not None and variant.method == WEIGHTED else None
+    return quantise(weight.roll(shift, 1), variant.form, variant.method, known)

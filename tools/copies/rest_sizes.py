@@ -1,0 +1,188 @@
+"""How many bits a weight are left of matrices given a copy, as bf16, FP8 and Q8_0: entropies, and codes whose bits all
+come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from copies.quantise import ROUNDED, LowBitCopy, Variant, quantise
+from copies.rest import decode, encode, entropy, patterns_of, sized_by_copy
+from harness import say
+from torch import Tensor
+
+_COLUMNS, _BROKEN_ROWS = 4096, 32  # of random matrices
+_STD, _DEGREES = 0.02, 4
+_E4M3_LARGEST, _FP8_BLOCK, _Q8_GROUP = 448.0, 128, 32
+# A floor is a group's scale divided by this; no floor by None.
+_FLOORS = (None, 16)
+_FLOORS_OF_SIZED = (4, 16, 256)  # what is sized by the copy needs few exceptions
+
+
+def floors_of(scales: Tensor, divisor: int | None, pattern_bits: int, exponent_step: int) -> Tensor:
+    """Magnitudes of scales, given as patterns, divided by a power of two; 0 for no floor."""
+    if divisor is None:
+        return torch.zeros_like(scales)
+    below = exponent_step * (divisor.bit_length() - 1)
+    return ((scales & ((1 << (pattern_bits - 1)) - 1)) - below).clamp_min(0)
+
+
+def joined(parts: Iterable[Tensor]) -> Tensor:
+    """Tensors of groups as one row."""
+    return torch.cat([part.flatten() for part in parts])
+
+
+def coded(
+    patterns: Tensor, base: Tensor, scales: Tensor | None, widths: Sequence[int], pattern_bits: int, step: int
+) -> Iterator[dict[str, Any]]:
+    """Sizes of what is left in codes of fixed lengths with each of the floors, and whether all came back."""
+    for width, divisor in product(widths, (None,) if scales is None else _FLOORS):
+        floors = None if scales is None else floors_of(scales, divisor, pattern_bits, step)
+        rest = encode(patterns, base, floors, width, pattern_bits)
+        yield {
+            "code_bits": width, "floor": divisor and 1 / divisor,
+            "extended": rest.extended, "whole": rest.whole, "bits_per_weight": rest.bits_per_weight,
+            "round_trip": bool(torch.equal(decode(rest, base, floors), patterns)),
+        }  # fmt: skip
+
+
+def smallest_sized(
+    patterns: Tensor, low: Tensor, high: Tensor, scales: Tensor, pattern_bits: int, step: int
+) -> dict[str, Any]:
+    """The best floor of codes that are as long as the copy says."""
+    sized = (
+        (*sized_by_copy(patterns, low, high, floors_of(scales, divisor, pattern_bits, step), pattern_bits), divisor)
+        for divisor in _FLOORS_OF_SIZED
+    )
+    bits, exceptions, divisor = min(sized)
+    return {"bits_per_weight": bits, "exceptions": exceptions, "floor": 1 / divisor}
+
+
+def by_level(residuals: Tensor, copies: Iterable[LowBitCopy], bits: int) -> float:
+    """Entropy of what is left if each level of the copy has a code of its own."""
+    levels = joined(one.codes for one in copies).int()
+    return entropy(residuals.int() * (1 << bits) + levels) - entropy(levels)
+
+
+def rest_of(weights: str, variant: Variant, pairs: Sequence[tuple[Tensor, LowBitCopy]]) -> dict[str, Any]:
+    """What is left of bf16 matrices given their copies."""
+    form = variant.form
+    patterns = joined(patterns_of(weight) for weight, _ in pairs)
+    decoded = [copy.decoded() for _, copy in pairs]
+    base = joined(map(patterns_of, decoded))
+    scales = joined(patterns_of(copy.scales).expand(copy.codes.shape) for _, copy in pairs)
+    half = [copy.scales.float() / 2 for _, copy in pairs]
+    low, high = (
+        joined(patterns_of((c.float() + side * s).to(torch.bfloat16)) for c, s in zip(decoded, half, strict=True))
+        for side in (-1, 1)
+    )
+    # The plain difference on the line of all patterns, without a gap between the zeros.
+    line = [torch.where(one >= 0x8000, 0x7FFF - one, one) for one in (patterns, base)]
+    residuals = line[0] - line[1]
+    sized = smallest_sized(patterns, low, high, scales, 16, 128)
+    in_byte = float(((residuals >= -127) & (residuals <= 127)).double().mean())
+    codes = list(coded(patterns, base, scales, (7, 8), 16, 128))
+    row = {
+        "weights": weights, "stored": "bf16", "copy": variant.as_dict(), "stored_entropy_bits": entropy(patterns),
+        "entropy_bits": entropy(residuals),
+        "entropy_bits_by_level": by_level(residuals, (copy for _, copy in pairs), form.bits),
+        # One of 256 says that there is an exception, which has 16 bits, beside 16 of its position or without them.
+        "in_signed_byte": in_byte, "byte_and_exceptions_bits": 8 + 16 * (1 - in_byte),
+        "byte_and_positions_bits": 8 + 32 * (1 - in_byte),
+        "codes": codes,
+        "sized_by_copy": sized,
+    }  # fmt: skip
+    best = min(codes, key=lambda one: one["bits_per_weight"])
+    say(
+        f"{weights}: {variant}: {row['entropy_bits']:.2f} bits, {row['entropy_bits_by_level']:.2f} by level, a byte "
+        f"holds {in_byte:.3f}; code of {best['code_bits']} bits, floor {best['floor']}: {best['bits_per_weight']:.2f}, "
+        f"sized by the copy {sized['bits_per_weight']:.2f}"
+    )
+    return row
+
+
+def fp8_rest(weights: str, variant: Variant, matrices: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """What is left of E4M3 numbers with a scale for each block of 128 x 128."""
+    patterns, bases, lows, highs, steps = (list[Tensor]() for _ in range(5))
+    copies = list[LowBitCopy]()
+    for matrix in matrices:
+        height, width = (min(size, _FP8_BLOCK) for size in matrix.shape)
+        rows, columns = matrix.shape[0] // height * height, matrix.shape[1] // width * width
+        blocks = matrix[:rows, :columns].float().unflatten(0, (-1, height)).unflatten(2, (-1, width))
+        scale = blocks.abs().amax((1, 3), keepdim=True) / _E4M3_LARGEST
+        stored = (blocks / scale).to(torch.float8_e4m3fn)
+        copy = quantise((stored.float() * scale).view(rows, columns), variant.form, ROUNDED)
+        in_blocks = scale.expand_as(blocks).reshape(copy.codes.shape)
+        half = copy.scales.float() / 2
+        for places, side in ((bases, 0), (lows, -1), (highs, 1)):
+            relative = ((copy.decoded().float() + side * half) / in_blocks).clamp(-_E4M3_LARGEST, _E4M3_LARGEST)
+            places.append(patterns_of(relative.to(torch.float8_e4m3fn)).reshape(-1))
+        patterns.append(patterns_of(stored).reshape(-1))
+        steps.append(patterns_of((copy.scales.float() / in_blocks).to(torch.float8_e4m3fn)).reshape(-1))
+        copies.append(copy)
+    stored_bits, base, scales = joined(patterns), joined(bases), joined(steps)
+    line = [torch.where(one >= 0x80, 0x7F - one, one) for one in (stored_bits, base)]
+    return [
+        _stored_row(weights, "FP8", variant, stored_bits, line[0] - line[1], copies)
+        | {
+            "codes": list(coded(stored_bits, base, scales, (4, 5), 8, 8)),
+            "sized_by_copy": smallest_sized(stored_bits, joined(lows), joined(highs), scales, 8, 8),
+        }
+    ]
+
+
+def q8_rest(weights: str, variant: Variant, matrices: Sequence[Tensor]) -> list[dict[str, Any]]:
+    """What is left of Q8_0: signed bytes with an fp16 scale for each 32 columns."""
+    numbers, bases, copies = list[Tensor](), list[Tensor](), list[LowBitCopy]()
+    for matrix in matrices:
+        groups = matrix.float().unflatten(1, (-1, _Q8_GROUP))
+        scale = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
+        stored = (groups / scale).round_().nan_to_num_(0.0)
+        copy = quantise((stored * scale).flatten(1), variant.form, ROUNDED)
+        of_copy = copy.decoded().float().view_as(groups)
+        numbers.append(stored.int().flatten())
+        bases.append((of_copy / scale).round_().nan_to_num_(0.0).clamp_(-127, 127).int().flatten())
+        copies.append(copy)
+    number, base = joined(numbers), joined(bases)
+    return [
+        _stored_row(weights, "Q8_0", variant, number, number - base, copies)
+        | {"codes": list(coded(number, base, None, (4, 5), 8, 1))}
+    ]
+
+
+def _stored_row(
+    weights: str, stored: str, variant: Variant, patterns: Tensor, residuals: Tensor, copies: Sequence[LowBitCopy]
+) -> dict[str, Any]:
+    """What rows of quantised weights have in common."""
+    row = {
+        "weights": weights, "stored": stored, "copy": variant.as_dict(), "stored_entropy_bits": entropy(patterns),
+        "entropy_bits": entropy(residuals), "entropy_bits_by_level": by_level(residuals, copies, variant.form.bits),
+    }  # fmt: skip
+    say(
+        f"{weights} in {stored}: {variant}: {row['entropy_bits']:.2f} bits, {row['entropy_bits_by_level']:.2f} by level"
+    )
+    return row
+
+
+def random_matrices(seed: int, rows: int) -> dict[str, Tensor]:
+    """Made-up weights [M, K] bf16 by what they are."""
+    draw = torch.Generator().manual_seed(seed)
+    gaussian = torch.randn(rows, _COLUMNS, generator=draw) * _STD
+    # Student's t: a Gaussian over the root of a chi-square, which is twice a gamma of half its degrees.
+    squares = torch.randn(_DEGREES, rows, _COLUMNS, generator=draw).square().sum(0)
+    broken = gaussian[:_BROKEN_ROWS].clone()
+    broken[0], broken[1], broken[2] = torch.inf, -torch.inf, torch.nan
+    broken[3, ::7], broken[4, 5], broken[5, ::2], broken[6], broken[7] = torch.nan, torch.inf, 3e38, 0.0, -0.0
+    broken[8, ::2], broken[9] = -0.0, broken[9] * 1e38
+    return {
+        name: one.to(torch.bfloat16)
+        for name, one in {
+            "Gaussian": gaussian,
+            "Student t": gaussian / (squares / _DEGREES).sqrt(),
+            "constant": torch.full((_BROKEN_ROWS, _COLUMNS), _STD),
+            "subnormal": gaussian[:_BROKEN_ROWS] * 1e-38,
+            "not finite": broken,
+        }.items()
+    }
