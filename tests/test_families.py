@@ -55,7 +55,7 @@ def _check(path: Path, family: str, model: Any, seed: int) -> None:
     generator, made = torch.Generator().manual_seed(seed), make_runner(open_checkpoint(path), buffers=2)
     text = torch.randint(cases.VOCABULARY, (PROMPT,), generator=generator).tolist()
     fed, logits, chosen = text[:], list[torch.Tensor](), list[int]()
-    for _ in range(24 if seed < OFTEN else 64):
+    for _ in range(12 if seed < OFTEN else 64):
         logits.append(prefill(made.runner, 0, fed)[0])
         chosen.append(int(logits[-1].argmax()))
         fed = [int(torch.randint(cases.VOCABULARY, (), generator=generator)) if chosen[-1] in text[-8:] else chosen[-1]]

@@ -29,18 +29,18 @@ def compare(decoding: natives.Decoding, head: ModelRunner, slot: int, text: list
     """What the head has said behind nodes of a tree that was begun behind this text, with what it should have said.
     Returns the depth of the deepest."""
     assert isinstance(decoding.drafter.draft, ModelDrafter)
-    grown, deepest = decoding.drafter.draft.trees[slot], 0
-    for node, children in grown.children.items():
-        path, at = list[int](), node
+    grown, paths = decoding.drafter.draft.trees[slot], list[list[int]]()
+    for at in grown.children:
+        paths.append([])
         while at != grown.tree.root:
-            path.append(grown.tree.nodes[at].token)
+            paths[-1].insert(0, grown.tree.nodes[at].token)
             at = grown.tree.nodes[at].parent
-        logits = natives.logits_behind(decoding.target, head, text, path[::-1], start=start)
-        best = logits.topk(len(children.tokens))
+    logits = natives.logits_behind(decoding.target, head, text, paths, start=start)
+    for children, own in zip(grown.children.values(), logits, strict=True):
+        best = own.topk(len(children.tokens))
         assert children.tokens == best.indices.tolist()
         torch.testing.assert_close(torch.tensor(children.scores), best.values, rtol=1e-4, atol=1e-4)
-        deepest = max(deepest, len(path))
-    return deepest
+    return max(map(len, paths))
 
 
 def step_anew(decoding: natives.Decoding, head: ModelRunner, slot: int, *, start: int = 1) -> int:

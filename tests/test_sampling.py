@@ -114,7 +114,7 @@ def test_broken_rows_give_minus_one_and_excluded_tokens_never_come(filters):
     logits[3, 1:] = -INF
     logits[4, ::2] = -INF
     params = SamplingParams(temperature=1.5, **filters)
-    for position in range(50):
+    for position in range(12):
         tokens = sample(logits, params, torch.full((5,), position), torch.arange(5)).tolist()
         assert tokens[0] >= 0 and tokens[1:4] == [-1, -1, 0] and tokens[4] % 2 == 1
 
@@ -124,7 +124,7 @@ def test_broken_rows_give_minus_one_and_excluded_tokens_never_come(filters):
     {"top_k": 50}, {"top_p": 0.9}, {"top_p": 0.05}, {"min_p": 0.02}, {"top_k": 40, "top_p": 0.8, "min_p": 0.03},
 ], ids=str)  # fmt: skip
 def test_allowed_tokens_are_those_of_transformers(temperature, filters):
-    logits = torch.randn((32, 3001), generator=torch.Generator().manual_seed(6)) * 2.5
+    logits = torch.randn((8, 3001), generator=torch.Generator().manual_seed(6)) * 2.5
     # float64, so that a sum of transformers' own rounding never decides a token at the boundary.
     expected = TemperatureLogitsWarper(temperature)(None, logits.double())
     for name, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -229,10 +229,10 @@ def plainly(target: ModelRunner, prompt: Sequence[int], count: int, params: Samp
 
 @torch.inference_mode()
 def logits_behind(
-    target: ModelRunner, head: ModelRunner, text: Sequence[int], path: Sequence[int], *, start: int = 1
-) -> torch.Tensor:
-    """The head's logits [V] behind a path of proposals behind a text, whose rows are read at once with the target's
-    hidden states of one prompt pass, from that of token `start` on; those of the path one by one, with what the row
+    target: ModelRunner, head: ModelRunner, text: Sequence[int], paths: Iterable[Sequence[int]], *, start: int = 1
+) -> list[torch.Tensor]:
+    """The head's logits [V] behind each path of proposals behind a text, whose rows are read at once with the target's
+    hidden states of one prompt pass, from that of token `start` on; those of a path one by one, with what the row
     before has given. The target's last slot must be free."""
     slot = _SLOTS - 1
     target.cache.truncate(slot, 0)
@@ -242,11 +242,19 @@ def logits_behind(
     assert isinstance(decoder, HeadDecoder)
     cache = KVCache(config, torch.float32, capacity_tokens=512, batch=1, budgets=[DeviceBudget(CPU, None)])
     alone = ModelRunner(decoder, head.streamer, cache, head.rope, head.chunk_tokens)
-    logits, given = torch.empty(0), known
-    for tokens in (text[start:], *([token] for token in path)):
+
+    def read(tokens: Sequence[int], given: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cache.begin_window([0], [len(tokens)])
         rows = replace(alone.rows([TokenTree(tuple(tokens))], [cache.length(0)], [0]), hidden=given)
         logits, given = decoder.outputs(window_residual(decoder, head.streamer.layers(), cache, rows))
         cache.commit(0, len(tokens))
-        given = given[-1:]
-    return logits[-1]
+        return logits[-1], given[-1:]
+
+    of_text, found = read(text[start:], known), list[torch.Tensor]()
+    for path in paths:
+        cache.truncate(0, len(text) - start)
+        logits, given = of_text
+        for token in path:
+            logits, given = read([token], given)
+        found.append(logits)
+    return found

@@ -30,8 +30,8 @@ def libraries(models_dir: Path) -> Path:
 
 @pytest.fixture
 def simple(libraries: Path) -> ops.ExpertsLibrary:
-    """What is compiled fast."""
-    return ops.load_experts_library(libraries, FP32, ["F32"])
+    """One of two encodings, which is compiled fast."""
+    return ops.load_experts_library(libraries, FP32, ["F32", "F16"])
 
 
 @dataclass(frozen=True)
@@ -127,15 +127,14 @@ def test_bits_are_expected(
                 assert torch.equal(problem.solved(cpu, rows), expected[:rows])
 
 
-def test_matrices_may_be_stored_in_different_ways(libraries: Path) -> None:
-    library = ops.load_experts_library(libraries, FP32, ["F32", "F16"])
+def test_matrices_may_be_stored_in_different_ways(simple: ops.ExpertsLibrary) -> None:
     one, other = (Problem.random(encoding, FP32, 40, 24) for encoding in ("F32", "F16"))
     mixed = Problem(one.shape, one.x, one.choices, one.gate_up, other.down)
     size = one.gate_up.data.shape[1]
     blocks = torch.cat([one.gate_up.data, other.down.data], dim=1)
-    layer = ops.HostExperts(library, one.shape, ops.HostMatrix("F32", 0), ops.HostMatrix("F16", size))
+    layer = ops.HostExperts(simple, one.shape, ops.HostMatrix("F32", 0), ops.HostMatrix("F16", size))
     out = torch.empty(16, 2, 40)
-    with ops.ExpertsCpu(library, threads=1) as cpu:
+    with ops.ExpertsCpu(simple, threads=1) as cpu:
         cpu.submit(layer, one.x, one.choices, [(number, blocks[number].data_ptr()) for number in range(6)], out)
         work = cpu.wait()
     assert torch.equal(out, mixed.expected)
