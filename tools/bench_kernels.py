@@ -1,6 +1,6 @@
 """Time kernels: each Triton kernel beside its torch reference, and beside its bound.
 
-    python tools/bench_kernels.py attention [--out FILE] [--commit HASH]
+    python tools/bench_kernels.py attention [--only WORDS] [--out FILE] [--commit HASH]
 
 The bound of a case is the larger of its bytes over the device's own copy bandwidth (the link's, if it brings them)
 and its operations over a matrix product's own speed, all measured in the same call. Kernels run in a CUDA graph, over
@@ -46,24 +46,29 @@ def measure(case: Case, *, bytes_gbps: float, matmul_flops: float) -> dict[str, 
     def reference() -> object:
         return case.reference(next(reference_turn) % case.num_inputs)
 
-    kernel_ms = percentiles(graph_times_ms(kernel, calls=case.num_inputs, repeats=20))
+    if case.kernel_in_graph:
+        kernel_ms = percentiles(graph_times_ms(kernel, calls=case.num_inputs, repeats=20))
+    else:
+        kernel_ms = percentiles(event_times_ms(kernel, repeats=20, warmups=case.num_inputs))
     if case.reference_in_graph:
         reference_ms = percentiles(graph_times_ms(reference, calls=2, repeats=10))
     else:
         reference_ms = percentiles(event_times_ms(reference, repeats=10))
     return {
         **case.configuration, "triton_ms": kernel_ms, "reference_ms": reference_ms,
-        "reference_in_graph": case.reference_in_graph, "moved_bytes": case.moved_bytes,
+        "kernel_in_graph": case.kernel_in_graph, "reference_in_graph": case.reference_in_graph,
+        "moved_bytes": case.moved_bytes,
         **(decoding_rates(case, kernel_ms["median"] / 1e3) if case.stored_bytes else {}), "bound_ms": bound_ms,
         "share_of_bound": bound_ms / kernel_ms["median"],
     }  # fmt: skip
 
 
 def measure_all(
-    operation: str, *, copy_gbps: float, link_gbps: float, matmul_flops: float, fp32_flops: float
+    operation: str, only: str, *, copy_gbps: float, link_gbps: float, matmul_flops: float, fp32_flops: float
 ) -> Iterator[dict[str, Any]]:
-    """A row a case, each printed when it is there; only one case's inputs are in memory."""
-    for make_case in OPERATIONS[operation]:
+    """A row a case, each printed when it is there; only one case's inputs are in memory. Cases are those whose
+    arguments have `only` in them."""
+    for make_case in (one for one in OPERATIONS[operation] if only in repr(one)):
         case = make_case()
         row = measure(
             case, bytes_gbps=link_gbps if case.over_link else copy_gbps,
@@ -89,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure one kernel's cases."""
     parser = harness.make_parser(__doc__)
     parser.add_argument("operation", choices=OPERATIONS)
+    parser.add_argument("--only", default="", help="time those cases whose arguments contain these words")
     harness.add_report_options(parser)
     options = parser.parse_args(argv)
     check_out(options.out)
@@ -99,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert link_gbps is not None
     name = options.operation
     rates = {"copy_gbps": copy_gbps, "link_gbps": link_gbps, "matmul_flops": matmul_flops, "fp32_flops": fp32_flops}
-    cases = list(measure_all(name, **rates))
+    cases = list(measure_all(name, options.only, **rates))
     emit(
         {
             "benchmark": name,

@@ -15,10 +15,13 @@ Nothing here speaks of numbers below fp32's normal ones, 1.2e-38, which processo
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from offload_runtime_kernels.experts_library import LIBRARY_ROWS, expert_rows_library
 from offload_runtime_kernels.experts_triton import (
     EXP_RANGE,
     EXP_TERMS,
@@ -231,9 +234,10 @@ def combine_experts_reference(y: torch.Tensor, weights: torch.Tensor) -> torch.T
 def expert_rows(
     x: torch.Tensor, choices: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices, shape: ExpertShape, *,
     out: torch.Tensor, buffers: torch.Tensor | None = None, gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None, scratch: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write what each chosen expert makes of its row, rounded to the dtype of x; enqueued on the current stream.
+    """Write what each chosen expert makes of its row, rounded to the dtype of x; enqueued on the current stream, which
+    it waits for once where the library multiplies.
 
     Args:
         x: [N, H], contiguous.
@@ -246,12 +250,17 @@ def expert_rows(
             all lie at the expert's number.
         gate_up_bias: [E, 2I] by the expert's number, gates and ups in turn, in the dtype of x, or None.
         down_bias: [E, H] or None.
+        scratch: uint8 of `library_scratch_bytes`, on a GPU: where experts of many rows are multiplied by the library,
+            unless a graph is captured; what shares it is enqueued on the same stream. None: they never are.
     """
     assert x.is_contiguous() and choices.is_contiguous() and choices.dtype == torch.int64
     assert (gate_up.rows, gate_up.columns) == (2 * shape.inner, shape.hidden)
     assert (down.rows, down.columns) == (shape.hidden, shape.inner)
     assert out.shape == (*choices.shape, shape.hidden) and out.dtype == x.dtype and out.is_contiguous()
-    run = expert_rows_triton if x.is_cuda else expert_rows_reference
+    run: Callable[..., None] = expert_rows_triton if x.is_cuda else expert_rows_reference
+    many = choices.numel() >= LIBRARY_ROWS * shape.num_experts
+    if scratch is not None and many and not torch.cuda.is_current_stream_capturing():
+        run = partial(expert_rows_library, scratch=scratch)
     run(x, choices, gate_up, down, shape, buffers=buffers, gate_up_bias=gate_up_bias, down_bias=down_bias, out=out)
 
 
@@ -270,8 +279,11 @@ def combine_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 def experts(
     x: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices,
     shape: ExpertShape, *, gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
+    scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Return what `combine_experts` makes of `expert_rows`, [N, H], where every expert lies at its number."""
     y = x.new_empty(*choices.shape, shape.hidden)
-    expert_rows(x, choices, gate_up, down, shape, out=y, gate_up_bias=gate_up_bias, down_bias=down_bias)
+    expert_rows(
+        x, choices, gate_up, down, shape, out=y, gate_up_bias=gate_up_bias, down_bias=down_bias, scratch=scratch
+    )
     return combine_experts(y, weights)

@@ -70,6 +70,7 @@ _TILES = {
     0: ExpertTile(1, 32, 64, 1, 4), 1: ExpertTile(4, 32, 32, 1, 4), 8: ExpertTile(8, 64, 32, 2, 3),
     64: ExpertTile(32, 64, 16, 4, 3), sys.maxsize: ExpertTile(64, 64, 16, 4, 3),
 }  # fmt: skip
+PROMPT_TILE = _TILES[sys.maxsize]
 _BLOCK_TILES = {
     0: ExpertTile(1, 32, 64, 1, 3), 1: ExpertTile(2, 32, 64, 1, 3), 2: ExpertTile(2, 32, 64, 1, 3),
     8: ExpertTile(4, 32, 64, 1, 3), 64: ExpertTile(16, 128, 16, 4, 2), sys.maxsize: ExpertTile(32, 128, 16, 4, 2),
@@ -101,7 +102,7 @@ def exponential(x):
 
 
 @jit
-def _gated(gate, up, DTYPE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+def gated_in_fp32(gate, up, DTYPE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     if LIMIT is None:
         h = tl.div_rn(gate, 1.0 + exponential(-gate)).to(DTYPE).to(tl.float32) * up
     else:
@@ -231,7 +232,7 @@ def _expert_kernel(
         y = sums.to(dtype)
         if GATED:
             gate, up = tl.split(tl.reshape(y.to(tl.float32), [ROWS, BLOCK // 2, 2]))
-            y = _gated(gate, up, dtype, LIMIT, ALPHA).to(dtype)
+            y = gated_in_fp32(gate, up, dtype, LIMIT, ALPHA).to(dtype)
             width = HEIGHT // 2
             place = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
         else:

@@ -12,6 +12,7 @@ are multiplied by the library in slices of `LIBRARY_ROWS`, where that gives the 
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -259,8 +260,20 @@ def linear_reference(
 
 
 _by_rule = {"cuda": linear_triton, "cpu": linear_reference}
-# By height, device, dtype, shape and what is fused: whether the library has the bits of the rule.
+# By what the library is asked for, and in which precision it then does products in fp32: whether it has the bits of the
+# rule.
 _agrees: dict[tuple[object, ...], bool] = {}
+
+
+def has_bits_of_rule(product: tuple[object, ...], agrees: Callable[[], bool]) -> bool:
+    """Whether the library has the rule's bits in a product that the key says all about, which the first one finds.
+
+    What a program lets products in fp32 be done in (TF32) may change at any time: each setting is a key of its own.
+    """
+    key = (*product, torch.backends.cuda.matmul.fp32_precision)
+    if key not in _agrees:
+        _agrees[key] = agrees()
+    return _agrees[key]
 
 
 def library_agrees(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: Activation | None) -> bool:
@@ -269,16 +282,17 @@ def library_agrees(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | Non
     Found the first time by comparing the two on heavy-tailed rows, which waits for the device.
     """
     device, (m, k) = weight.device, weight.shape
-    key = (num_rows, device, weight.dtype, m, k, bias is not None, gated)
-    if key not in _agrees:
+
+    def agrees() -> bool:
         generator = torch.Generator().manual_seed(0)
         magnitude = torch.randn(num_rows, k, generator=generator).exp()
         x = (magnitude * torch.randn(num_rows, k, generator=generator)).to(device, weight.dtype)
         outs = [x.new_empty(num_rows, m // 2 if gated else m) for _ in range(2)]
         linear_library(x, weight, outs[0], bias=bias, gated=gated)
         _by_rule[device.type](x, weight, outs[1], bias=bias, gated=gated)
-        _agrees[key] = torch.equal(*outs)
-    return _agrees[key]
+        return torch.equal(*outs)
+
+    return has_bits_of_rule((num_rows, device, weight.dtype, m, k, bias is not None, gated), agrees)
 
 
 def linear(

@@ -497,8 +497,12 @@ def connect_model(
         if (pool := pools[-1]) is not None:
             add_experts(pool, weights, own.experts.keys() & layout.experts, computing, held, first=pool_first)
     stores = {
-        layer: ExpertStore(one.matrices(pool.buffers), partial(pool.fetch, pool_first + layer))
-        for pool, own in zip(pools, plan.cards, strict=True)
+        layer: ExpertStore(
+            one.matrices(pool.buffers),
+            partial(pool.fetch, pool_first + layer),
+            scratch if own.expert_scratch_bytes else None,
+        )
+        for pool, own, scratch in zip(pools, plan.cards, scratches, strict=True)
         if pool is not None
         for layer, one in own.experts.items()
     }

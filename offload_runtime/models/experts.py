@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from offload_runtime_kernels.experts import ExpertShape, combine_experts, expert_rows
 from offload_runtime_kernels.experts_cpu import ExpertsLibrary, HostExperts, HostMatrix
+from offload_runtime_kernels.experts_library import library_scratch_bytes
 from offload_runtime_kernels.router import Scores, choose_experts
 
 from offload_runtime.models.layers import (
@@ -86,6 +87,11 @@ class Experts:
         of_each = 10 + self.expert.row_elements + 2 * hidden
         return 2 * self.num_experts + self.chosen * of_each + 3 * hidden + of_shared
 
+    def scratch_bytes(self, rows: int) -> int:
+        """Bytes of a GPU's memory where passes of up to so many rows decode experts, for the library to multiply with;
+        0 where kernels that decode on the way are faster."""
+        return library_scratch_bytes(self._shape, rows, self.chosen)
+
     def tensors(self) -> Iterator[Tensor]:
         """`router` [E, H] and its `correction` [E]; of each expert `gate_up` [2I, H], the gate first, and `down`
         [H, I]; of the shared one `shared_gate_up`, `shared_down` and `shared_gate` [1, H]."""
@@ -114,11 +120,12 @@ class Experts:
         choices, row_weights = self._choose(x, weights)
         if rows.prompt is None and len(x) > 1:  # absent rows must not ask for experts of their own
             choices = torch.where(rows.query.positions.reshape(-1, 1) < 0, choices[:1], choices)
-        matrices, fetch = weights.experts
+        matrices, fetch, scratch = weights.experts
         y, biases = x.new_empty(*choices.shape, x.shape[1]), self._biases(weights)
         for buffers in fetch(x, choices, y, rows.host_action):
             expert_rows(
-                x, choices, matrices["gate_up"], matrices["down"], self._shape, out=y, buffers=buffers, **biases
+                x, choices, matrices["gate_up"], matrices["down"], self._shape, out=y, buffers=buffers, **biases,
+                scratch=scratch,
             )  # fmt: skip
         out = combine_experts(y, row_weights)
         if self.shared is not None:

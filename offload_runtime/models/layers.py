@@ -87,10 +87,12 @@ class ExpertStore(NamedTuple):
             [N, k, H], all on the card, and what lets the host act. It fetches experts in rounds and yields in each the
             buffer of each of the layer's experts, [E] int32, -1 of those that are not in the round. Before the first
             one it has written the results of experts that are in none.
+        scratch: uint8, of `Experts.scratch_bytes`, where experts of many rows are decoded; None where none are.
     """
 
     matrices: Mapping[str, StoredMatrices]
     fetch: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[HostAction], None]], Iterator[torch.Tensor]]
+    scratch: torch.Tensor | None = None
 
 
 class LayerWeights(dict[str, Weight]):

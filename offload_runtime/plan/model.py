@@ -22,6 +22,7 @@ from offload_runtime.cache.retrieval import retrieved_bytes, summaries_bytes
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.dflash import DFlashConfig
+from offload_runtime.models.experts import Experts
 from offload_runtime.models.heads import HeadConfig
 from offload_runtime.runners.graphs import MOST_DELTA_DEPTH, MOST_DEPTH, tree_positions
 from offload_runtime.runners.model_runner import workspace_bytes
@@ -221,8 +222,9 @@ class ModelPlan:
         return HostArena.rounded(self.layout.embedding.total_bytes) if self.embedding_on_host and self.has_head else 0
 
     def scratch_bytes(self, device_type: str) -> int:
-        """The largest matrix that is decoded before a product."""
-        return self.layout.scratch_bytes(device_type, self.layers, head=self.has_head)
+        """The largest matrix that is decoded before a product, or the experts that are decoded together."""
+        of_experts = self.expert_scratch_bytes if device_type == "cuda" else 0
+        return max(of_experts, self.layout.scratch_bytes(device_type, self.layers, head=self.has_head))
 
     def held_bytes(self, placement: Placement) -> int:
         """What a placement takes of the device: the layers that stay, the ring, and the pool of experts."""
@@ -250,6 +252,15 @@ class ModelPlan:
     def pool_bytes(self, buffers: int | None) -> int:
         """What a pool of so many buffers takes of a card; None: of all experts."""
         return (self.num_experts if buffers is None else buffers) * self.expert_bytes
+
+    @cached_property
+    def expert_scratch_bytes(self) -> int:
+        """Where pieces of prompts have experts of its layers decoded. The host waits there for a card, while it could
+        not give another one anything to do: several cards decode nothing."""
+        if len(self.layers) < self.config.num_layers:
+            return 0
+        rows, mixers = min(self.chunk_tokens, self.context_tokens), (layer.mlp for layer in self.own_config.layers)
+        return max((one.scratch_bytes(rows) for one in mixers if isinstance(one, Experts)), default=0)
 
     @property
     def pool_share(self) -> float:

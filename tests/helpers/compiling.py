@@ -31,6 +31,7 @@ from offload_runtime_kernels.attention_triton import attention_triton
 from offload_runtime_kernels.coded_bf16 import CodedRow
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, row_bytes
+from offload_runtime_kernels.experts_library import decode_experts
 from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
@@ -149,6 +150,13 @@ def route(tokens: int, shape: ExpertShape, choices: int, kind: str | ScaledForma
     combine_experts_triton(y, torch.empty(tokens, choices))
 
 
+def decode(shape: ExpertShape, kind: str | ScaledFormat) -> None:
+    """Matrices of experts, for products by the library."""
+    rows, columns = 2 * shape.inner, shape.hidden
+    stored = StoredMatrices(ints(1, rows * row_bytes(kind, columns), dtype=torch.uint8), kind, rows, columns)
+    decode_experts(stored, torch.empty(1, dtype=BF16), ints(1, 4), 0, 0, torch.empty(1, rows, columns))
+
+
 def expert_calls() -> Iterator[tuple[str, Call]]:
     """Every tile, at the shapes of gpt-oss-120b and Qwen3-30B-A3B."""
     gpt_oss, qwen3 = ExpertShape(128, 2880, 2880, limit=7.0), ExpertShape(128, 2048, 768)
@@ -163,6 +171,9 @@ def expert_calls() -> Iterator[tuple[str, Call]]:
     )
     for how, tokens in (*product(numbers, (64,)), (numbers[0], 8192)):
         yield f"experts {tokens} {how.number}", partial(route, tokens, qwen3, 8, how)
+    for shape, kind in ((gpt_oss, "MXFP4"), (qwen3, "Q4_K"), (qwen3, "BF16"), *((qwen3, how) for how in numbers)):
+        name = kind.number if isinstance(kind, ScaledFormat) else kind
+        yield f"decode experts {name}", partial(decode, shape, kind)
 
 
 def router_calls() -> Iterator[tuple[str, Call]]:

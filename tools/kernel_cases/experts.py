@@ -7,13 +7,17 @@ and of multiply-adds at the rate of cuBLAS's products in fp32.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from kernel_cases.case import DEVICE, Case, Cases, random_bf16
-from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, experts
+from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, combine_experts, experts
 from offload_runtime_kernels.experts_cpu import random_rows
+from offload_runtime_kernels.experts_library import LibraryCut, expert_rows_library
 from offload_runtime_kernels.router import choose_experts
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
@@ -28,7 +32,8 @@ MODELS: dict[str, tuple[ExpertShape, int, tuple[str | ScaledFormat, str | Scaled
     "Qwen3-30B-A3B in INT4": (QWEN3, 8, (INT4, INT4)),
     "Qwen3-30B-A3B in bf16": (QWEN3, 8, ("BF16", "BF16")),
 }
-ROWS = (1, 4, 8, 16, 64, 1024, 8192)
+ROWS = (1, 4, 8, 16, 64, 1024, 2048, 8192)
+MATRIX_MIB = (32, 64, 128, 256)  # of decoded matrices that the library multiplies with at a time
 _INPUTS = 8  # choices of their own, of experts that caches do not hold
 
 
@@ -38,42 +43,99 @@ def make_matrices(kind: str | ScaledFormat, experts: int, rows: int, columns: in
     return StoredMatrices(stored.view(experts, -1), kind, rows, columns)
 
 
-def make_experts(model: str, rows: int) -> Case:
-    """A layer's experts of so many rows."""
-    shape, num_chosen, kinds = MODELS[model]
-    gate_up = make_matrices(kinds[0], shape.num_experts, 2 * shape.inner, shape.hidden)
-    down = make_matrices(kinds[1], shape.num_experts, shape.hidden, shape.inner)
-    x = random_bf16(rows, shape.hidden)
-    drawn = torch.rand(_INPUTS, rows, shape.num_experts, device=DEVICE).topk(num_chosen, dim=-1)
-    choices, weights = drawn.indices.sort(dim=-1).values, drawn.values.softmax(dim=-1)
-    biases = (
-        {"gate_up_bias": random_bf16(128, 2 * shape.inner), "down_bias": random_bf16(128, shape.hidden)}
-        if shape.limit
-        else {}
-    )
-    chosen = [one.unique().tolist() for one in choices]
-    expert_bytes = gate_up.data.shape[1] + down.data.shape[1]
-    moved_bytes = sum(map(len, chosen)) * expert_bytes // _INPUTS
-    (first, second), every = (gate_up, down), torch.arange(shape.num_experts, device=DEVICE)
+@dataclass(frozen=True)
+class Layer:
+    """A layer's experts, and `_INPUTS` choices of some rows."""
 
-    def product(rows: torch.Tensor, matrices: StoredMatrices, number: int) -> torch.Tensor:
-        [matrix] = matrices.decoded(every[number : number + 1], torch.bfloat16)
-        return F.linear(rows.float(), matrix.float()).bfloat16()
+    model: str
+    x: torch.Tensor
+    choices: torch.Tensor
+    weights: torch.Tensor
+    gate_up: StoredMatrices
+    down: StoredMatrices
+    biases: dict[str, torch.Tensor | None]
 
-    def reference(index: int) -> torch.Tensor:
-        out = torch.zeros_like(x)
-        for number in chosen[index]:
-            token, choice = (choices[index] == number).nonzero(as_tuple=True)
-            gate, up = product(x[token], first, number).chunk(2, dim=-1)
-            y = product(F.silu(gate) * up, second, number) * weights[index][token, choice, None]
+    @classmethod
+    def of(cls, model: str, rows: int) -> Layer:
+        """Make one with random values."""
+        shape, num_chosen, kinds = MODELS[model]
+        drawn = torch.rand(_INPUTS, rows, shape.num_experts, device=DEVICE).topk(num_chosen, dim=-1)
+        widths = {"gate_up_bias": 2 * shape.inner, "down_bias": shape.hidden}
+        return cls(
+            model, random_bf16(rows, shape.hidden), drawn.indices.sort(dim=-1).values, drawn.values.softmax(dim=-1),
+            make_matrices(kinds[0], shape.num_experts, 2 * shape.inner, shape.hidden),
+            make_matrices(kinds[1], shape.num_experts, shape.hidden, shape.inner),
+            {name: random_bf16(shape.num_experts, width) if shape.limit else None for name, width in widths.items()},
+        )  # fmt: skip
+
+    @cached_property
+    def chosen(self) -> list[list[int]]:
+        """Experts that each of the choices has."""
+        return [one.unique().tolist() for one in self.choices]
+
+    def by_kernels(self, index: int) -> torch.Tensor:
+        """What comes of the rows."""
+        shape = MODELS[self.model][0]
+        return experts(
+            self.x, self.choices[index], self.weights[index], self.gate_up, self.down, shape, **self.biases
+        )  # fmt: skip
+
+    def by_library(self, index: int, cut: LibraryCut, scratch: torch.Tensor, *, compares: bool = True) -> torch.Tensor:
+        """The same, where the library multiplies all experts."""
+        shape = MODELS[self.model][0]
+        y = self.x.new_empty(*self.choices[index].shape, shape.hidden)
+        expert_rows_library(
+            self.x, self.choices[index], self.gate_up, self.down, shape, out=y, buffers=None, scratch=scratch, cut=cut,
+            fewest_rows=1, compares=compares, **self.biases,
+        )  # fmt: skip
+        return combine_experts(y, self.weights[index])
+
+    def by_expert(self, index: int) -> torch.Tensor:
+        """About the same by plain torch, one expert after the other."""
+        out, every = torch.zeros_like(self.x), torch.arange(MODELS[self.model][0].num_experts, device=DEVICE)
+
+        def product(rows: torch.Tensor, matrices: StoredMatrices, number: int) -> torch.Tensor:
+            [matrix] = matrices.decoded(every[number : number + 1], torch.bfloat16)
+            return F.linear(rows.float(), matrix.float()).bfloat16()
+
+        for number in self.chosen[index]:
+            token, choice = (self.choices[index] == number).nonzero(as_tuple=True)
+            gate, up = product(self.x[token], self.gate_up, number).chunk(2, dim=-1)
+            y = product(F.silu(gate) * up, self.down, number) * self.weights[index][token, choice, None]
             out.index_add_(0, token, y.bfloat16())
         return out
 
-    return Case(
-        configuration={"model": model, "rows": rows, "experts": sum(map(len, chosen)) / _INPUTS},
-        kernel=lambda index: experts(x, choices[index], weights[index], gate_up, down, shape, **biases),
-        reference=reference, num_inputs=_INPUTS, moved_bytes=moved_bytes,
-        operations=rows * num_chosen * 6 * shape.inner * shape.hidden, fp32=True, reference_in_graph=False,
+    def case(self, kernel: Callable[[int], object], **options: Any) -> Case:
+        """Time a kernel with these rows."""
+        shape, num_chosen, _ = MODELS[self.model]
+        options["configuration"] = {
+            "model": self.model, "rows": len(self.x), "experts": sum(map(len, self.chosen)) / _INPUTS,
+            **options["configuration"],
+        }  # fmt: skip
+        expert_bytes = self.gate_up.data.shape[1] + self.down.data.shape[1]
+        return Case(
+            kernel=kernel, num_inputs=_INPUTS, moved_bytes=sum(map(len, self.chosen)) * expert_bytes // _INPUTS,
+            operations=len(self.x) * num_chosen * 6 * shape.inner * shape.hidden, fp32=True, **options,
+        )  # fmt: skip
+
+
+def make_experts(model: str, rows: int) -> Case:
+    """A layer's experts of so many rows, by our kernels."""
+    layer = Layer.of(model, rows)
+    return layer.case(layer.by_kernels, configuration={}, reference=layer.by_expert, reference_in_graph=False)
+
+
+def make_library(model: str, rows: int, matrix_mib: int) -> Case:
+    """The same by the library, all experts of them, with so much memory for decoded matrices; the reference is our
+    kernels. `bits` says whether the library alone has theirs: if not, some or all are done by these, whatever it says.
+    """
+    layer, shape = Layer.of(model, rows), MODELS[model][0]
+    cut = LibraryCut.of(shape, matrix_bytes=matrix_mib << 20)
+    scratch = torch.empty(cut.nbytes, dtype=torch.uint8, device=DEVICE)
+    bits = torch.equal(layer.by_library(0, cut, scratch, compares=False), layer.by_kernels(0))
+    return layer.case(
+        lambda index: layer.by_library(index, cut, scratch), kernel_in_graph=False, reference=layer.by_kernels,
+        configuration={"library": f"{matrix_mib} MiB", "scratch_mb": round(cut.nbytes / 1e6), "bits": bits},
     )  # fmt: skip
 
 
@@ -96,5 +158,11 @@ def make_router(rows: int) -> Case:
 
 CASES: Cases = {
     "experts": [partial(make_experts, model, rows) for model in MODELS for rows in ROWS],
+    "experts_library": [
+        partial(make_library, model, rows, mib)
+        for model in MODELS
+        for rows in (1024, 2048, 8192)
+        for mib in (MATRIX_MIB if rows == 8192 else MATRIX_MIB[-1:])
+    ],
     "router": [partial(make_router, rows) for rows in (1, 16, 8192)],
 }
