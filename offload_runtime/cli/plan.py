@@ -329,7 +329,7 @@ def _pass_record(time: PassTime) -> dict[str, Any]:
 
 
 def memory_record(plan: RunPlan) -> dict[str, Any]:
-    """Return what a run holds, and where each layer is."""
+    """Return what a run holds, and where each layer is; of several cards also what each has of it."""
     placement, resident_kv = plan.placement, plan.resident_kv_layers
     device = {"limit_bytes": plan.limits.device_bytes, "peak_bytes": plan.device_bytes}
     layers = {
@@ -338,18 +338,9 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
         "kv_staged": placement.staged_kv_layers,
         "kv_streamed": [layer for layer in plan.kv_layers if layer not in resident_kv],
     }  # fmt: skip
-    cards = [
-        {
-            "layers": list(card.target.layers), "weights_resident": list(card.placement.resident_layers),
-            "kv_resident": list(card.resident_kv_layers), "ring_buffers": card.placement.num_buffers,
-            "streamed_bytes": card.streamed_bytes, "limit_bytes": card.limits.device_bytes,
-            "peak_bytes": card.device_bytes, "parts": _parts_record(card.device),
-        }
-        for card in plan.cards
-    ]  # fmt: skip
     return {
         "device_memory": {**device, "parts": _parts_record(plan.device)},
-        **({"cards": cards} if plan.num_cards > 1 else {}),
+        **({"cards": [memory_record(card) for card in plan.cards]} if plan.num_cards > 1 else {}),
         "host_memory": {
             "peak_bytes": plan.host_bytes, "pinned_bytes": plan.pinned_bytes,
             "loading_bytes": plan.loading.total(), "parts": _parts_record(plan.host, plan.page_locked),

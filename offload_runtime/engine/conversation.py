@@ -266,15 +266,6 @@ class Conversation:
         self._begin_with(messages, text, tokens)
         return num_held
 
-    def restore(self, saved: Any) -> None:
-        """Go on from what `to_json` gave.
-
-        Raises:
-            OptionError: It is something else; the conversation is as before.
-        """
-        messages, self.num_regenerated = messages_of(saved), _count_of(saved)
-        self._begin_with(messages)
-
     def _begin_with(self, messages: list[dict[str, str]], text: str = "", tokens: tuple[int, ...] = ()) -> None:
         """Go on from these messages, of which the model has seen or said `text` as `tokens`; what follows is tokenised
         apart from it."""

@@ -240,7 +240,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         tokens = self.room.fit_all(prompts, [one.max_new_tokens for one in asked])
         with self._locked():
             pairs = zip(tokens, asked, strict=True)
-            requests = self._begin([self._request(*pair, speculate=speculate) for pair in pairs])
+            requests = self._begin([self.request(*pair, speculate=speculate) for pair in pairs])
 
             def on_layer(done: int, layers: int) -> None:
                 assert on_prefill is not None
@@ -300,7 +300,7 @@ class Runtime(AbstractContextManager["Runtime"]):
     ) -> TokenStream:  # fmt: skip
         """Begin an answer, which goes on from what the cache holds if that was left there by `owner` too."""
         with self._locked():
-            (request,) = self._begin([self._request(tokens, params, speculate=speculate)], owner=owner)
+            (request,) = self._begin([self.request(tokens, params, speculate=speculate)], owner=owner)
 
         def step(request: Request) -> list[RequestOutput]:
             with self._locked():
@@ -336,7 +336,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             engine, own = self.engine, self.engine.drafter
             engine.drafter = drafter or own
             try:
-                requests = [self._request(one, params, speculate=drafter is not None) for one in [*mates, tokens]]
+                requests = [self.request(one, params, speculate=drafter is not None) for one in [*mates, tokens]]
                 self._begin(requests, owner=owner)
                 rows = list[torch.Tensor]()
                 while engine.has_requests:
@@ -366,7 +366,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         """
         prompt = self.room.fit(prompt, 1)
         with self._locked():
-            requests = self._begin([self._request(prompt, GenerationParams(1), speculate=False)])
+            requests = self._begin([self.request(prompt, GenerationParams(1), speculate=False)])
             outputs = self.engine.step(with_logits=True)
             self._raise_error(outputs, requests)
             first, call = [one.logits for one in outputs if one.logits is not None], self._call
@@ -379,17 +379,6 @@ class Runtime(AbstractContextManager["Runtime"]):
                     batches = [Batch({0: TokenTree(tuple(tokens[:-1]))})] if len(tokens) > 1 else []
                     behind = [self.engine.target.runner.forward(batch).logits for batch in batches]
             yield torch.cat([*first, *behind])[: len(tokens)]
-
-    def _request(self, tokens: list[int], params: GenerationParams, *, speculate: bool) -> Request:
-        """Return a request for a prompt of this runtime and its options. Raises `OptionError`."""
-        self._require_open()
-        matcher = self.room.check(params)
-        budget = settle(self.engine.plan, self.engine.drafter, params)
-        budget = budget if speculate else PLAIN
-        return Request(
-            tokens, params, self.tokenizer, self.room.eos_token_ids, budget=budget, matcher=matcher,
-            has_channels=self.room.has_channels,
-        )  # fmt: skip
 
     def _begin(self, requests: Sequence[Request], owner: object | None = None) -> Sequence[Request]:
         """Begin a call of these requests, which are all that the caches and their slots are used for, and end those of
@@ -425,12 +414,18 @@ class Runtime(AbstractContextManager["Runtime"]):
             self._lock.release()
 
     def request(self, prompt: Prompt, params: GenerationParams, *, speculate: bool = True) -> Request:
-        """Return a request for an engine that is `serving`, of a prompt that fits. Computes nothing.
+        """Return a request for the engine, of a prompt that fits. Computes nothing.
 
         Raises:
             OptionError, ContextLengthError: As of `stream`.
         """
-        return self._request(self.room.fit(prompt, params.max_new_tokens), params, speculate=speculate)
+        self._require_open()
+        tokens, matcher = self.room.fit(prompt, params.max_new_tokens), self.room.check(params)
+        budget = settle(self.engine.plan, self.engine.drafter, params)
+        return Request(
+            tokens, params, self.tokenizer, self.room.eos_token_ids, budget=budget if speculate else PLAIN,
+            matcher=matcher, has_channels=self.room.has_channels,
+        )  # fmt: skip
 
     @contextmanager
     def serving(

@@ -26,7 +26,7 @@ from offload_runtime_kernels.linear import LIBRARY_ROWS
 from offload_runtime.core import DraftBudget, depths_of
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.models.layers import Attention, DecoderLayer, Work
-from offload_runtime.plan.model import ModelPlan, unmatched_kv_bytes
+from offload_runtime.plan.model import ModelPlan
 from offload_runtime.plan.sizes import DTYPE_NAMES, RunPlan
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
 from offload_runtime.sizes import GB
@@ -272,9 +272,7 @@ def _pass_of_cards(plan: RunPlan, machine: MachineProfile, *, length_tokens: int
     )  # fmt: skip
     sums = {name: sum(getattr(card, name) for card in cards) for name in names}
     transfer_s = transfers_s(plan, machine, rows=plan.target.batch * rows)
-    waits = zip(plan.cards, cards, unmatched_kv_bytes([card.target for card in plan.cards], length_tokens), strict=True)
-    busiest_s = max(card.link_s + nbytes / _link(own, machine) for own, card, nbytes in waits)
-    links_s = _links_s(machine, sum(card.bytes_streamed for card in cards), busiest_s)
+    links_s = _links_s(machine, sum(card.bytes_streamed for card in cards), max(card.link_s for card in cards))
     copies_s = max(links_s, sums["staging_s"])
     return PassTime(
         **sums, link_s=max(links_s, sum(card.exposed_s for card in cards)),

@@ -6,7 +6,7 @@ Who allocates a tensor says how large it is (`models`, `cache`, `runners`, `weig
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -541,12 +541,3 @@ class ModelPlan:
             self.config, self.dtype.itemsize, chunk_tokens=self.chunk_tokens, context_tokens=self.context_tokens,
             batch=self.batch, rows=rows, sampled_rows=sampled_rows, has_head=self.has_head, mixes=self.mixes,
         )  # fmt: skip
-
-
-def unmatched_kv_bytes(cards: Sequence[ModelPlan], length_tokens: int) -> list[int]:
-    """What the link of each of several cards that stream keys and values in turn could bring while it waits: for
-    a layer that another streams more than it does, as far as its own ring has no room meanwhile."""
-    streamed = [card.streamed_kv(length_tokens).values() for card in cards]
-    most, largest = max(map(len, streamed)), max((nbytes for one in streamed for nbytes in one), default=0)
-    pairs = zip(cards, streamed, strict=True)
-    return [(most - len(one)) * max(0, largest - card.kv_ring_bytes) for card, one in pairs]

@@ -226,7 +226,7 @@ def _placed(plan: RunPlan) -> RunPlan:
     asked, layers = plan.request.resident_layers, plan.target.config.num_layers
     if asked is not None and not 0 <= asked <= layers:
         raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {asked}")
-    placed = _deal(plan) if len(plan.limits.cards) > 1 else _place(plan, layers, asked)
+    placed = _deal(plan) if len(plan.limits.cards) > 1 else _place(plan, asked)
     if not plan.has_verifier:
         return _stage(placed)
     _check_verifier(placed)
@@ -289,13 +289,12 @@ def _evenly(placement: Placement, resident: int, buffers: int) -> Placement:
     return Placement(layers, _some(layers, resident), num_buffers, kv_ring_buffers=same[0], pool_buffers=same[1])
 
 
-def _place(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
+def _place(plan: RunPlan, asked: int | None) -> RunPlan:
     """The layers that a card has, those of `asked` on the device or else as many as fit, so that a pass brings little;
     then experts in what is left: a byte of anything else is read by every token.
 
     Args:
         plan: What the card has.
-        most_kv_layers: Most layers whose keys and values stay on the card where the cache is on the host.
         asked: Resident layers that were asked for.
 
     Raises:
@@ -303,21 +302,21 @@ def _place(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
     """
     experts, size = plan.target.experts, plan.request.expert_pool
     if not experts:
-        return _place_layers(plan, most_kv_layers, asked)
+        return _place_layers(plan, asked)
     each_bytes, least = plan.target.expert_bytes, max(one.chosen for one in experts.values())
     wanted = least if size is None else min(plan.target.num_experts, size // each_bytes)
     whole = None if wanted == plan.target.num_experts else wanted
-    placed = _place_layers(plan.with_placements(replace(plan.placement, pool_buffers=whole)), most_kv_layers, asked)
-    limit_bytes = plan.limits.device_bytes
-    if size is None and whole is not None:
-        spare = None if limit_bytes is None else (limit_bytes - placed.device_bytes) // each_bytes
-        fits = spare is None or wanted + spare >= plan.target.num_experts
-        buffers = None if fits or spare is None else wanted + spare
-        return plan.with_placements(replace(placed.placement, pool_buffers=buffers))
-    return placed
+    placed = _place_layers(plan.with_placements(replace(plan.placement, pool_buffers=whole)), asked)
+    if size is not None or whole is None:
+        return placed
+    limit_bytes, room = plan.limits.device_bytes, plan.target.num_experts
+    if limit_bytes is not None:
+        room = min(room, wanted + (limit_bytes - placed.device_bytes) // each_bytes)
+    buffers = None if room == plan.target.num_experts else room
+    return plan.with_placements(replace(placed.placement, pool_buffers=buffers))
 
 
-def _place_layers(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunPlan:
+def _place_layers(plan: RunPlan, asked: int | None) -> RunPlan:
     """Place the layers of a card, whose pool of experts is what the plan says. Arguments and errors as of `_place`."""
     target, placement, limit_bytes = plan.target, plan.placement, plan.limits.device_bytes
     if limit_bytes is None:  # all keys and values stay on the host, as asked
@@ -352,10 +351,10 @@ def _place_layers(plan: RunPlan, most_kv_layers: int, asked: int | None) -> RunP
         weight_bytes = target.bytes_of_layers(_some(target.layers, count))
         spare_bytes, kept = left_bytes - target.held_bytes(_evenly(placement, count, buffers)), 0
         if buffers == min(_RING_BUFFERS, len(target.layers) - count) and spare_bytes >= 0:
-            if len(layers) <= most_kv_layers and len(layers) * each_bytes - streaming_bytes <= spare_bytes:
+            if len(layers) * each_bytes - streaming_bytes <= spare_bytes:
                 kept = len(layers)
             elif each_bytes > 0:
-                kept = min(most_kv_layers, len(layers) - 1, spare_bytes // each_bytes)
+                kept = min(len(layers) - 1, spare_bytes // each_bytes)
         return weight_bytes + kept * brought_bytes, kept
 
     counts = range(resident, -1, -1) if asked is None and not plan.has_verifier else (resident,)
@@ -400,9 +399,9 @@ def _copied_bytes(card: RunPlan, num_cards: int) -> float:
     return max(card.streamed_bytes, in_turn) / card.limits.cards[0].link_ratio
 
 
-def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: int = 0) -> _Deal:
-    """Layers placed on each card, which streams keys and values of so many of them at least. Their ring is the one with
-    which the links of all cards are busy, where it fits and brings less."""
+def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]]) -> _Deal:
+    """Layers placed on each card. The ring of keys and values is the one with which the links of all cards are busy,
+    where it fits and brings less."""
     asked, counts, cards, loads = plan.request.resident_layers, [len(layers) for layers in dealt], [], []
     short = None
     for number, card in enumerate(plan.with_placements(*map(model.all_resident, dealt)).cards):
@@ -412,8 +411,7 @@ def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: in
         placed, refused = list[tuple[float, RunPlan]](), list[ShortageError]()
         for target in rings:
             try:
-                most = max(0, len(target.full_layers) - streamed_kv_layers)
-                one = _place(replace(card, target=target), most, share)
+                one = _place(replace(card, target=target), share)
                 placed.append((_copied_bytes(one, len(dealt)), one))
             except ShortageError as error:
                 refused.append(error)
@@ -424,13 +422,6 @@ def _dealt(plan: RunPlan, dealt: Sequence[Sequence[int]], streamed_kv_layers: in
         loads.append((0 if placed else refused[0].missing_bytes, copied))
     missing, copies = zip(*loads, strict=True)
     return _Deal(cards, loads, (sum(missing), max(copies), max(counts) - min(counts)), short)
-
-
-def _waiting_bytes(deal: _Deal) -> tuple[int, float]:
-    """The memory that is short, and the longest copies with what their card waits for, over the first card's link."""
-    unmatched = model.unmatched_kv_bytes([card.target for card in deal.cards], deal.cards[0].target.context_tokens - 1)
-    each = zip(deal.cards, deal.loads, unmatched, strict=True)
-    return max((short, copies + n / card.limits.cards[0].link_ratio) for card, (short, copies), n in each)
 
 
 def _uses_host(deal: _Deal) -> bool:
@@ -474,9 +465,6 @@ def _deal(plan: RunPlan) -> RunPlan:
     if not _uses_host(best):  # layers of other windows take other memory, so that blocks may not fit where turns do
         in_blocks = _dealt(plan, blocks)
         best = best if in_blocks.short or _uses_host(in_blocks) else in_blocks
-    streamed = [len(card.target.kv_layers_on_host) for card in best.cards]
-    if len({*streamed}) > 1:  # cards that stream keys and values of as many layers wait for none, and keep more weights
-        best = min(best, _dealt(plan, _interleaved(tuple(counts)), max(streamed)), key=_waiting_bytes)
     # If all cards keep as many layers of keys and values these are spread; else the first ones, behind which all cards
     # stream in turn: two streaming layers of one card in a row leave the link of the other idle, 1.05 in place of
     # 0.92 s a pass of a 7B with 120K tokens.
