@@ -343,10 +343,10 @@ def test_generate_explains_before_it_loads(target: Path, tmp_path: Path) -> None
     result = CliRunner().invoke(app, [*arguments, *options, "--explain"])
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["tokens"]
-    for text in ("weights: 2 of 5 layers on the device (1, 3), 3 streamed (0, 2, 4)", "ring of layers", "workspace"):
+    for text in ("2 of 5 layers resident, 3 streamed (", "ring of layers", "workspace"):
         assert text in result.stderr
     assert "\nmemory, in MB" in result.stderr and "device memory" not in result.stderr  # a CPU has only one
-    assert result.stderr.index("ring of layers") < result.stderr.index("2 of 5 layers resident")
+    assert result.stderr.index("ring of layers") < result.stderr.rindex("2 of 5 layers resident")
     assert "ring of layers" not in CliRunner().invoke(app, [*arguments, *options]).stderr
     assert "nothing is predicted: no figures of this machine are known" in result.stderr
     assert "rtx4090" not in result.stderr

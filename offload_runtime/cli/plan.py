@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from io import BytesIO
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from offload_runtime.errors import OptionError
 from offload_runtime.files import regular_file, write_atomically
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 from offload_runtime.options import require
-from offload_runtime.sizes import GB, counted, format_bytes
+from offload_runtime.sizes import GB, format_bytes
 
 if TYPE_CHECKING:
     from offload_runtime.plan import Parts, PassTime, Refusal, RunPlan
@@ -68,9 +67,7 @@ def plan(options: PlanOptions) -> None:
     screen += [f"{note[0].upper()}{note[1:]}."] if note else []
     screen += [*gain_lines(gains), *memory_lines(outcome), *about]
     if options.explain:
-        from offload_runtime.engine.load import describe_speculation
-
-        screen += ["", f"machine: {machine.name} ({machine.source})", describe_speculation(outcome)]
+        screen += ["", f"machine: {machine.name} ({machine.source})"]
         screen += [*memory_tables(outcome), *time_tables(outcome, predicted)]
     terminal.print_result(record, screen, as_json=options.as_json)
 
@@ -206,27 +203,17 @@ def print_explanation(plan: RunPlan) -> None:
 
 
 def memory_tables(plan: RunPlan) -> list[Table | str]:
-    """Return what is held where, part by part, and where each layer is."""
-    from offload_runtime.engine.load import describe_draft_cache, describe_staging
+    """Return what is resident and what is streamed, and what is held where, part by part."""
     from offload_runtime.plan import memory_name
+    from offload_runtime.plan.report import describe_plan
 
-    target, placement = plan.target, plan.placement
-    words = [
-        describe_draft_cache(plan),
-        f"weights: {_layers(placement.resident_layers, placement.layers)}; {target.layout.stored_as}",
-        target.experts_in_words,
-        describe_staging(placement),
-        f"KV cache of {target.batch} x {target.context_tokens} tokens: "
-        + _layers(plan.resident_kv_layers, plan.kv_layers),
-        f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}",
-    ]
+    words, target = describe_plan(plan), plan.target
+    words.append(f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}")
+    words.append(f"weights: {target.layout.stored_as}")
     for number, card in enumerate(plan.cards if plan.num_cards > 1 else ()):
-        where = (
-            f"{counted(len(card.target.layers), 'layer')}, {len(card.placement.resident_layers)} of them on the device"
-        )
         kept = f", and the KV cache of {len(card.resident_kv_layers)}" if target.on_host else ""
-        streams = f"a pass streams {format_bytes(card.streamed_bytes)} to it ({_ranges(card.target.layers)})"
-        words.append(f"card {number}: {where}{kept}; {streams}")
+        where = f"{len(card.placement.resident_layers)} of {len(card.target.layers)} layers resident{kept}"
+        words.append(f"card {number}: {where}; a pass streams {format_bytes(card.streamed_bytes)} to it")
     memory = memory_name(plan.request.device_type)
     device = [(name, *(card.device[name] for card in plan.cards)) for name in plan.device]
     device.append(("peak", *(card.device_bytes for card in plan.cards)))
@@ -235,7 +222,7 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
     host += [("peak", plan.host_bytes, plan.pinned_bytes), ("limit", plan.limits.ram_bytes, 0)]
     columns = [""] if plan.num_cards == 1 else [f"card {number}" for number in range(plan.num_cards)]
     tables = [_bytes_table(memory, columns, device), _bytes_table("host memory", ["", "page-locked"], host)]
-    return [*filter(None, words), *tables]
+    return [*words, *tables]
 
 
 def _bytes_table(title: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Table:
@@ -249,23 +236,6 @@ def _bytes_table(title: str, columns: Sequence[str], rows: Sequence[tuple[Any, .
         if any(sizes):
             table.add_row(name, *(f"{nbytes / scale:.2f}" if nbytes else "" for nbytes in sizes))
     return table
-
-
-def _layers(resident: Sequence[int], layers: Sequence[int]) -> str:
-    if len(resident) in (0, len(layers)):
-        return f"all {counted(len(layers), 'layer')} {'on the device' if resident else 'streamed'}"
-    streamed = [layer for layer in layers if layer not in resident]
-    kept = f"{len(resident)} of {len(layers)} layers on the device ({_ranges(resident)})"
-    return f"{kept}, {len(streamed)} streamed ({_ranges(streamed)})"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers, consecutive ones as `first-last`."""
-    runs = []
-    for _, members in groupby(enumerate(numbers), key=lambda place: place[1] - place[0]):
-        run = [number for _, number in members]
-        runs.append(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]))
-    return ", ".join(runs)
 
 
 def time_tables(plan: RunPlan, predicted: RunForecast) -> list[Table | str]:

@@ -30,7 +30,7 @@ from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.bench import read_host_info
 from offload_runtime.options import require
-from offload_runtime.plan import Placement, RunPlan, common_figures, cost, report, search
+from offload_runtime.plan import RunPlan, common_figures, cost, report, search
 from offload_runtime.plan.sizes import DTYPE_NAMES, PROCESS_BYTES, CardLimit, MemoryLimits, resolve_dtype
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.sizes import format_bytes
@@ -122,67 +122,14 @@ def _limits_here(config: RuntimeConfig, *, page_locks: bool) -> MemoryLimits:
     return MemoryLimits((), ram_bytes, ram_name, pinned_bytes, pinned_name, page_locks)
 
 
-def describe_speculation(plan: RunPlan) -> str:
-    """One phrase: who proposes, and why."""
-    drafter = {"ngram": "n-grams", "none": "nobody"}.get(plan.drafter, plan.drafter_in_words)
-    phrase, why = f"proposals from {drafter}", f" (not TriForce: {plan.reason})" if plan.reason else ""
-    if plan.has_verifier:
-        budget, why = plan.request.speculation.budget_tokens, f" ({plan.reason})" if plan.reason else ""
-        phrase = f"TriForce: {drafter}, then the target over {budget} retrieved tokens a head"
-        phrase += f" in {format_bytes(plan.verifier_bytes)}"
-    elif plan.drafter == "none":
-        phrase = "plain decoding"
-    trees = f"trees of up to {plan.tree_room} tokens" if plan.tree_room else ""
-    return "; ".join(part for part in (phrase + why, trees, plan.draft_note) if part)
-
-
-def describe_draft_cache(plan: RunPlan) -> str:
-    """One phrase: what the draft keeps of the context; empty without a draft, or where that is all of it."""
-    draft = plan.draft
-    if draft is None:
-        return ""
-    held = format_bytes(draft.kv_parts.total())
-    if draft.cache == "streaming":
-        kept = f"{draft.options.sink_tokens} first and {draft.recent_tokens} newest tokens"
-        return f"streaming draft cache of the {kept} ({held})"
-    if draft.cache == "retrieval":
-        return f"the draft retrieves {draft.options.budget_tokens} tokens a head of its own KV cache ({held})"
-    shorter = draft.context_tokens < plan.target.context_tokens
-    return f"the draft has nothing to say behind {draft.context_tokens} tokens" if shorter else ""
-
-
-def describe_staging(placement: Placement) -> str:
-    """One phrase: how many of the streamed layers are not page-locked; empty where all are."""
-    weights, kv = len(placement.staged_layers), len(placement.staged_kv_layers)
-    whose = [f"{weights} of {len(placement.streamed_layers)} streamed layers"] if weights else []
-    whose += [f"the KV cache of {kv} layers"] if kv else []
-    are = "are" if weights else "is"
-    return f"{' and '.join(whose)} {are} staged from pageable memory" if whose else ""
-
-
 def describe_placement(model: LoadedModel, plan: RunPlan, budgets: Sequence[DeviceBudget]) -> str:
-    """One line: what is resident, what is streamed and how, what is reserved, and who drafts."""
-    placement, streamed = model.placement, len(model.placement.streamed_layers)
-    target = plan.target
-    kv = f"KV cache {format_bytes(target.whole_kv_bytes)} for {target.context_tokens} tokens"
-    if target.on_host:
-        kept = f" but for {len(placement.resident_kv_layers)} layers" if placement.resident_kv_layers else ""
-        kv += f", in host memory{kept} as it grows, {format_bytes(target.kv_parts.total())} of it on the device"
-    where = f"{len(placement.resident_layers)} of {len(placement.layers)} layers resident"
-    if streamed:
-        nbytes = model.runner.streamer.bytes_per_pass
-        where += f", {streamed} streamed ({format_bytes(nbytes)} a pass) through {placement.num_buffers} buffers"
-    if len(budgets) > 1:
-        dealt = " and ".join(str(len(one.layers)) for one in model.plan.placements)
-        where += f", dealt out to {len(budgets)} cards ({dealt})"
+    """One line: what the plan says of itself, what the CPU computes, and what is reserved."""
     sizes = []
     for budget in budgets:
         limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""
         sizes.append(f"{format_bytes(budget.reserved_bytes)}{limit}")
     reserved = f"{' and '.join(sizes)} of {budgets[0].memory_name} reserved"
-    drafts = describe_draft_cache(plan), describe_speculation(plan)
-    parts = [where, target.experts_in_words, model.cpu.in_words, describe_staging(placement), kv, reserved, *drafts]
-    return "; ".join(part for part in parts if part)
+    return "; ".join(filter(None, [*report.describe_plan(plan), model.cpu.in_words, reserved]))
 
 
 def load_runtime(

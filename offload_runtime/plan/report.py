@@ -15,9 +15,10 @@ from offload_runtime.errors import BudgetError, OffloadError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.models.registry import has_gguf
 from offload_runtime.plan import cost
+from offload_runtime.plan.model import Placement
 from offload_runtime.plan.search import LEAST_CONTEXT_TOKENS, plan_run
 from offload_runtime.plan.sizes import USUAL_CARD, MemoryLimits, RunPlan, ShortageError, limits_of, make_plan
-from offload_runtime.sizes import GB, format_bytes_up, parse_bytes
+from offload_runtime.sizes import GB, counted, format_bytes, format_bytes_up, parse_bytes
 from offload_runtime.weights import DescribedModel, FoundDraft, find_drafts, usual_draft
 from offload_runtime.weights.neighbours import MIXES, stored_kinds
 
@@ -101,6 +102,65 @@ def _undrafted(request: RuntimeConfig) -> RuntimeConfig:
 def rounded(figure: float) -> str:
     """A speed with no more digits than a prediction has."""
     return f"{figure:.0f}" if figure >= 3 else f"{figure:.1f}" if figure >= 0.1 else f"{figure:.2g}"
+
+
+# --- what a plan is, for people
+
+
+def _speculation_in_words(plan: RunPlan) -> str:
+    """One phrase: who proposes, and why."""
+    drafter = {"ngram": "n-grams", "none": "nobody"}.get(plan.drafter, plan.drafter_in_words)
+    phrase, why = f"proposals from {drafter}", f" (not TriForce: {plan.reason})" if plan.reason else ""
+    if plan.has_verifier:
+        budget, why = plan.request.speculation.budget_tokens, f" ({plan.reason})" if plan.reason else ""
+        phrase = f"TriForce: {drafter}, then the target over {budget} retrieved tokens a head"
+        phrase += f" in {format_bytes(plan.verifier_bytes)}"
+    elif plan.drafter == "none":
+        phrase = "plain decoding"
+    trees = f"trees of up to {plan.tree_room} tokens" if plan.tree_room else ""
+    return "; ".join(part for part in (phrase + why, trees, plan.draft_note) if part)
+
+
+def _draft_cache_in_words(plan: RunPlan) -> str:
+    """One phrase: what the draft keeps of the context; empty without a draft, or where that is all of it."""
+    draft = plan.draft
+    if draft is None:
+        return ""
+    held = format_bytes(draft.kv_parts.total())
+    if draft.cache == "streaming":
+        kept = f"{draft.options.sink_tokens} first and {draft.recent_tokens} newest tokens"
+        return f"streaming draft cache of the {kept} ({held})"
+    if draft.cache == "retrieval":
+        return f"the draft retrieves {draft.options.budget_tokens} tokens a head of its own KV cache ({held})"
+    shorter = draft.context_tokens < plan.target.context_tokens
+    return f"the draft has nothing to say behind {draft.context_tokens} tokens" if shorter else ""
+
+
+def _staging_in_words(placement: Placement) -> str:
+    """One phrase: how many of the streamed layers are not page-locked; empty where all are."""
+    weights, kv = len(placement.staged_layers), len(placement.staged_kv_layers)
+    whose = [f"{weights} of {len(placement.streamed_layers)} streamed layers"] if weights else []
+    whose += [f"the KV cache of {kv} layers"] if kv else []
+    are = "are" if weights else "is"
+    return f"{' and '.join(whose)} {are} staged from pageable memory" if whose else ""
+
+
+def describe_plan(plan: RunPlan) -> list[str]:
+    """Phrases: what is resident, what is streamed and how, what is kept of the context, and who drafts."""
+    placement, target = plan.placement, plan.target
+    where = f"{len(placement.resident_layers)} of {counted(len(placement.layers), 'layer')} resident"
+    if streamed := placement.streamed_layers:
+        size = format_bytes(target.bytes_of_layers(streamed))
+        where += f", {len(streamed)} streamed ({size} a pass) through {placement.num_buffers} buffers"
+    if plan.num_cards > 1:
+        dealt = " and ".join(str(len(one.layers)) for one in target.placements)
+        where += f", dealt out to {plan.num_cards} cards ({dealt})"
+    kv = f"KV cache {format_bytes(target.whole_kv_bytes)} for {target.batch} x {target.context_tokens} tokens"
+    if target.on_host:
+        kept = f" but for {len(placement.resident_kv_layers)} layers" if placement.resident_kv_layers else ""
+        kv += f", in host memory{kept} as it grows, {format_bytes(target.kv_parts.total())} of it on the device"
+    drafts = _draft_cache_in_words(plan), _speculation_in_words(plan)
+    return [one for one in (where, target.experts_in_words, _staging_in_words(placement), kv, *drafts) if one]
 
 
 # --- what could be changed
