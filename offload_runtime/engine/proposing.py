@@ -240,7 +240,7 @@ class WindowChooser:
         found = {
             mode: min(limits[mode], {"chain": size_for(most), COPY: size_within(most)}.get(mode, most_nodes))
             for mode in able
-            if limits.get(mode) and all(self._is_able(request, mode) for request in longest)
+            if limits.get(mode) and (len(requests) == 1 or all(self._is_able(request, mode) for request in longest))
         }
         # Where windows take no time a tree as large holds what a chain would propose: finding out about others is dear.
         if branches and self._free_nodes and "tree" in found and found["tree"] >= found.get("chain", 0):

@@ -10,7 +10,7 @@ lost, one to proposals that are not worth it, by the length of the text, one to 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -44,6 +44,9 @@ _TRIES = 3
 _OPTIMISM = 1.5
 # So much better than plain decoding must be what replaces it: what is less is noise.
 _MARGIN = 0.02
+# Plain steps behind one that was found to be best before the same modes are looked at again: that takes 0.1 ms, in
+# which the device is idle.
+_REST = 3
 # Contexts shorter than this take a pass equally long; beyond, every doubling is timed anew.
 _SHORT_TOKENS = 1024
 
@@ -94,7 +97,8 @@ class AcceptanceModel:
 
     def __init__(self, mode: str) -> None:
         self._first, self._first_weight, self._in_a_row = _FIRST_RATES[mode], _FIRST_WEIGHT, mode in ("chain", COPY)
-        self._hits, self._trials = [0.0] * len(SIZES), [0.0] * len(SIZES)
+        self._hits, self._trials = [0.0] * len(SIZES), [0.0] * len(SIZES)  # as they were when a step was last observed
+        self._kept = 1.0  # the share of these that counts now
         self.steps = 0.0  # observed, decayed
         self.credit = _FIRST_LOSS  # plain steps that a text may lose to copies, and as many as they have brought tokens
 
@@ -106,6 +110,8 @@ class AcceptanceModel:
             windows: Of each sequence the numbers of those accepted, in the order in which they were proposed.
         """
         self.decay(_MEMORY)
+        self._hits, self._trials = ([self._kept * one for one in counts] for counts in (self._hits, self._trials))
+        self._kept = 1.0
         self.steps += 1
         for path in windows:
             tried = min(size, len(path) + 1) if self._in_a_row else size
@@ -119,12 +125,13 @@ class AcceptanceModel:
         if self.steps:
             kept = 1 - 1 / memory
             self.steps *= kept
-            self._hits, self._trials = [kept * hits for hits in self._hits], [kept * trials for trials in self._trials]
+            self._kept *= kept
 
     @property
     def first_rate(self) -> float:
         """Return how often the first proposal is accepted."""
-        return (self._hits[0] + self._first_weight * self._first) / (self._trials[0] + self._first_weight)
+        hits, trials = self._kept * self._hits[0], self._kept * self._trials[0]
+        return (hits + self._first_weight * self._first) / (trials + self._first_weight)
 
     def expect(self, other: AcceptanceModel) -> None:
         """Expect what is better known of another mode of the same draft, as a tree's first node is a chain's;
@@ -140,7 +147,8 @@ class AcceptanceModel:
             weight = self._first_weight if not step else _NEXT_WEIGHT * (1 if self._in_a_row else high - low)
             if step and not self._in_a_row:
                 rate *= (SIZES[step - 1] + low + 1) / (low + high + 1)
-            rate = min(1.0, (self._hits[step] + weight * rate) / (self._trials[step] + weight))
+            hits, trials = self._kept * self._hits[step], self._kept * self._trials[step]
+            rate = min(1.0, (hits + weight * rate) / (trials + weight))
             if self._in_a_row:
                 behind = reached * rate ** (high - low)
                 accepted += (reached - behind) * rate / (1 - rate) if rate < 1 else reached * (high - low)
@@ -257,6 +265,8 @@ class _Account:
         self._credits: dict[LatencyModel, float] = {}
         self._newest = _FIRST_LOSS
         self.probing = _MOST_CREDIT  # against the best
+        # Of which modes plain decoding was last found to be best, and for how many steps that is not asked again.
+        self.rest: tuple[LatencyModel | None, Set[str], int] = None, frozenset(), 0
 
     def credit(self, latency: LatencyModel) -> float:
         """Return how many plain steps may be lost against plain decoding. Where there were no steps of such a length
@@ -311,6 +321,10 @@ class Controller:
         latency = self._latency(num_sequences, context_tokens)
         if not latency.knows_plain:
             return PLAIN
+        timed, modes, left = account.rest
+        if left and timed is latency and limits.keys() <= modes and latency.suspect is None:
+            account.rest = timed, modes, left - 1
+            return PLAIN
         if (suspect := latency.suspect) is not None and suspect.size <= limits.get(suspect.mode, 0):
             return suspect
         chain, tree = account.models.get("chain"), account.models.get("tree")
@@ -330,6 +344,7 @@ class Controller:
         mode = best.choice.mode
         untried = best.choice != PLAIN and latency.knows(mode) and not account.models[mode].steps
         if other is best or untried or loss > account.probing:
+            account.rest = latency, frozenset(limits), _REST if best.choice == PLAIN else 0
             return best.choice
         account.probing -= loss
         return other.choice

@@ -13,6 +13,7 @@ import torch
 
 from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
+from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS
 from offload_runtime.speculation.controller import COPY
 from offload_runtime.speculation.step import Acceptance, Budgets, Drafter, Texts
 
@@ -268,7 +269,8 @@ class NgramDrafter(Drafter):
 
 class WithNgrams(Drafter):
     """Leaves budgets of the modes `ngram` and `copy` to n-grams, which cost nothing, and all others to a draft; n-grams
-    take the room that its chains leave.
+    take the room that its chains leave. What passes keep for a head it is told when it is asked next, or of many tokens
+    at a time: telling takes the host 50 us and more, in which the device is idle, and most steps may be plain ones.
 
     Args:
         draft: Proposes unless n-grams are asked for.
@@ -281,6 +283,9 @@ class WithNgrams(Drafter):
         self.draft, self.ngrams, self._alone = draft, ngrams, alone
         self.name, self.draft_state = draft.name, draft.draft_state
         self._drafted = False  # in the last step, or to be next
+        self._prompt_tokens: dict[int, int] = {}  # by slot, of which the head is told at once: their memory is large
+        # By slot what was observed in a row, and the head has not been told of.
+        self._untold: dict[int, list[tuple[int, Sequence[int], torch.Tensor]]] = {}
 
     def modes(self, texts: Texts) -> Sequence[str]:
         drafts = self.draft.modes(texts)
@@ -290,25 +295,42 @@ class WithNgrams(Drafter):
         return (*(mode for mode in self.ngrams.modes(texts) if mode in (NGRAM, COPY)), *drafts)
 
     def join(self, slot: int, params: SamplingParams) -> None:
+        self._tell(slot)
         self.draft.join(slot, params)
         self.ngrams.join(slot, params)
 
     def leave(self, slot: int) -> None:
+        self._tell(slot)
         self.draft.leave(slot)
         self.ngrams.leave(slot)
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        self._drafted = True
+        self._drafted, self._prompt_tokens[slot] = True, len(tokens)
+        self._tell(slot)
         self.draft.prepare(slot, tokens)
         self.ngrams.prepare(slot, tokens)
 
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
-        self.draft.observe(slot, position, tokens, hidden)
+        if (before := self._untold.get(slot)) and position != before[-1][0] + len(before[-1][1]):
+            self._tell(slot)
+        untold = self._untold.setdefault(slot, [])
+        untold.append((position, tokens, hidden))
+        if position < self._prompt_tokens.get(slot, 0) or position + len(tokens) - untold[0][0] >= CATCH_UP_TOKENS:
+            self._tell(slot)
+
+    def _tell(self, slot: int) -> None:
+        """Let a head observe what it has not been told of a slot."""
+        if untold := self._untold.pop(slot, None):
+            tokens = [token for _, some, _ in untold for token in some]
+            hidden = torch.cat([some for _, _, some in untold]) if len(untold) > 1 else untold[0][2]
+            self.draft.observe(slot, untold[0][0], tokens, hidden)
 
     def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
         looked_up = {slot: budget for slot, budget in budgets.items() if budget.mode in (NGRAM, COPY)}
         drafted = {slot: budget for slot, budget in budgets.items() if slot not in looked_up}
         self._drafted, found = bool(drafted), dict[int, TokenTree]()
+        for slot in drafted:
+            self._tell(slot)
         for drafter, asked in ((self.draft, drafted), (self.ngrams, looked_up)):
             if asked:
                 found |= drafter.propose(texts, asked)
