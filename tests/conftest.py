@@ -31,8 +31,8 @@ settings.register_profile(
 )
 settings.register_profile("search", settings.get_profile("short"), derandomize=False, max_examples=1000)
 settings.load_profile("short")
-# Workers share the cores, and small tensors lose 30-fold to many threads where anything else runs.
-torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(4, os.cpu_count() or 1))
+# Small tensors gain nothing from a second thread, and lose 30-fold where another process uses its core.
+torch.set_num_threads(1)
 
 # Shells without job control ignore Ctrl-C for what runs in the background, and so would all that tests start: whoever
 # interrupts a process presses Ctrl-C in its foreground.

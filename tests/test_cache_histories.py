@@ -20,7 +20,6 @@ from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.stream import DeviceBudget
 from offload_runtime.stream.queue import ThreadCopyEngine
 from tests.helpers.attention_cases import int32
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.reordering import ReorderingCopyEngine, before_each_copy
 
 CPU = torch.device("cpu")

@@ -32,7 +32,7 @@ from offload_runtime.runners import StepGraphs
 from offload_runtime.sizes import GB, format_bytes, parse_bytes
 from offload_runtime.stream import Card, DeviceBudget, TransferBuffers, current_device, reaches, transfer
 from offload_runtime.weights import DescribedModel, describe_model
-from tests.helpers.engine import PROMPT, one_thread, refuse_weights  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, refuse_weights
 from tests.helpers.planning import CONFIGS, machines, plan_or_none, requests
 
 SPECULATION: dict[str, SpeculationOptions] = {

@@ -16,7 +16,7 @@ from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.plan import RunPlan, forecast, plan_run
 from offload_runtime.sizes import GB
 from offload_runtime.weights import describe_model
-from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import load
 from tests.helpers.planning import CONFIGS, machines, plan_or_none, requests
 
 # Sums in another order.

@@ -90,14 +90,6 @@ def test_json_is_one_object_per_turn_errors_included(runtime: FakeRuntime) -> No
     assert "unknown command /nonsense" in command_line
 
 
-def test_an_error_costs_the_turn_only(runtime: FakeRuntime) -> None:
-    runtime.context_tokens = 4
-    result = chat(runtime, turns="one\ntoo many words here\ntwo\n")
-    assert (result.exit_code, result.stdout) == (0, (NOISE + "Hello\n") * 2)
-    assert said(runtime) == ["one", "two"]
-    assert error_lines(result) == ["error: the context is full: start over with /reset"]
-
-
 def test_memory_that_runs_out_keeps_what_was_said(runtime: FakeRuntime, tmp_path: Path) -> None:
     runtime.before_piece, path = full_host(at_piece=2), tmp_path / "chat.json"
     result = chat(runtime, turns=f"one\n/save {path}\n")

@@ -11,7 +11,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Conversation, GenerationResult, Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import load
 from tests.test_engine_endings import ctrl_c
 
 COUNT = 12

@@ -21,7 +21,6 @@ from offload_runtime.speculation.ngram import NgramDrafter
 from offload_runtime.weights import checkpoint_tensors, open_checkpoint
 from tests.helpers import dflash
 from tests.helpers.assembly import in_memory, make_runner
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_model
 from tests.helpers.models import VOCAB_SIZE, model_config_from_transformers
 from tests.helpers.native_drafts import Decoding, counting_target, drafter_of

@@ -16,7 +16,6 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.plan import RunPlan
 from tests.helpers import engine as engines
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 
 SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.0},

@@ -12,7 +12,7 @@ import pytest
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams
-from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, load
 
 COUNT = 32
 

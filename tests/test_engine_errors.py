@@ -15,7 +15,6 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.sizes import parse_bytes
 from tests.helpers import engine
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 
 
 def refused(kind: type[errors.OffloadError], target: str | Path, *words: str, **options: Any) -> str:

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from offload_runtime import Runtime
 from offload_runtime.config import SpeculationOptions
 from tests.helpers.covering import few
-from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_copy  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import write_checkpoint, write_noisy_copy
 
 pytestmark = pytest.mark.no_cover  # what it runs others run
 COUNT = 7
@@ -54,29 +52,16 @@ OFTEN = [NEAR[at] for at in few([dict(zip("abcde", row, strict=True)) for row in
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A checkpoint for each kind of windows, all of the same weights."""
     base = tmp_path_factory.mktemp("windows")
-    tokenizer = byte_level_tokenizer()
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=2048, eos_token_id=tokenizer.eos_token_id,
-        bos_token_id=tokenizer.bos_token_id, tie_word_embeddings=False,
-    )  # fmt: skip
-    model, generator = Qwen2ForCausalLM(config), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
-                scale = 0.5 if "embed" in name or name.endswith("bias") else 2.0 * parameter.shape[-1] ** -0.5
-                parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
 
     def made(windows: str) -> Path:
         path, slides = base / windows.replace(" ", "-"), WINDOWS[windows]
         if not path.exists():
-            model.save_pretrained(path)
-            tokenizer.save_pretrained(path)
-            if slides is not None:
-                fields = json.loads((path / "config.json").read_text())
-                fields.pop("layer_types", None)
-                fields |= {"use_sliding_window": True, "max_window_layers": slides[0], "sliding_window": slides[1]}
-                (path / "config.json").write_text(json.dumps(fields))
+            write_checkpoint(path, num_layers=4, context=2048, window=37)
+            fields = json.loads((path / "config.json").read_text())
+            del fields["layer_types"]
+            first, reach = slides or (0, None)
+            fields |= {"use_sliding_window": bool(slides), "max_window_layers": first, "sliding_window": reach}
+            (path / "config.json").write_text(json.dumps(fields))
         return path
 
     return made

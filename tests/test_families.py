@@ -24,7 +24,7 @@ from offload_runtime.weights import checkpoint_tensors, open_checkpoint
 from tests.helpers import families as cases
 from tests.helpers import models
 from tests.helpers.assembly import make_runner, prefill, verify
-from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_copy  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import byte_level_tokenizer, write_noisy_copy
 
 # Configurations of each family by default, by the slow tests, and asked for: FAMILY_SEEDS=30 before a family lands.
 OFTEN, SLOW = 1, 2

@@ -17,7 +17,6 @@ from offload_runtime.cli.app import app
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.errors import VocabularyMismatchError
 from tests.helpers import engine
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.test_weights_gguf import build, write
 
 CONFIGS = Path(__file__).parent / "data" / "configs"

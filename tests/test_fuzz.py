@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import struct
 import sys
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.weights import CheckpointSource, describe_model, open_checkpoint
 from tests.helpers import fuzzing
-from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401
+from tests.helpers.engine import load, write_checkpoint
 from tests.helpers.models import BUILDERS, LENGTH_DEPENDENT_BUILDERS, load_plain
 from tests.test_cli_fakes import FakeRuntime, app_of
 
@@ -63,7 +64,7 @@ def scratch(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 
 def safetensors_headers(scratch: Path, stack: ExitStack) -> Part:
-    directory = _copy(scratch / "model", scratch / "damaged")
+    directory = Path(shutil.copytree(scratch / "model", scratch / "damaged"))
     file = directory / "model.safetensors"
     valid = file.read_bytes()
     (length,) = struct.unpack("<Q", valid[:8])
@@ -104,13 +105,6 @@ def _overlap(random: Random, header: Any) -> str:
     return "overlap"
 
 
-def _copy(source: Path, destination: Path) -> Path:
-    destination.mkdir()
-    for path in source.iterdir():
-        (destination / path.name).write_bytes(path.read_bytes())
-    return destination
-
-
 def _open_and_load(path: Path) -> CheckpointSource:
     source = open_checkpoint(path)
     load_plain(source, torch.float32)
@@ -130,7 +124,7 @@ CONFIG_KEYS = (
 
 def configurations(scratch: Path, stack: ExitStack) -> Part:
     """Every family's, planned with; and that of a model whose weights are there, opened and loaded."""
-    whole = _copy(scratch / "model", scratch / "damaged")
+    whole = Path(shutil.copytree(scratch / "model", scratch / "damaged"))
     generation = whole / "generation_config.json"
     bases = [build().config.to_dict() for build in (BUILDERS | LENGTH_DEPENDENT_BUILDERS).values()]
     shipped = Path(__file__).parent / "data" / "configs"
@@ -212,7 +206,7 @@ TOKENIZER_KEYS = (
 
 def tokenizers(scratch: Path, stack: ExitStack) -> Part:
     """Of files beside safetensors, and in the metadata of GGUF."""
-    directory, file = _copy(scratch / "model", scratch / "damaged"), scratch / "damaged.gguf"
+    directory, file = Path(shutil.copytree(scratch / "model", scratch / "damaged")), scratch / "damaged.gguf"
     source = open_checkpoint(directory)
     valid = [fuzzing.small_gguf("llama"), fuzzing.small_gguf("llama", sentencepiece=True)]
     contents = {name: (directory / name).read_bytes() for name in ("tokenizer.json", "tokenizer_config.json")}

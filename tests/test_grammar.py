@@ -19,7 +19,7 @@ from offload_runtime.sampling import SlotSampling
 from offload_runtime.verify.equality import ScriptedDrafter, transcribe
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.assembly import tokens_behind
-from tests.helpers.engine import PROMPT, byte_level_tokenizer, load, one_thread, refuse_weights  # noqa: F401
+from tests.helpers.engine import PROMPT, byte_level_tokenizer, load, refuse_weights
 from tests.helpers.schemas import assert_valid
 from tests.test_tokenizers import EXPECTED, metadata_of, written
 

@@ -15,7 +15,6 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.weights import open_checkpoint
 from tests.helpers import engine as engines
 from tests.helpers.dflash import config_of, random_tensors, settings, write_dflash
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import VOCABULARY, family_model
 from tests.helpers.heads import Eagle3, Mtp, add_random_mtp, write_mtp
 from tests.helpers.native_drafts import counting_head, counting_target

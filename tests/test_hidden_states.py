@@ -16,7 +16,6 @@ from offload_runtime.runners import CapturedPasses, HiddenTaps, ModelRunner
 from offload_runtime.runners.graphs import CAPTURED_ROWS
 from offload_runtime.sampling import SlotSampling
 from tests.helpers.assembly import RUNNERS, assemble, make_runner, prefill, reset, runner_of, same, verify
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_model, random_tokens
 from tests.helpers.sampling import numbered
 

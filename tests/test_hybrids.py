@@ -26,7 +26,7 @@ from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.assembly import make_runner, prefill, verify
-from tests.helpers.engine import byte_level_tokenizer, one_thread, write_noisy_copy  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import byte_level_tokenizer, write_noisy_copy
 from tests.helpers.families import VOCABULARY, family_model, write_family
 from tests.helpers.models import random_tokens
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by

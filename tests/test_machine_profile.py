@@ -18,7 +18,7 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError, StorageError
 from offload_runtime.hardware.bench import HostInfo, NvmlAnswer, PcieLink, measure_decode_gweights_per_s
 from offload_runtime.hardware.measure import GpuReport, MachineReport, advise, measure_machine
-from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import load
 from tests.test_cli_fakes import app_of
 
 GIB = 1 << 30
@@ -72,11 +72,6 @@ def test_a_wrong_key_or_value_is_named_with_what_is_allowed(changes: dict[str, A
     with pytest.raises(ProfileError) as caught:
         hardware.profile_from_mapping(card(**changes))
     assert words in str(caught.value)
-
-
-def test_a_profile_of_an_earlier_version_is_read_without_what_no_plan_reads_any_more() -> None:
-    former = {"disk_gbps": 4.3, "pcie_width": 16, "cpu": {"name": "x", "cores": 4}, "link_by_copy_mib": {"1": 49.1}}
-    assert hardware.profile_from_mapping(card(**former)) == hardware.profile_from_mapping(card())
 
 
 # Where profiles are found.
@@ -148,12 +143,6 @@ def test_a_profile_that_cannot_be_written_says_where_and_how_out(own: Path) -> N
     own.write_text("a file in the way")
     with pytest.raises(StorageError, match=r"box.toml cannot be written .* set OFFLOAD_RUNTIME_CONFIG"):
         hardware.save_profile(hardware.profile_from_mapping(card()), "box")
-
-
-@pytest.fixture(autouse=True)
-def own_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """An empty configuration directory of the test's own."""
-    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
 
 
 # The host as the system tells it.
@@ -336,10 +325,8 @@ class FakeMeasuring:
 
 
 @pytest.fixture
-def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeMeasuring:
-    fake = FakeMeasuring()
-    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
-    return fake
+def measuring() -> FakeMeasuring:
+    return FakeMeasuring()
 
 
 def profile(measuring: FakeMeasuring, *arguments: str) -> Result:
@@ -420,11 +407,6 @@ TOY = hardware.MachineProfile(
     link_back_gbps=0.005, hbm_gbps=1000.0, tflops={"fp32": 1.0, "bf16": 1.0},
 )  # fmt: skip
 PROMPT = [7 + index % 200 for index in range(300)]  # more than a block, so that one is written back
-
-
-@pytest.fixture(autouse=True)
-def own_profiles(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
 
 
 def _generate(runtime: Runtime) -> list[int]:

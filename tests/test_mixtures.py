@@ -20,7 +20,7 @@ from offload_runtime.models.layers import ExpertStore, GatedMLP, LayerWeights, R
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.weights import ModelLayout, open_checkpoint
 from offload_runtime.weights.encoding import Weight
-from tests.helpers.engine import byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.families import family_config, family_model, write_family
 from tests.helpers.models import load_plain
 

@@ -16,7 +16,6 @@ from offload_runtime.speculation import ModelDrafter
 from tests.helpers import native_drafts as natives
 from tests.helpers.assembly import RUNNERS, make_runner, runner_of
 from tests.helpers.dflash import counting_dflash2, dflash2_of
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import VOCAB_SIZE, random_model, random_tokens
 
 PLAINLY, CHAIN, TREE = DraftBudget("plain", 0), DraftBudget("chain", 5), DraftBudget("tree", 8, tree_nodes=12)

@@ -16,7 +16,6 @@ import torch
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.runners import ModelRunner
 from tests.helpers.assembly import HostKV, assemble, prefill, reset, same, verify
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.models import random_tokens
 
 # On a GPU so many that whole prompts, and what is kept of them, are attended to split after split.

@@ -23,9 +23,9 @@ from offload_runtime.runners.model_runner import paths_below_roots
 from offload_runtime.sampling import MOST_FILTERED_ROWS, SlotSampling, sample, token_logprobs
 from offload_runtime.verify.equality import ScriptedDrafter, transcribe
 from tests.helpers.assembly import tokens_behind
-from tests.helpers.engine import PROMPT, load, one_thread, refuse_weights  # noqa: F401
+from tests.helpers.engine import PROMPT, load, refuse_weights
 from tests.helpers.models import random_tokens
-from tests.helpers.sampling import noise
+from tests.helpers.sampling import noise, warped
 
 COUNT = 20
 # The second repeats itself wherever it can, so that n-grams are often right; the third has filters as well.
@@ -70,10 +70,8 @@ def of_transformers(model: LlamaForCausalLM, prompt: Sequence[int], params: Samp
             logits[0, token] -= params.frequency_penalty * times
             logits[0, token] -= params.presence_penalty
         if params.temperature:
-            logits = processors.TemperatureLogitsWarper(params.temperature)(ids, logits)
-            if params.top_p < 1:
-                logits = processors.TopPLogitsWarper(params.top_p)(ids, logits)
-            logits = logits + noise(params.seed, torch.tensor([len(tokens)]), torch.tensor([0]), logits.shape[1])
+            logits = warped(logits, params)
+            logits += noise(params.seed, torch.tensor([len(tokens)]), torch.tensor([0]), logits.shape[1])
         tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :]
 
@@ -223,8 +221,6 @@ def test_they_are_the_models_own(target: Path, draft: Path, scores: list[list[To
 
 
 def test_of_a_batch_whoever_wants_them(target: Path, scores: list[list[TokenLogprobs]]) -> None:
-    from offload_runtime import GenerationParams, SamplingParams
-
     params = [
         GenerationParams(SCORED, ignore_eos=True, gamma=5, logprobs=count, sampling=SamplingParams(**SCORED_WAYS[way]))
         for way, count in ((0, 2), (1, None), (1, 5), (0, 0))

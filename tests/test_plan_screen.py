@@ -23,7 +23,6 @@ from offload_runtime.plan.cost import USUAL_ACCEPTANCE
 from offload_runtime.plan.report import smaller_formats, upgrades
 from offload_runtime.sizes import GB, parse_bytes
 from offload_runtime.weights import describe_model, usual_draft
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 CARD = load_profile("rtx4090")

@@ -25,7 +25,7 @@ from offload_runtime.speculation import best_tree_tokens
 from offload_runtime.weights import DescribedModel, ModelLayout, describe_model
 from offload_runtime.weights.neighbours import stored_kinds
 from tests.helpers.assembly import prefill, verify
-from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import load
 from tests.helpers.planning import CONFIGS, machines, made_up_machine, plan_or_none, requests
 
 

@@ -18,7 +18,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.engine import Engine
 from offload_runtime.engine.request import Request
 from offload_runtime.errors import OptionError
-from tests.helpers.engine import load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import load
 from tests.helpers.models import random_tokens
 
 TARGET, CONTEXT, SLOTS = "two_layer_target", 900, 2

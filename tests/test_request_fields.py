@@ -15,7 +15,7 @@ from offload_runtime.cli.app import app
 from offload_runtime.config import ServerConfig
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.server.app import Server
-from tests.helpers.engine import PROMPT, load, one_thread, with_template  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, load, with_template
 from tests.helpers.server import Served, events_of, serving
 from tests.test_cli_chat import chat
 from tests.test_cli_fakes import FakeRuntime

@@ -7,17 +7,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers.generation.logits_process import (
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from offload_runtime import sampling
 from offload_runtime.params import SamplingParams
 from offload_runtime.sampling import SlotSampling, filter_logits
-from tests.helpers.sampling import perturbed_logits, sample, slots_of
+from tests.helpers.sampling import perturbed_logits, sample, slots_of, warped
 
 NAN, INF = float("nan"), float("inf")
 FILTERS = [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.9},
@@ -125,12 +119,9 @@ def test_broken_rows_give_minus_one_and_excluded_tokens_never_come(filters):
 ], ids=str)  # fmt: skip
 def test_allowed_tokens_are_those_of_transformers(temperature, filters):
     logits = torch.randn((8, 3001), generator=torch.Generator().manual_seed(6)) * 2.5
+    params = SamplingParams(temperature=temperature, **filters)
     # float64, so that a sum of transformers' own rounding never decides a token at the boundary.
-    expected = TemperatureLogitsWarper(temperature)(None, logits.double())
-    for name, warper in (("top_k", TopKLogitsWarper), ("top_p", TopPLogitsWarper), ("min_p", MinPLogitsWarper)):
-        if name in filters:
-            expected = warper(filters[name])(None, expected)
-    actual = filter_logits(logits, SamplingParams(temperature=temperature, **filters))
+    expected, actual = warped(logits.double(), params), filter_logits(logits, params)
     assert torch.equal(actual > -INF, expected > -INF)
     assert torch.equal(actual[actual > -INF], logits[actual > -INF])
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import offload_runtime as rt
 from offload_runtime.config import SpeculationOptions
-from tests.helpers.engine import PROMPT, FailingRunner, load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, FailingRunner, load
 
 TARGET, CONTEXT = "two_layer_target", 900
 SOURCES = {"ngram", "draft", "retrieval", "target"}

@@ -16,7 +16,6 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime import GenerationParams, Runtime, SamplingParams
 from offload_runtime.engine.request import Request
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.test_scheduler import CONTEXT, SPECULATION, Task, assert_as_alone, loaded
 
 TARGET = "two_layer_target"

@@ -11,7 +11,7 @@ import torch
 
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
-from tests.helpers.engine import PROMPT, load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, load
 from tests.helpers.server import MODEL, Served, events_of, serving
 
 MESSAGES: Any = [{"role": "system", "content": "a link, a layer"}, {"role": "user", "content": PROMPT}]

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.fuzzing import json_bytes, mutate_bytes, mutate_json
 from tests.helpers.schemas import random_schema
 from tests.helpers.server import Served, serving

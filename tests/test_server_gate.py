@@ -21,11 +21,7 @@ from offload_runtime.cli.app import app
 from offload_runtime.config import ServerConfig
 from offload_runtime.errors import OptionError
 from offload_runtime.server.app import Server
-from tests.helpers.engine import (
-    PROMPT,
-    load,
-    one_thread,  # noqa: F401 (an autouse fixture)
-)
+from tests.helpers.engine import PROMPT, load
 from tests.helpers.server import MODEL, Served, events_of, free_port, is_ready, serving, wait_until
 
 KEY, ORIGIN = "a secret key", "https://chat.example"

@@ -22,7 +22,7 @@ from offload_runtime.errors import UnavailableError
 from offload_runtime.params import GenerationParams
 from offload_runtime.server.app import Service, make_app
 from offload_runtime.server.parsers import AnswerParser
-from tests.helpers.engine import PROMPT, TEMPLATE, byte_level_tokenizer, load, one_thread, with_template  # noqa: F401
+from tests.helpers.engine import PROMPT, TEMPLATE, byte_level_tokenizer, load, with_template
 from tests.helpers.schemas import SCHEMAS, assert_valid, random_schema
 from tests.helpers.server import MODEL, Served, events_of, serving
 from tests.test_cli_fakes import make_stats

@@ -18,7 +18,7 @@ from offload_runtime import Conversation, Runtime, Scheduler
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.sessions import session_files
 from offload_runtime.errors import ContextLengthError, SessionError, StorageError
-from tests.helpers.engine import load, one_thread, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import load, write_checkpoint
 from tests.helpers.server import MODEL, serving
 
 TARGET, CONTEXT = "two_layer_target", 900

@@ -23,7 +23,6 @@ from offload_runtime.sizes import format_bytes, parse_bytes
 from offload_runtime.stream import HostArena, Registrar, ring_shape
 from tests.helpers import engine as engines
 from tests.helpers.assembly import copying_threads
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.helpers.planning import CONFIGS, load_streaming_kv, without_limit
 from tests.test_weights_gguf import write

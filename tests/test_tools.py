@@ -24,7 +24,7 @@ from widening.shapes import WideShape
 
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.assembly import Assembled, make_runner
-from tests.helpers.engine import PROMPT, load, one_thread, write_book, write_checkpoint  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, load, write_book, write_checkpoint
 from tests.helpers.heads import Eagle3, run_head, tapped
 
 pytestmark = pytest.mark.no_cover  # of the runtime it runs what others run

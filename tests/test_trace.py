@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ from offload_runtime.errors import StorageError
 from offload_runtime.stream import CopyEngine
 from offload_runtime.trace import covered_seconds, union_seconds
 from tests.helpers import traces
-from tests.helpers.engine import NUM_LAYERS, load, one_thread, raising  # noqa: F401 (an autouse fixture)
+from tests.helpers.assembly import copying_threads
+from tests.helpers.engine import NUM_LAYERS, load, raising
 from tests.helpers.planning import load_streaming_kv
 
 TARGET = "long_target"
@@ -192,23 +192,18 @@ def test_an_unwritable_place_is_refused_before_anything_is_loaded(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "file"] and fifo.is_fifo()
 
 
-def copying() -> set[threading.Thread]:
-    """Threads of copy queues."""
-    return {thread for thread in threading.enumerate() if thread.name.startswith("copy-engine")}
-
-
 def test_a_trace_that_cannot_be_written_is_said_and_memory_is_given_back(target: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    threads = copying()
+    threads = copying_threads()
     runtime = Runtime.load(target, device="cpu", resident_layers=1, trace=folder / "trace.json")
     generate(runtime)
     decoder = weakref.ref(runtime.engine.target.runner.decoder)
-    assert copying() > threads
+    assert copying_threads() > threads
     folder.rmdir()
     with pytest.raises(StorageError, match=r"trace\.json cannot be written"):
         runtime.close()
-    assert copying() == threads and decoder() is None
+    assert copying_threads() == threads and decoder() is None
     runtime.close()
 
 

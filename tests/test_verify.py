@@ -14,13 +14,6 @@ import pytest
 import torch
 from click.testing import Result
 from rich.console import Console
-from transformers.generation.logits_process import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -34,7 +27,8 @@ from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.verify import Fit, fit, fit_row, total
 from offload_runtime.verify.equality import Finding, Transcript, compare, resample
-from tests.helpers.engine import PROMPT, load, one_thread, raising  # noqa: F401
+from tests.helpers.engine import PROMPT, load
+from tests.helpers.sampling import warped
 from tests.test_cli_fakes import app_of
 
 pytestmark = pytest.mark.early  # `exact_report` takes ten seconds
@@ -232,14 +226,7 @@ def test_logits_that_differ_are_a_defect_on_cuda_even_behind_the_same_token() ->
 )  # fmt: skip
 def test_probabilities_are_those_of_transformers(params: SamplingParams) -> None:
     logits = 2 * torch.randn(120, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
-    if params.top_k:
-        warpers.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        warpers.append(TopPLogitsWarper(params.top_p))
-    if params.min_p:
-        warpers.append(MinPLogitsWarper(params.min_p))
-    expected = warpers(torch.zeros(1, 1, dtype=torch.long), logits[None])[0].softmax(0)
+    expected = warped(logits[None], params)[0].softmax(0)
     torch.testing.assert_close(verifying.target_probabilities(logits, params), expected, rtol=1e-9, atol=1e-12)
 
 

@@ -17,7 +17,7 @@ from offload_runtime.engine.load_model import warm_up
 from offload_runtime.speculation import DFlashDrafter, ModelDrafter, drafting
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.dflash import config_of, random_tensors, settings, write_dflash
-from tests.helpers.engine import byte_level_tokenizer, load, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import byte_level_tokenizer, load
 from tests.helpers.families import family_model
 from tests.helpers.heads import Eagle3, add_random_mtp
 from tests.helpers.planning import load_streaming_kv

@@ -27,7 +27,7 @@ from offload_runtime.plan import plan_run
 from offload_runtime.sizes import GB
 from offload_runtime.weights.encoding import Encoding, GgufBlocks
 from tests.helpers.assembly import in_memory, make_runner, prefill, verify
-from tests.helpers.engine import PROMPT, byte_level_tokenizer, one_thread  # noqa: F401 (an autouse fixture)
+from tests.helpers.engine import PROMPT, byte_level_tokenizer
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of
 from tests.helpers.planning import made_up_machine
 from tests.helpers.quantising import random_llama

@@ -23,7 +23,6 @@ from offload_runtime.weights.encoding import GgufBlocks
 from offload_runtime.weights.mxfp4 import mxfp4_rows, with_experts
 from offload_runtime.weights.safetensors import read_header
 from tests.helpers.assembly import make_runner, prefill, verify
-from tests.helpers.engine import one_thread  # noqa: F401 (an autouse fixture)
 from tests.helpers.families import family_config, family_model
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of
 from tests.helpers.quantising import BF16, FORMATS, FP16, FP32, Format, fp8, packed_int, write_decoded, write_quantised
@@ -488,28 +487,23 @@ def test_a_quantised_embedding_and_odd_sizes_are_refused(tmp_path: Path) -> None
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "scale"), [("FP8 of blocks", float("nan")), ("FP8 of blocks", -(2.0**101)), ("AWQ", float("inf"))]
-)
-def test_scales_that_are_not_finite_are_refused(name: str, scale: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "part", "change", "message"), [
+    ("FP8 of blocks", "weight_scale_inv", lambda scales: scales * torch.nan, "scales of {} are infinite or no numbers"),
+    ("FP8 of blocks", "weight_scale_inv", lambda scales: 0 * scales - 2.0**101, "scales of {} are infinite or no"),
+    ("AWQ", "scales", lambda scales: scales * torch.inf, "scales of {} are infinite or no numbers"),
+    ("FP8 of channels", "weight", lambda weight: torch.full_like(weight, torch.nan), "weights of {} are no numbers"),
+])  # fmt: skip
+def test_what_is_not_finite_is_refused(
+    name: str, part: str, change: Callable[[torch.Tensor], torch.Tensor], message: str, tmp_path: Path
+) -> None:
     write_quantised(tmp_path, FORMATS[name], num_hidden_layers=2)
     stored = load_file(tmp_path / "model.safetensors")
-    stored[f"{_K_PROJ}.{'scales' if name == 'AWQ' else 'weight_scale_inv'}"][0, -1] = scale
+    stored[f"{_K_PROJ}.{part}"][-1:] = change(stored[f"{_K_PROJ}.{part}"][-1:])
     save_file(stored, tmp_path / "model.safetensors")
     source = open_checkpoint(tmp_path)
     for load in (lambda: load_weights(source, source.layout(BF16)), lambda: load_plain(source, BF16)):
-        with pytest.raises(CheckpointError, match=r"scales of .*k_proj\.weight are infinite or no numbers"):
+        with pytest.raises(CheckpointError, match=message.format(r".*k_proj\.weight")):
             load()
-
-
-def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    write_quantised(tmp_path, FORMATS["FP8 of channels"], num_hidden_layers=2)
-    stored = load_file(tmp_path / "model.safetensors")
-    stored[f"{_K_PROJ}.weight"].view(torch.uint8)[-1, -1] = 0xFF
-    save_file(stored, tmp_path / "model.safetensors")
-    source = open_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"weights of .*k_proj\.weight are no numbers"):
-        load_weights(source, source.layout(BF16))
 
 
 @pytest.mark.few(2)

@@ -16,7 +16,6 @@ import pytest
 import torch
 import transformers
 import widen_model
-from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from widening.checkpoint import WidenedCheckpoint, widened_head
 from widening.convert import convert_to_safetensors
@@ -265,35 +264,14 @@ def test_the_command_writes_one_file(words: Path, monkeypatch: pytest.MonkeyPatc
     assert set(open_checkpoint(out).kinds.values()) == {"Q5_0", "Q8_0", "F32"}
 
 
-TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}"
-
-
-@pytest.fixture
-def model_dir(tmp_path: Path) -> Path:
-    """A float32 checkpoint with everything a chat model has."""
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(
-        vocab_size=270, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings=True, eos_token_id=[2, 5],
-    )  # fmt: skip
-    directory = tmp_path / "source"
-    transformers.Qwen2ForCausalLM(config).save_pretrained(directory)
-    trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(["tell me a story, tell it well"], vocab_size=270, special_tokens=["<|end|>"])
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=trained._tokenizer, eos_token="<|end|>", chat_template=TEMPLATE
-    ).save_pretrained(directory)
-    return directory
-
-
 def entries(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
 
 
 @pytest.mark.parametrize("max_shard_bytes", [2e9, 80_000])
-def test_transformers_loads_the_result_with_the_same_logits(model_dir, tmp_path, max_shard_bytes):
+def test_transformers_loads_the_result_with_the_same_logits(source_dir, tmp_path, max_shard_bytes):
     out = convert_to_safetensors(
-        open_checkpoint(model_dir), tmp_path / "deep" / "out", dtype=torch.float32, max_shard_bytes=max_shard_bytes
+        open_checkpoint(source_dir), tmp_path / "deep" / "out", dtype=torch.float32, max_shard_bytes=max_shard_bytes
     )
     files = sorted(out.glob("*.safetensors"))
     if max_shard_bytes < 1e6:
@@ -302,28 +280,28 @@ def test_transformers_loads_the_result_with_the_same_logits(model_dir, tmp_path,
         assert all(path.stat().st_size < max_shard_bytes + 4096 for path in files)
         index = json.loads((out / "model.safetensors.index.json").read_text())
         assert index["metadata"]["total_size"] == sum(
-            p.numel() * 4 for p in transformers.AutoModelForCausalLM.from_pretrained(model_dir).parameters()
+            p.numel() * 4 for p in transformers.AutoModelForCausalLM.from_pretrained(source_dir).parameters()
         )
     ids = torch.arange(20)[None]
-    logits = [transformers.AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (model_dir, out)]
+    logits = [transformers.AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (source_dir, out)]
     assert torch.equal(*logits)
 
 
-def test_existing_directories_are_left_alone(model_dir, tmp_path):
+def test_existing_directories_are_left_alone(source_dir, tmp_path):
     (tmp_path / "out").mkdir()
-    convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")  # an empty one is fine
+    convert_to_safetensors(open_checkpoint(source_dir), tmp_path / "out")  # an empty one is fine
     before = entries(tmp_path / "out")
     with pytest.raises(OptionError, match="exists already"):
-        convert_to_safetensors(open_checkpoint(model_dir), tmp_path / "out")
+        convert_to_safetensors(open_checkpoint(source_dir), tmp_path / "out")
     assert entries(tmp_path / "out") == before
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no RLIMIT_FSIZE there")
-def test_writes_the_system_refuses(model_dir, tmp_path):
+def test_writes_the_system_refuses(source_dir, tmp_path):
     """A real failing write: the process may not make files of more than 100 kB."""
     import resource
 
-    source = open_checkpoint(model_dir)
+    source = open_checkpoint(source_dir)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
     try:
@@ -331,4 +309,4 @@ def test_writes_the_system_refuses(model_dir, tmp_path):
             convert_to_safetensors(source, tmp_path / "out")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert entries(tmp_path) == {"source"}
+    assert not entries(tmp_path)

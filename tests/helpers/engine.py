@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -109,15 +108,6 @@ def write_checkpoint(
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread, and lose 30-fold where another process uses the core."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @contextmanager

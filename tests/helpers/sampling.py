@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from offload_runtime_kernels.gumbel_argmax import gumbel_noise, noise_keys
+from transformers.generation import logits_process as warpers
 
 from offload_runtime import sampling
 from offload_runtime.params import SamplingParams
@@ -35,6 +36,17 @@ def sample(logits: torch.Tensor, params: Any, positions: torch.Tensor, slots: to
 def perturbed_logits(logits: torch.Tensor, params: Any, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """`sampling.perturbed_logits`, likewise."""
     return sampling.perturbed_logits(logits, _enough(params, slots), positions, slots)
+
+
+def warped(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Logits [R, V] after transformers' temperature and filters."""
+    found = warpers.TemperatureLogitsWarper(params.temperature)(None, logits)
+    for make, value, off in (
+        (warpers.TopKLogitsWarper, params.top_k, 0), (warpers.TopPLogitsWarper, params.top_p, 1.0),
+        (warpers.MinPLogitsWarper, params.min_p, 0.0),
+    ):  # fmt: skip
+        found = found if value == off else make(value)(None, found)
+    return found
 
 
 def noise(seed: int, positions: torch.Tensor, noise_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:

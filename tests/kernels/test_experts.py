@@ -260,17 +260,21 @@ def test_matrices_may_be_blocks(kind: str) -> None:
     assert torch.equal(problem.rows(), problem.decoded().rows())
 
 
+def check_kernels(problem: Problem) -> None:
+    """Against the reference, but for roundings."""
+    with poisoned_outputs():
+        found = problem.on(KERNEL_DEVICE).rows(expert_rows_triton).cpu()
+    expected = problem.on("cpu").rows()
+    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "rows"), [("MXFP4", 1), ("Q6_K", 3), ("Q4_K", 6), ("MXFP4", 20), ("Q8_0", 20)])
 def test_kernels_decode_blocks(kind: str, rows: int) -> None:
     """A K that is no whole number of tiles, where blocks are that small."""
     small = FORMATS[kind].weights == 32
     shape = ExpertShape(2, 288 if small else 256, 32 if small else 256)
-    problem = Problem.encoded(shape, rows, 1, FP32, (kind, kind))
-    with poisoned_outputs():
-        found = problem.on(KERNEL_DEVICE).rows(expert_rows_triton).cpu()
-    expected = problem.on("cpu").rows()
-    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+    check_kernels(Problem.encoded(shape, rows, 1, FP32, (kind, kind)))
 
 
 FP8 = ScaledFormat("FP8", 1, 128, FP32)  # as Qwen's; then GPTQ, AWQ and compressed-tensors, and NVFP4
@@ -284,11 +288,7 @@ INT8, UINT8 = ScaledFormat("int8", 1, 32, FP16, zeros=True), ScaledFormat("uint8
 @pytest.mark.parametrize("form", [FP8, INT4, INT4_OF_ROWS, NVFP4, INT8, UINT8])  # without bf16: see `test_scaled_rows`
 def test_kernels_decode_numbers(form: ScaledFormat, rows: int) -> None:
     """A K that is no whole number of steps."""
-    problem = Problem.encoded(ExpertShape(2, 288, 32), rows, 1, FP32, (form, form))
-    with poisoned_outputs():
-        found = problem.on(KERNEL_DEVICE).rows(expert_rows_triton).cpu()
-    expected = problem.on("cpu").rows()
-    torch.testing.assert_close(found, expected, atol=1e-5 * float(expected.abs().max()), rtol=1e-5)
+    check_kernels(Problem.encoded(ExpertShape(2, 288, 32), rows, 1, FP32, (form, form)))
 
 
 # Of Qwen3-30B-A3B and gpt-oss-120b, with fewer experts.
