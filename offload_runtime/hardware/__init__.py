@@ -30,6 +30,12 @@ else:
 
 DTYPES = ("bf16", "fp16", "fp32")  # of models, whose matrix products are measured
 _LONGEST_TEXT = 1000
+# Keys that earlier versions measured and no plan reads: profiles that were saved then are read without them.
+_FORMER_KEYS = {
+    "link_both_gbps", "links_alone_gbps", "pcie_generation", "pcie_width", "launch_us", "pin_gbps", "disk_gbps", "cpu",
+    "host_gbps_while_link_busy", "link_gbps_while_host_busy", "library_rows", "link_by_copy_mib", "host_by_threads",
+    "transfer_us_by_kib",
+}  # fmt: skip
 _BYTES: dict[str, Any] = {"least": 1, "most": 1 << 50}
 _GBPS: dict[str, Any] = {"least": 1e-6, "most": 1e6}
 _US: dict[str, Any] = {"least": 1e-3, "most": 1e6}
@@ -150,13 +156,14 @@ def _guess(word: str, allowed: Iterable[str]) -> str:
 
 
 def profile_from_mapping(table: Mapping[str, Any]) -> MachineProfile:
-    """Read a profile from the tables of a TOML file.
+    """Read a profile from the tables of a TOML file, of an earlier version's what is still a key.
 
     Raises:
         ProfileError: A key is unknown or missing, or a value is of the wrong type or out of range; names the key and
             what is allowed.
     """
     allowed = [entry.name for entry in fields(MachineProfile)]
+    table = {key: value for key, value in table.items() if key not in _FORMER_KEYS}
     for key in table:
         if key not in allowed:
             remedy = f"{_guess(key, allowed)}allowed are {', '.join(allowed)}"
