@@ -405,7 +405,7 @@ def test_staged_keys_and_values_on_the_gpu(target: Path, monkeypatch: pytest.Mon
         limit = max(least(plan), int(share * (kv_bytes + weights_bytes)))
         registrar = LimitedRegistrar(limit, real=Registrar())
         asked = {**options, "resident_layers": resident, "pinned": limit}
-        monkeypatch.setattr(planning, "find_plan", without_limit)
+        monkeypatch.setattr(planning.search, "find_plan", without_limit)
         with load_locked_by(registrar, target, **asked) as runtime:
             staged = len(runtime.plan.placement.staged_kv_layers)
             assert staged == {1.0: 0, 0.0: NUM_LAYERS}.get(share, staged) and (staged > 0) == (share < 1)

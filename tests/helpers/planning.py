@@ -8,14 +8,13 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.models.mtp import MtpConfig
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.plan import RunPlan, find_plan, plan_run
+from offload_runtime.plan import RunPlan, find_plan, plan_run, search
 from offload_runtime.plan.sizes import MemoryLimits
 from offload_runtime.sizes import GB
 from offload_runtime.weights import DescribedModel
@@ -104,5 +103,5 @@ def without_limit(request: RuntimeConfig, machine: MachineProfile, limits: Memor
 def load_streaming_kv(target: Path, **options: Any) -> Runtime:
     """A runtime that streams all of a cache on the host. Options as of `RuntimeConfig`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planning, "find_plan", without_limit)
+        patch.setattr(search, "find_plan", without_limit)
         return Runtime.from_config(RuntimeConfig(target, **options))
