@@ -1,15 +1,16 @@
-"""Products of experts' rows with matrices that are decoded in registers, blocks of GGUF or numbers with scales:
+"""Products of experts' rows with matrices as they are stored, blocks of GGUF, numbers with scales, or elements:
 `experts_triton` says which rows.
 
 A thread decodes rows of a matrix of its own, so that of few rows of x it has what it multiplies them with: nothing of a
-weight goes through shared memory. What is stored is loaded by neighbouring threads, and shared memory hands it on.
+weight goes through shared memory. What is stored is loaded by neighbouring threads, and shared memory hands it on. So
+it is with elements too: what threads read across the rows of a tile of them lies in the same banks of shared memory.
 """
 
 from __future__ import annotations
 
 from offload_runtime_kernels._jit import jit, tl
 from offload_runtime_kernels.encoded_linear import INTERPRETED
-from offload_runtime_kernels.gguf_blocks import decode_half, load_half, load_tile, units_at
+from offload_runtime_kernels.gguf_blocks import decode_half, in_one_lane, load_half, load_tile, units_at
 from offload_runtime_kernels.scaled_rows import decoded_half, shared_words_at
 
 # More rows of x than these share what is decoded through shared memory.
@@ -131,6 +132,24 @@ def scaled_products(
             units, shared, 0, number, ROW.bits, ROW.zero, ROW.zeros, ROW.group, scale, tl.float32, BLOCK, False
         )  # fmt: skip
         sums = _add_decoded(sums, x_ptrs, step * 128, w, DTYPE, K, BLOCK, BLOCK_K, 128)
+    return _ended(sums, ROWS, BLOCK)
+
+
+@jit
+def element_products(
+    x_ptr, row, w_ptrs, DTYPE: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """`block_products` with elements of any dtype, [BLOCK, 1] pointers, in steps of twice `BLOCK_K` columns."""
+    x_ptrs, sums = _begun(x_ptr, row, K, ROWS, BLOCK)
+    k = tl.arange(0, 2 * BLOCK_K)[None, :]
+    for at in tl.range(0, K, 2 * BLOCK_K, num_stages=STAGES):
+        if K % (2 * BLOCK_K) == 0:
+            w = tl.load(w_ptrs + at + k)
+        else:
+            w = tl.load(w_ptrs + at + k, mask=at + k < K, other=0.0)
+        w = in_one_lane(w, BLOCK, 2 * BLOCK_K).to(DTYPE).to(tl.float32)
+        sums = _add_decoded(sums, x_ptrs, at, w, tl.float32, K, BLOCK, BLOCK_K, 2 * BLOCK_K)
     return _ended(sums, ROWS, BLOCK)
 
 

@@ -28,7 +28,7 @@ from offload_runtime_kernels._jit import (
     tl,
     triton,
 )
-from offload_runtime_kernels.experts_blocks import block_products, scaled_products
+from offload_runtime_kernels.experts_blocks import block_products, element_products, scaled_products
 from offload_runtime_kernels.gguf_blocks import FORMATS, KIND_DTYPES
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRow
 
@@ -54,8 +54,8 @@ _TERM_0, _TERM_1, _TERM_2, _TERM_3, _TERM_4, _TERM_5, _TERM_6, _TERM_7 = (tl.con
 
 @dataclass(frozen=True)
 class ExpertTile:
-    """How a product is cut: `rows` of an expert by `block` rows of its matrix, steps of `block_k` columns, of which
-    `num_stages` - 1 are loaded ahead."""
+    """How a product is cut: `rows` of an expert by `block` rows of its matrix, `block_k` columns at a time; of steps,
+    which are twice as many elements or a part of 256 blocks' weights, `num_stages` - 1 are loaded ahead."""
 
     rows: int
     block: int
@@ -64,16 +64,16 @@ class ExpertTile:
     num_stages: int
 
 
-# By the most rows that an expert has of a pass on average; few tokens have the second. With blocks, programs have as
-# many threads as rows of a matrix, and steps are parts of 256 columns.
+# By the most rows that an expert has of a pass on average; few tokens have the second. Programs have as many threads as
+# rows of a matrix.
 _TILES = {
-    0: ExpertTile(1, 32, 64, 1, 4), 1: ExpertTile(4, 32, 32, 1, 4), 8: ExpertTile(8, 64, 32, 2, 3),
-    64: ExpertTile(32, 64, 16, 4, 3), sys.maxsize: ExpertTile(64, 64, 16, 4, 3),
+    0: ExpertTile(1, 32, 16, 1, 8), 1: ExpertTile(2, 32, 16, 1, 6), 8: ExpertTile(4, 32, 16, 1, 6),
+    64: ExpertTile(32, 128, 16, 4, 3), sys.maxsize: ExpertTile(64, 128, 16, 4, 3),
 }  # fmt: skip
 PROMPT_TILE = _TILES[sys.maxsize]
 _BLOCK_TILES = {
     0: ExpertTile(1, 32, 64, 1, 3), 1: ExpertTile(2, 32, 64, 1, 3), 2: ExpertTile(2, 32, 64, 1, 3),
-    8: ExpertTile(4, 32, 64, 1, 3), 64: ExpertTile(16, 128, 16, 4, 2), sys.maxsize: ExpertTile(32, 128, 16, 4, 2),
+    8: ExpertTile(8, 128, 16, 4, 2), 64: ExpertTile(16, 128, 16, 4, 2), sys.maxsize: ExpertTile(32, 128, 16, 4, 2),
 }  # fmt: skip
 
 
@@ -136,27 +136,6 @@ def _sort_kernel(
         start += tl.sum(own)
 
 
-@jit
-def _products(
-    x_ptr, row, real, w_ptrs, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """`experts_blocks.block_products` with elements of any dtype, rows of which are [1, BLOCK] pointers."""
-    k = tl.arange(0, BLOCK_K)
-    x_ptrs, w_ptrs = x_ptr + row.to(tl.int64)[:, None] * K + k[None, :], w_ptrs + k[:, None]
-    sums = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
-    for at in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if K % BLOCK_K == 0:
-            w = tl.load(w_ptrs + at)
-            x = tl.load(x_ptrs + at, mask=real, other=0.0)
-        else:
-            w = tl.load(w_ptrs + at, mask=(at + k < K)[:, None], other=0.0)
-            x = tl.load(x_ptrs + at, mask=real & (at + k < K)[None, :], other=0.0)
-        w = w.to(x_ptr.dtype.element_ty).to(tl.float32)
-        sums = tl.dot(x.to(tl.float32), w, sums, input_precision="ieee")
-    return sums
-
-
 @jit(do_not_specialize=("num_tokens",))
 def _expert_kernel(
     x_ptr, choices_ptr, order_ptr, starts_ptr, pool_ptr, buffers_ptr, bias_ptr, out_ptr, num_tokens, buffer_stride,
@@ -172,7 +151,7 @@ def _expert_kernel(
     `FEW` is 1 for one token, `FEW_TOKENS` for few, and 0 for many."""
     if OVERLAP:
         gdc_wait()
-    dtype = out_ptr.dtype.element_ty
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
     # The rows of the expert: how many, and of the first in which program they are.
     if FEW:
         own = tl.program_id(2)
@@ -221,7 +200,9 @@ def _expert_kernel(
             w_ptrs = w_ptr + column[:, None] * ROW_BYTES
             sums = scaled_products(x_ptr, row_of_x, w_ptrs, dtype, ROW, K, ROWS, BLOCK, BLOCK_K, STAGES)
         elif FORM is None:
-            sums = _products(x_ptr, row_of_x, real, w_ptr + column[None, :] * K, K, ROWS, BLOCK, BLOCK_K, STAGES)
+            sums = element_products(
+                x_ptr, row_of_x, w_ptr + column[:, None] * K, dtype, K, ROWS, BLOCK, BLOCK_K, STAGES
+            )
         else:
             sums = block_products(
                 x_ptr, row_of_x, w_ptr + column[:, None] * ROW_BYTES, dtype, FORM, BLOCKS, K, ROWS, BLOCK, BLOCK_K,

@@ -384,6 +384,12 @@ def _together(words, ROWS: tl.constexpr, COUNT: tl.constexpr, START: tl.constexp
 
 
 @jit
+def in_one_lane(words, ROWS: tl.constexpr, COUNT: tl.constexpr):
+    """[R, COUNT] as they are, of which a lane then has all of a row."""
+    return _together(_each(words, ROWS, COUNT), ROWS, COUNT, 0)
+
+
+@jit
 def units_at(
     plane_ptr, tile, plane_bytes, BYTES: tl.constexpr, WHOLE: tl.constexpr, ROWS: tl.constexpr,
     ALONE: tl.constexpr = False,
@@ -393,7 +399,7 @@ def units_at(
     if BYTES == 32:
         words = tl.load(ptr + tl.arange(0, 8)[None, :] + tile * 8)
         if ALONE:
-            words = _together(_each(words, ROWS, 8), ROWS, 8, 0)
+            words = in_one_lane(words, ROWS, 8)
         found = (words,)  # type: tuple[Any, ...]
     else:
         found = ()
@@ -401,7 +407,7 @@ def units_at(
             at = within(tile * (BYTES // 64) + unit, plane_bytes // 64, WHOLE) * 16
             words = tl.load(ptr + tl.arange(0, 16)[None, :] + at)
             if ALONE:
-                words = _together(_each(words, ROWS, 16), ROWS, 16, 0)
+                words = in_one_lane(words, ROWS, 16)
             first, second = tl.split(tl.permute(tl.reshape(words, [ROWS, 4, 2, 2]), (0, 1, 3, 2)))
             found += (tl.reshape(first, [ROWS, 8]), tl.reshape(second, [ROWS, 8]))
     return found

@@ -75,8 +75,7 @@ def choose_experts_reference(
 @jit
 def _sum_of_halves_of(values, WIDTH: tl.constexpr):
     if WIDTH > 1:
-        first, second = tl.split(tl.trans(tl.reshape(values, [2, WIDTH // 2])))
-        values = _sum_of_halves_of(first + second, WIDTH // 2)
+        values = _sum_of_halves_of(tl.sum(tl.reshape(values, [2, WIDTH // 2]), axis=0), WIDTH // 2)
     return values
 
 

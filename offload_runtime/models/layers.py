@@ -559,6 +559,6 @@ class DecoderLayer:
             return
         out = x if packed is None else weights[packed].linear(x)
         if norm is None:
-            residual.add_(out.mul_(self.residual_multiplier))
+            residual.add_(out if self.residual_multiplier == 1 else out.mul_(self.residual_multiplier))
         else:
             self.attention.norm(out, weights[norm].dense, out=residual, add=True)
