@@ -141,6 +141,7 @@ def _decode_kernel(
     read = (start + tl.minimum(row, num_rows - 1)).to(tl.int64)
     w_ptr = pool_ptr + tl.load(table_ptr + 4 * (first + item)).to(tl.int64) * buffer_stride
     if ROW is not None:
+        number: tl.constexpr = ROW.number
         scale: tl.constexpr = ROW.scale_type
         w_ptrs = w_ptr + read * ROW_BYTES
         units = units_at(w_ptrs, step, ROW.numbers_bytes, 16 * ROW.bits, K % COLUMNS == 0, ROWS)
@@ -148,7 +149,7 @@ def _decode_kernel(
         scale_ptrs, zero_ptrs = w_ptrs + ROW.numbers_bytes, w_ptrs + ROW.zeros_at
         shared = shared_words_at(scale_ptrs, zero_ptrs, at, ROW.bits, ROW.zeros, ROW.group, scale, ROWS, COLUMNS)
         w = decoded_half(
-            units, shared, 0, ROW.number, ROW.bits, ROW.zero, ROW.zeros, ROW.group, scale, dtype, ROWS, True
+            units, shared, 0, number, ROW.bits, ROW.zero, ROW.zeros, ROW.group, scale, dtype, ROWS, True
         )  # fmt: skip
     elif FORM is None:
         w = tl.load(w_ptr + read * K + column, mask=written, other=0.0).to(dtype)
