@@ -13,7 +13,6 @@ import torch
 
 from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS
 from offload_runtime.speculation.controller import COPY
 from offload_runtime.speculation.step import Acceptance, Budgets, Drafter, Texts
 
@@ -32,6 +31,8 @@ _MATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 _RATES_AT_FIRST = (0.2, 0.42, 0.5, 0.6, 0.7, 0.77, 0.84, 0.88, 0.92, 0.96, 0.98, 0.99)
 _TRUST = 20
 LONGEST_MATCH = _MATCHED[-1]  # longer ones are worth no more
+# Tokens of plain steps that a head is told of together: its pass over them takes the host 1 ms, however many they are.
+_MOST_UNTOLD = 256
 # Observations that a running mean looks back on: texts change their nature.
 _MEMORY = 200
 
@@ -315,7 +316,7 @@ class WithNgrams(Drafter):
             self._tell(slot)
         untold = self._untold.setdefault(slot, [])
         untold.append((position, tokens, hidden))
-        if position < self._prompt_tokens.get(slot, 0) or position + len(tokens) - untold[0][0] >= CATCH_UP_TOKENS:
+        if position < self._prompt_tokens.get(slot, 0) or position + len(tokens) - untold[0][0] >= _MOST_UNTOLD:
             self._tell(slot)
 
     def _tell(self, slot: int) -> None:
