@@ -111,6 +111,15 @@ def draft(target: Path, noisy_copy_of: Callable[[Path], Path]) -> Path:
     return noisy_copy_of(target)
 
 
+@pytest.fixture(scope="module")
+def plain(target: Path) -> Iterator[Any]:
+    """The file's target on the CPU, decoded plainly: what others are compared with."""
+    from tests.helpers.engine import load
+
+    with load(target, draft="none", max_batch=2) as runtime:
+        yield runtime
+
+
 @contextmanager
 def _one_card(*, alone: bool) -> Iterator[None]:
     """Use the machine's GPU beside others who ask like this, or alone.

@@ -34,6 +34,7 @@ from offload_runtime.stream import Card, DeviceBudget, TransferBuffers, current_
 from offload_runtime.weights import DescribedModel, describe_model
 from tests.helpers.engine import PROMPT, refuse_weights
 from tests.helpers.planning import CONFIGS, machines, plan_or_none, requests
+from tests.test_planning import check_limits
 
 SPECULATION: dict[str, SpeculationOptions] = {
     "none": SpeculationOptions("none"),
@@ -196,9 +197,7 @@ def test_cards_fit_and_every_byte_counts_once(request: RuntimeConfig, machine: M
     assert plan.num_cards == cards
     dealt = sorted(layer for one in plan.target.placements for layer in one.layers)
     assert dealt == list(range(len(plan.placement.layers)))
-    for card in plan.cards:
-        assert card.limits.device_bytes is not None
-        assert card.device_bytes <= card.limits.device_bytes <= machine.vram_bytes
+    check_limits(plan, machine)
     assert plan.device_bytes == sum(card.device_bytes for card in plan.cards)
     assert plan.streamed_bytes == sum(card.streamed_bytes for card in plan.cards)
     host = Counter[str]()
@@ -207,8 +206,6 @@ def test_cards_fit_and_every_byte_counts_once(request: RuntimeConfig, machine: M
     host["Python and libraries"] //= cards  # once for all
     host["rows between cards"] = plan.transfer_bytes  # none of a card alone
     assert host == plan.host
-    assert plan.host_bytes <= machine.ram_bytes
-    assert machine.pinnable_bytes is None or plan.pinned_bytes <= machine.pinnable_bytes
     assert request.pinned is None or plan.pinned_bytes <= request.pinned
     predicted = forecast(plan, several)
     assert predicted.plain.bytes_streamed == plan.streamed_bytes

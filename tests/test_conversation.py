@@ -11,8 +11,7 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Conversation, GenerationResult, Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from tests.helpers.engine import load
-from tests.test_engine_endings import ctrl_c
+from tests.helpers.engine import load, raising
 
 COUNT = 12
 SAMPLED = {"temperature": 0.7, "seed": 9}
@@ -69,7 +68,7 @@ def test_only_what_is_new_goes_through_prefill(runtime: Runtime, options: dict[s
 def test_a_turn_that_is_broken_off(runtime: Runtime, within: str) -> None:
     conversation = runtime.conversation()
     first = say(conversation, "the fox")
-    hook = ctrl_c(2) if within == "the prompt" else None
+    hook = raising(KeyboardInterrupt(), after=2) if within == "the prompt" else None
     turn = conversation.say("dog", max_new_tokens=COUNT, ignore_eos=True, on_prefill=hook)
     if hook is None:
         next(turn)

@@ -26,13 +26,6 @@ COUNT = 22
 
 
 @pytest.fixture(scope="module")
-def plain(target: Path) -> Iterator[Runtime]:
-    """Plain decoding with everything resident: what all others are compared with."""
-    with engines.load(target, draft="none") as runtime:
-        yield runtime
-
-
-@pytest.fixture(scope="module")
 def speculative(target: Path, draft: Path) -> Iterator[Runtime]:
     """A draft model, and most layers streamed."""
     with engines.load(target, draft=draft, resident_layers=1) as runtime:

@@ -12,7 +12,7 @@ import pytest
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams
-from tests.helpers.engine import PROMPT, load
+from tests.helpers.engine import PROMPT, load, raising
 
 COUNT = 32
 
@@ -37,17 +37,6 @@ def said(runtime: Runtime) -> list[int]:
     assert result.finish_reason == "length"
     assert runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).stats.tokens_per_pass > 5
     return result.tokens
-
-
-def ctrl_c(after: int) -> Callable[..., None]:
-    """A hook whose user presses Ctrl-C once, when it has been called so many times."""
-    calls = iter(range(after + 1))
-
-    def hook(*_: object) -> None:
-        if next(calls, None) == after:
-            raise KeyboardInterrupt
-
-    return hook
 
 
 def assert_usable(runtime: Runtime, said: list[int]) -> None:
@@ -88,7 +77,7 @@ def test_closing_in_the_middle(runtime: Runtime, said: list[int], pieces: int) -
 @pytest.mark.few(2)
 @pytest.mark.parametrize("layers", [1, 2, 4, 5])
 def test_ctrl_c_during_prefill(runtime: Runtime, said: list[int], layers: int) -> None:
-    stream = runtime.stream(PROMPT, max_new_tokens=COUNT, on_prefill=ctrl_c(layers - 1))
+    stream = runtime.stream(PROMPT, max_new_tokens=COUNT, on_prefill=raising(KeyboardInterrupt(), after=layers - 1))
     with pytest.raises(KeyboardInterrupt):
         next(stream)
     stream.close()
@@ -213,10 +202,7 @@ def test_a_half_consumed_stream_of_a_closed_runtime(target: Path, elsewhere: boo
 
 
 def test_an_interrupted_call_leaves_the_runtime_to_others(shared: Runtime, expected: dict[str, list[int]]) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        shared.generate(PROMPT, **ASKED, on_prefill=interrupted)
+        shared.generate(PROMPT, **ASKED, on_prefill=raising(KeyboardInterrupt(), after=0))
     assert in_thread(lambda: shared.generate(PROMPT, **ASKED).tokens) == expected[PROMPT]
     assert shared.generate(OTHER, **ASKED).tokens == expected[OTHER]

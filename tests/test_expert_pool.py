@@ -21,7 +21,7 @@ from offload_runtime.sizes import parse_bytes
 from offload_runtime.weights import DescribedModel, ModelLayout, checkpoint_tensors, open_checkpoint
 from offload_runtime.weights.expert_hits import note_hits
 from tests.helpers.assembly import make_runner, prefill, verify
-from tests.helpers.engine import byte_level_tokenizer, load
+from tests.helpers.engine import byte_level_tokenizer, load, raising, refuse_weights
 from tests.helpers.families import family_config, family_model, write_family
 from tests.helpers.heads import add_random_mtp
 from tests.helpers.planning import made_up_machine
@@ -166,14 +166,9 @@ def test_the_cpu_takes_what_keeps_it_busy_as_long_as_the_link(family: str, tmp_p
 
 def test_an_answer_that_breaks_off_leaves_the_pool_fit(mixture: Path, expected: list[list[int]]) -> None:
     with load(mixture, context=300, draft="none", expert_pool=2 * COUNT * EXPERT_BYTES) as runtime:
-        for stop in (1, 2):
-
-            def break_off(done: int, of: int, stop: int = stop) -> None:
-                if done == stop:
-                    raise KeyboardInterrupt
-
+        for layers in (0, 1):
             with pytest.raises(KeyboardInterrupt):
-                runtime.generate(PROMPTS[1], max_new_tokens=4, on_prefill=break_off)
+                runtime.generate(PROMPTS[1], max_new_tokens=4, on_prefill=raising(KeyboardInterrupt(), after=layers))
         result = runtime.generate(PROMPTS[1], max_new_tokens=12, ignore_eos=True, temperature=0.0)
         assert list(result.tokens) == expected[1]
 
@@ -189,11 +184,8 @@ def test_a_conversation_goes_on_with_what_is_in_the_pool(mixture: Path) -> None:
 
 
 def test_a_pool_too_small_for_a_token_is_refused_before_loading(mixture: Path) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("weights were read")
-
     with pytest.raises(BudgetError, match=r"--expert-pool .* has no room for the 3 experts"):
-        Runtime.load(mixture, device="cpu", expert_pool=2 * EXPERT_BYTES, on_progress=refuse)
+        Runtime.load(mixture, device="cpu", expert_pool=2 * EXPERT_BYTES, on_progress=refuse_weights)
 
 
 def test_a_server_refuses_such_a_pool_before_it_listens(mixture: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from offload_runtime import Conversation, GenerationResult, Runtime
+from offload_runtime import Runtime
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.core import TokenTree
 from offload_runtime.errors import OptionError
@@ -25,6 +25,7 @@ from tests.helpers import families as cases
 from tests.helpers import models
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, write_noisy_copy
+from tests.test_conversation import say
 
 # Configurations of each family by default, by the slow tests, and asked for: FAMILY_SEEDS=30 before a family lands.
 OFTEN, SLOW = 1, 2
@@ -183,13 +184,6 @@ def test_every_way_to_run_gives_the_tokens_of_plain_decoding(family: str, tmp_pa
         assert _answers(target, draft=noisy, **asked) == expected
 
 
-def _say(conversation: Conversation, text: str) -> GenerationResult:
-    reply = conversation.say(text, **GREEDY)
-    for _ in reply:
-        pass
-    return reply.result
-
-
 @run_families
 def test_a_session_goes_on_as_if_it_had_never_ended(family: str, tmp_path: Path) -> None:
     cases.family_model(family, 2, max_position_embeddings=1024).save_pretrained(tmp_path)
@@ -197,11 +191,11 @@ def test_a_session_goes_on_as_if_it_had_never_ended(family: str, tmp_path: Path)
     asked, path = {"device": "cpu", "dtype": "fp32", "context": 500, "draft": "none"}, tmp_path / "chat.json"
     with Runtime.load(tmp_path, kv="host", resident_layers=0, **asked) as runtime:
         first = runtime.conversation()
-        _say(first, "the quick brown fox jumps over the lazy dog, " * 14)
+        say(first, "the quick brown fox jumps over the lazy dog, " * 14, **GREEDY)
         first.save(path)
-        expected = _say(first, "and then?")
+        expected = say(first, "and then?", **GREEDY)
     with Runtime.load(tmp_path, kv="host", resident_layers=0, **asked) as runtime:
-        reply = _say(runtime.load_conversation(path), "and then?")
+        reply = say(runtime.load_conversation(path), "and then?", **GREEDY)
     assert reply.tokens == expected.tokens and reply.stats.kept_tokens > 200
 
 

@@ -17,7 +17,7 @@ import offload_runtime
 from offload_runtime import Runtime
 from offload_runtime.cli.app import app
 from offload_runtime.verify import QUICK, VerificationReport, verify
-from tests.helpers.engine import PROMPT
+from tests.helpers.engine import PROMPT, raising
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = str(ROOT / "tests" / "data" / "configs" / "llama-3.1-8b")
@@ -94,14 +94,8 @@ def test_what_is_printed_of_objects_is_short_and_says_what_they_are(target: Path
 
 
 def test_verification_that_is_stopped_reports_what_there_is(target: Path) -> None:
-    plan = replace(QUICK, tokens=8)
-
-    def stop(stage: str, done: int, steps: int) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
     with Runtime.load(target, device="cpu", context=256) as runtime:
-        report = verify(runtime, plan, on_progress=stop)
+        report = verify(runtime, replace(QUICK, tokens=8), on_progress=raising(KeyboardInterrupt(), after=1))
     assert isinstance(report, VerificationReport) and report.interrupted
     assert len(report.runs) == 2 and not report.fits and report.verdict == "exact"
 

@@ -3,7 +3,7 @@
 import json
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,6 @@ some_ways = pytest.mark.parametrize(
 
 def params_of(way: int, **more: Any) -> GenerationParams:
     return GenerationParams(COUNT, sampling=SamplingParams(**WAYS[way]), **more)
-
-
-@pytest.fixture(scope="module")
-def plain(target: Path) -> Iterator[Runtime]:
-    with load(target, draft="none", max_batch=2) as runtime:
-        yield runtime
 
 
 @pytest.fixture(scope="module")

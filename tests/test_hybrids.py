@@ -6,6 +6,7 @@ import re
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from itertools import product
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from offload_runtime import GenerationParams, GenerationResult, Runtime, SamplingParams
+from offload_runtime import GenerationParams, Runtime, SamplingParams
 from offload_runtime.cache import BlockLayout
 from offload_runtime.cli.app import app
 from offload_runtime.config import SpeculationOptions
@@ -26,10 +27,11 @@ from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.weights import open_checkpoint
 from tests.helpers.assembly import make_runner, prefill, verify
-from tests.helpers.engine import byte_level_tokenizer, write_noisy_copy
+from tests.helpers.engine import byte_level_tokenizer, raising, write_noisy_copy
 from tests.helpers.families import VOCABULARY, family_model, write_family
 from tests.helpers.models import random_tokens
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
+from tests.test_conversation import say
 
 FAMILY, GREEDY = "qwen3_5_text", {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.0}
 ASKED: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "context": 900}
@@ -54,11 +56,7 @@ def runtime(hybrid: Path) -> Iterator[Runtime]:
         yield loaded
 
 
-def _say(conversation: Any, text: str) -> GenerationResult:
-    reply = conversation.say(text, **GREEDY)
-    for _ in reply:
-        pass
-    return reply.result
+_say = partial(say, **GREEDY)
 
 
 def test_cut_prompts_windows_and_branches_have_the_bits_of_one_prompt() -> None:
@@ -86,15 +84,11 @@ def test_cut_prompts_windows_and_branches_have_the_bits_of_one_prompt() -> None:
 
 
 def test_a_prompt_that_breaks_off_leaves_no_states() -> None:
-    def interrupt(done: int, _: int) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
     model, text = family_model(FAMILY, 1), _text(800, 6)
     broken, whole = (make_runner(model, chunk_tokens=256, capacity_tokens=900) for _ in range(2))
     prefill(broken.runner, 0, text[:300])
     with pytest.raises(KeyboardInterrupt):
-        prefill(broken.runner, 0, text[300:600][::-1], interrupt)
+        prefill(broken.runner, 0, text[300:600][::-1], raising(KeyboardInterrupt(), after=1))
     cache = broken.runner.cache
     assert [cache.saves(0, length) for length in (300, 600)] == [256, 256] and cache.truncate(0, 300) == 256
     prefill(broken.runner, 0, text[256:])

@@ -54,10 +54,10 @@ def template_of(template: str) -> ChatTemplate:
     return ChatTemplate(tokenizer)
 
 
-def text_of(template: str, messages: list[dict[str, Any]], **options: Any) -> str:
+def text_of(template: str, messages: list[dict[str, Any]]) -> str:
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = template
-    return PromptRoom(tokenizer, CONFIG, 4096).encode_chat(messages, template_options=options)[0]
+    return PromptRoom(tokenizer, CONFIG, 4096).encode_chat(messages)[0]
 
 
 def called(arguments: Any, **message: Any) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ import torch
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.runners import ModelRunner
 from tests.helpers.assembly import HostKV, assemble, prefill, reset, same, verify
+from tests.helpers.engine import raising
 from tests.helpers.models import random_tokens
 
 # On a GPU so many that whole prompts, and what is kept of them, are attended to split after split.
@@ -100,14 +101,9 @@ def behind_another_turn(runner: ModelRunner, slot: int) -> torch.Tensor:
 
 def interrupted_and_repeated(runner: ModelRunner, slot: int) -> torch.Tensor:
     """The prompt of a turn was stopped in the middle of a pass."""
-
-    def stop(done: int, total: int) -> None:
-        if done == 2:
-            raise KeyboardInterrupt
-
     prefill(runner, slot, TOKENS[:KEPT])
     with pytest.raises(KeyboardInterrupt):
-        prefill(runner, slot, TOKENS[KEPT:], stop)
+        prefill(runner, slot, TOKENS[KEPT:], raising(KeyboardInterrupt(), after=1))
     assert runner.cache.length(slot) == KEPT
     verify(runner, {slot: BEHIND})
     return prefill(runner, slot, TOKENS[KEPT:])

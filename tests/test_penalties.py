@@ -2,7 +2,7 @@
 log-probabilities of what is said: the model's own, of the row that decided each token, whoever proposed it."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,6 @@ WAYS = [{**penalties, **temperature} for penalties in PENALTIES for temperature 
 some_ways = pytest.mark.parametrize(
     "chosen", [pytest.param([0, 3], id="some"), pytest.param(range(len(WAYS)), id="all", marks=pytest.mark.slow)]
 )
-
-
-@pytest.fixture(scope="module")
-def plain(target: Path) -> Iterator[Runtime]:
-    with load(target, draft="none") as runtime:
-        yield runtime
 
 
 @pytest.fixture(scope="module")

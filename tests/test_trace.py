@@ -160,7 +160,7 @@ def test_a_trace_says_what_happened(target: Path, draft: Path, name: str, tmp_pa
     ("where", "after", "passes"), [("between passes", 3, 4), ("in prefill", 2, 0)], ids=["between passes", "in prefill"]
 )
 def test_interrupted_traces(target: Path, draft: Path, tmp_path: Path, where: str, after: int, passes: int) -> None:
-    path, interrupt = tmp_path / "trace.json", raising(KeyboardInterrupt(), after=after, then=lambda *_: False)
+    path, interrupt = tmp_path / "trace.json", raising(KeyboardInterrupt(), after=after)
     hooks = {"between passes": {"should_stop": interrupt}, "in prefill": {"on_prefill": interrupt}}
     with (
         pytest.raises(KeyboardInterrupt),

@@ -15,6 +15,7 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.stream import HostArena
 from offload_runtime.weights import ModelLayout, checkpoint_tensors, open_checkpoint
 from offload_runtime.weights.loader import passing_bytes
+from tests.helpers.engine import raising
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain
 from tests.helpers.page_locking import LimitedRegistrar
 
@@ -48,16 +49,11 @@ def test_a_gpu_gets_the_bytes_of_a_cpu(directory, dtype):
 
 
 def test_loading_is_interrupted_between_tensors(directory):
-    source, registrar, calls = open_checkpoint(directory), LimitedRegistrar(1 << 60), []
-
-    def interrupt(*_: int) -> None:
-        calls.append(1)
-        if len(calls) == 20:
-            raise KeyboardInterrupt
-
+    source, registrar = open_checkpoint(directory), LimitedRegistrar(1 << 60)
+    interrupt = raising(KeyboardInterrupt(), after=19)
     with pytest.raises(KeyboardInterrupt):
         load_plain(source, torch.bfloat16, pin=range(3), registrar=registrar, on_progress=interrupt)
-    assert len(calls) == 20 and not registrar.locked and num_staging() == 0
+    assert not registrar.locked and num_staging() == 0
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("load")]
 
 

@@ -2,7 +2,6 @@
 safetensors, which transformers loads too, and of GGUF."""
 
 import json
-import os
 import signal
 import sys
 from collections import namedtuple
@@ -264,10 +263,6 @@ def test_the_command_writes_one_file(words: Path, monkeypatch: pytest.MonkeyPatc
     assert set(open_checkpoint(out).kinds.values()) == {"Q5_0", "Q8_0", "F32"}
 
 
-def entries(directory: Path) -> set[str]:
-    return {path.name for path in directory.iterdir()}
-
-
 @pytest.mark.parametrize("max_shard_bytes", [2e9, 80_000])
 def test_transformers_loads_the_result_with_the_same_logits(source_dir, tmp_path, max_shard_bytes):
     out = convert_to_safetensors(
@@ -285,28 +280,3 @@ def test_transformers_loads_the_result_with_the_same_logits(source_dir, tmp_path
     ids = torch.arange(20)[None]
     logits = [transformers.AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (source_dir, out)]
     assert torch.equal(*logits)
-
-
-def test_existing_directories_are_left_alone(source_dir, tmp_path):
-    (tmp_path / "out").mkdir()
-    convert_to_safetensors(open_checkpoint(source_dir), tmp_path / "out")  # an empty one is fine
-    before = entries(tmp_path / "out")
-    with pytest.raises(OptionError, match="exists already"):
-        convert_to_safetensors(open_checkpoint(source_dir), tmp_path / "out")
-    assert entries(tmp_path / "out") == before
-
-
-@pytest.mark.skipif(os.name == "nt", reason="no RLIMIT_FSIZE there")
-def test_writes_the_system_refuses(source_dir, tmp_path):
-    """A real failing write: the process may not make files of more than 100 kB."""
-    import resource
-
-    source = open_checkpoint(source_dir)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-    try:
-        with pytest.raises(StorageError, match="File too large"):
-            convert_to_safetensors(source, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not entries(tmp_path)

@@ -122,7 +122,7 @@ def refuse_weights(stage: str, done_bytes: int, total_bytes: int) -> None:
     raise AssertionError(f"{stage} were read before the mistake was seen")
 
 
-def raising(error: BaseException, *, after: int, then: Callable[..., Any]) -> Callable[..., Any]:
+def raising(error: BaseException, *, after: int, then: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
     """A stand-in for `then` that raises `error` once, after `after` calls that went through."""
     calls = 0
 
