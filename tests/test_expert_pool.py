@@ -12,7 +12,7 @@ from gguf import GGMLQuantizationType
 
 from offload_runtime.cli.app import app
 from offload_runtime.config import RuntimeConfig
-from offload_runtime.core import TokenTree
+from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.models.registry import model_config_from_json
@@ -162,6 +162,22 @@ def test_the_cpu_takes_what_keeps_it_busy_as_long_as_the_link(family: str, tmp_p
         found.append(torch.cat(rows))
         made.close()
     assert all(torch.equal(one, found[0]) for one in found)
+
+
+def test_pieces_of_prompts_go_through_experts_together(mixture: Path) -> None:
+    found, brought = list[torch.Tensor](), list[int]()
+    for tokens in (0, 8, 1024):
+        made = make_runner(open_checkpoint(mixture), pool_buffers=CHOSEN, chunk_tokens=4)
+        made.runner.expert_tokens = tokens
+        rows = [prefill(made.runner, 0, PROMPTS[2])]
+        brought.append(made.runner.streamer.bytes_begun)
+        mixed = Batch({0: TokenTree((7, 8, 9), (-1, 0, 0))}, prompts={1: PROMPTS[1][:12], 2: PROMPTS[0]})
+        rows.append(made.runner.forward(mixed).logits)
+        rows.append(verify(made.runner, {slot: TokenTree((5, 6)) for slot in range(3)}))
+        found.append(torch.cat(rows))
+        made.close()
+    assert all(torch.equal(one, found[0]) for one in found)
+    assert brought[0] > brought[1] > brought[2]
 
 
 def test_an_answer_that_breaks_off_leaves_the_pool_fit(mixture: Path, expected: list[list[int]]) -> None:

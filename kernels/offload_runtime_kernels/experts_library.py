@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from offload_runtime_kernels.experts import ExpertShape, StoredMatrices
 
 # Experts of at least so many rows are multiplied by the library, in passes that have so many of an expert on average.
-LIBRARY_ROWS = 64
+LIBRARY_ROWS = 128
 # Rows of a product are filled up to a multiple of this, which bounds how many heights have to be compared.
 _HEIGHT_STEP = 64
 _SLICE_STEP = 64  # likewise rows of a part of a matrix
 _MOST_HEIGHT = 1024  # of more rows of an expert a group has the first ones
-# What a group takes at most: decoded matrices, and rows. Of gpt-oss-120b's experts, four, and 2880 rows.
-_MATRIX_BYTES, _ROW_BYTES = 256 << 20, 128 << 20
+# What a group takes at most: decoded matrices, and rows. Of gpt-oss-120b's experts, two, and 1408 rows.
+_MATRIX_BYTES, _ROW_BYTES = 128 << 20, 64 << 20
+_TOKENS_TOGETHER = 1024  # of those experts that are left to the kernels, which takes memory by the token
 _DECODED_ROWS, _COLUMNS_TOGETHER = 32, 1024
 
 
@@ -323,11 +324,13 @@ def expert_rows_library(
             else:
                 one.multiply(group, table, gate_up_bias, down_bias, out)
         if left:
-            own = [buffer if expert in left else -1 for expert, buffer in enumerate(places)]
-            expert_rows_triton(
-                x, choices, gate_up, down, shape, buffers=_uploaded(own, x.device), gate_up_bias=gate_up_bias,
-                down_bias=down_bias, out=out,
-            )  # fmt: skip
+            own = _uploaded([buffer if expert in left else -1 for expert, buffer in enumerate(places)], x.device)
+            for first in range(0, len(x), _TOKENS_TOGETHER):
+                some = slice(first, first + _TOKENS_TOGETHER)
+                expert_rows_triton(
+                    x[some], choices[some], gate_up, down, shape, buffers=own, gate_up_bias=gate_up_bias,
+                    down_bias=down_bias, out=out[some],
+                )  # fmt: skip
 
 
 def _uploaded(numbers: Sequence[object], device: torch.device) -> torch.Tensor:

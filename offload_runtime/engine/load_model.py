@@ -489,7 +489,8 @@ def connect_model(
     joined, pool_first, computing = None if lender is None else lender.pool_for(plan), 0, cpu
     if lender is not None and joined is not None:  # whose own layers come first
         pool_first, computing = lender.config.num_layers, lender.cpu
-    pools, most_rows = list[ExpertPool | None](), max(plan.chunk_tokens, plan.batch * plan.window_tokens)
+    pools = list[ExpertPool | None]()
+    most_rows = max(plan.chunk_tokens, plan.expert_tokens, plan.batch * plan.window_tokens)
     for one, own, of_card in zip(cards, plan.cards, experts, strict=True):
         engine = None if own.placement.pool_buffers is None else one.queues.demand
         x = torch.empty(0, plan.config.hidden_size, dtype=plan.dtype, device=of_card.device)
@@ -540,7 +541,7 @@ def connect_model(
     # Sinks and recent tokens are never further apart than their cache is long, however long the text is.
     fixed_length = cache.capacity_tokens if isinstance(cache, StreamingDraftCache) else None
     rope = RopeTable(plan.config, cards[0].budget.device, fixed_length=fixed_length)
-    runner = ModelRunner(decoder, streamer, cache, rope, plan.chunk_tokens)
+    runner = ModelRunner(decoder, streamer, cache, rope, plan.chunk_tokens, plan.expert_tokens)
     return LoadedModel(runner, weights, rope, tuple(loaded), plan, cpu)
 
 
@@ -594,7 +595,7 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     parts = model.weights.layout.layers, model.config.layers, runner.decoder.partition.owners
     kinds = [(*kind, layer in resident_kv) for layer, kind in enumerate(zip(*parts, strict=True))]
     firsts = {kinds.index(kind) for kind in kinds}
-    tokens = max(1, min(runner.chunk_tokens, cache.capacity_tokens - TILE_ROWS[-1]))
+    tokens = max(1, min(max(runner.chunk_tokens, runner.expert_tokens), cache.capacity_tokens - TILE_ROWS[-1]))
 
     def layers(rows: int) -> Iterator[tuple[int, LayerWeights]]:
         return islice(runner.streamer.layers(rows), max(firsts) + 1)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from offload_runtime_kernels.kv_blocks import Rotation
 
+from offload_runtime.models.experts import Experts
 from offload_runtime.models.gated_delta import GatedDelta
 from offload_runtime.models.layers import Attention, DecoderLayer, Tensor
 from offload_runtime.options import require, require_positive
@@ -110,6 +111,12 @@ class ModelConfig:
     def row_elements(self) -> int:
         """Elements that a row of a pass takes on its way through the largest layer, but for the residual stream."""
         return max(layer.row_elements for layer in set(self.layers))
+
+    @cached_property
+    def prompt_row_elements(self) -> int:
+        """Elements that a row of a prompt takes in experts that many go through together, at most."""
+        mixers = (layer.mlp for layer in set(self.layers))
+        return max((one.prompt_row_elements for one in mixers if isinstance(one, Experts)), default=0)
 
     @cached_property
     def crossing_bytes(self) -> int:

@@ -87,6 +87,13 @@ class Experts:
         of_each = 10 + self.expert.row_elements + 2 * hidden
         return 2 * self.num_experts + self.chosen * of_each + 3 * hidden + of_shared
 
+    @property
+    def prompt_row_elements(self) -> int:
+        """The same of a row of a prompt where the library multiplies, which needs memory by groups of experts: logits,
+        numbers and weights, what comes of each expert, and what is normed, summed and shared."""
+        hidden, of_shared = self.expert.hidden_size, self.shared.mlp.row_elements if self.shared else 0
+        return 2 * self.num_experts + self.chosen * (10 + hidden) + 3 * hidden + of_shared
+
     def scratch_bytes(self, rows: int) -> int:
         """Bytes of a GPU's memory where passes of up to so many rows decode experts, for the library to multiply with;
         0 where kernels that decode on the way are faster."""

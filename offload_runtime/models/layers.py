@@ -536,10 +536,22 @@ class DecoderLayer:
             rows: The pass.
             cache: Where keys and values live.
         """
-        (_, after, before_mlp, after_mlp), normed = self.norms, self.attention.norm
+        self.mix(residual, weights, rows, self.attend(layer, residual, weights, rows, cache))
+
+    def attend(
+        self, layer: int, residual: torch.Tensor, weights: LayerWeights, rows: Rows, cache: LayerCache
+    ) -> torch.Tensor | None:
+        """Do the first part of `forward`, attention's. Return what the MLP reads, [N, H], where that is what attention
+        has read; None where it reads the residual stream."""
         x = self.attention_input(residual, weights, rows)
-        self._add(residual, self.attention.forward(layer, x, weights, rows, cache), "o", after, weights)
-        if not self.parallel:
+        out, after = self.attention.forward(layer, x, weights, rows, cache), self.norms.after_attention
+        self._add(residual, out, "o", after, weights)
+        return x if self.parallel else None
+
+    def mix(self, residual: torch.Tensor, weights: LayerWeights, rows: Rows, x: torch.Tensor | None = None) -> None:
+        """Do the second part, that of the MLP; `x` is what `attend` has returned."""
+        (_, _, before_mlp, after_mlp), normed = self.norms, self.attention.norm
+        if x is None:
             x = residual if before_mlp is None else normed(residual, weights[before_mlp].dense)
         self._add(residual, self.mlp.forward(x, weights, rows), self.mlp.output, after_mlp, weights)
         if self.scaled:

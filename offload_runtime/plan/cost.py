@@ -580,7 +580,8 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
         full_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         written_bytes = batch * own.kv_bytes_of(own.kv_layers_on_host, full_tokens)
         staged_kv_bytes = batch * own.kv_bytes_of(placement.staged_kv_layers, full_tokens)
-        brought_bytes = own.bytes_of_layers(placement.streamed_layers) + own.missed_bytes_of_prompt(pieces)
+        expert_pieces = -(-prompt_tokens // max(own.chunk_tokens, own.expert_tokens))
+        brought_bytes = own.bytes_of_layers(placement.streamed_layers) + own.missed_bytes_of_prompt(expert_pieces)
         own_bytes = batch * brought_bytes + written_bytes
         link_bytes, link_s = link_bytes + own_bytes, max(link_s, own_bytes / _link(card, machine))
         # What is staged grows as the threads that write there touch it.

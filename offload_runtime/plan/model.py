@@ -115,6 +115,7 @@ class ModelPlan:
     embedding_on_host: bool = False
     hit_exponent: float = PUBLISHED_EXPONENT
     head_experts: tuple[ExpertBlocks, ...] = ()
+    most_expert_tokens: int = 0  # of prompts that go through experts together; 0: pieces do one by one
 
     @property
     def dtype(self) -> torch.dtype:
@@ -223,8 +224,7 @@ class ModelPlan:
 
     def scratch_bytes(self, device_type: str) -> int:
         """The largest matrix that is decoded before a product, or the experts that are decoded together."""
-        of_experts = self.expert_scratch_bytes if device_type == "cuda" else 0
-        return max(of_experts, self.layout.scratch_bytes(device_type, self.layers, head=self.has_head))
+        return max(self.expert_scratch_bytes, self.layout.scratch_bytes(device_type, self.layers, head=self.has_head))
 
     def held_bytes(self, placement: Placement) -> int:
         """What a placement takes of the device: the layers that stay, the ring, and the pool of experts."""
@@ -255,12 +255,17 @@ class ModelPlan:
 
     @cached_property
     def expert_scratch_bytes(self) -> int:
-        """Where pieces of prompts have experts of its layers decoded. The host waits there for a card, while it could
-        not give another one anything to do: several cards decode nothing."""
-        if len(self.layers) < self.config.num_layers:
+        """Where prompts have experts of its layers decoded. The host waits there for a card, and could meanwhile give
+        another one nothing to do: of several cards none decodes any."""
+        if len(self.placements) > 1 or len(self.layers) < self.config.num_layers:
             return 0
-        rows, mixers = min(self.chunk_tokens, self.context_tokens), (layer.mlp for layer in self.own_config.layers)
-        return max((one.scratch_bytes(rows) for one in mixers if isinstance(one, Experts)), default=0)
+        tokens, mixers = min(self.most_expert_tokens, self.context_tokens), {layer.mlp for layer in self.config.layers}
+        return max((one.scratch_bytes(tokens) for one in mixers if isinstance(one, Experts)), default=0)
+
+    @property
+    def expert_tokens(self) -> int:
+        """Tokens of prompts that go through experts together, where that is worth it; 0: pieces do one by one."""
+        return self.most_expert_tokens if self.expert_scratch_bytes else 0
 
     @property
     def pool_share(self) -> float:
@@ -539,5 +544,6 @@ class ModelPlan:
         sampled_rows = min(rows, max(MOST_FILTERED_ROWS, self.step_rows or 0))
         return workspace_bytes(
             self.config, self.dtype.itemsize, chunk_tokens=self.chunk_tokens, context_tokens=self.context_tokens,
-            batch=self.batch, rows=rows, sampled_rows=sampled_rows, has_head=self.has_head, mixes=self.mixes,
+            batch=self.batch, rows=rows, sampled_rows=sampled_rows, expert_tokens=self.expert_tokens,
+            has_head=self.has_head, mixes=self.mixes,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from offload_runtime.plan.model import ModelPlan, Parts, Placement, all_resident
 from offload_runtime.runners import graphs
 from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
 from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, hidden_store_rows
-from offload_runtime.runners.model_runner import PREFILL_CHUNK_TOKENS, most_prompt_tokens
+from offload_runtime.runners.model_runner import EXPERT_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, most_prompt_tokens
 from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.speculation import MOST_LEVELS, most_guess_rows, verifier_step_bytes
 from offload_runtime.stream.device import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
@@ -478,6 +478,7 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     target = ModelPlan(
         config, layout, chunk_tokens, tokens, proposed + 1, request.max_batch, placements, request.speculation,
         hit_exponent=request.target.hit_exponent or PUBLISHED_EXPONENT,
+        most_expert_tokens=EXPERT_CHUNK_TOKENS[request.device_type],
     )  # fmt: skip
     draft = _plan_draft(request, target, tree_nodes) if request.proposed_by == "the draft" else None
     # A head's experts join the target's where its buffers hold them; larger ones would leave room for fewer of all.
@@ -540,7 +541,7 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
         fits_all = config.deltas or context <= min(longest, AUTO_CONTEXT_TOKENS)  # most layers keep nothing of a token
         cache = "full" if fits_all else "retrieval" if fits else "streaming"
     plan = replace(
-        target, config=config, layout=layout, cache=cache,
+        target, config=config, layout=layout, cache=cache, most_expert_tokens=0,
         placements=(all_resident(range(config.num_layers)),), tree_nodes=tree_nodes,
         context_tokens=min(context, longest) if cache == "full" else context,
     )  # fmt: skip

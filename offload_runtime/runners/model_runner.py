@@ -24,6 +24,7 @@ from offload_runtime.cache import KVCache
 from offload_runtime.core import Batch, BatchShape, TokenTree
 from offload_runtime.grammar import token_masks
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import LayerCache, LayerWeights, Rows, Weights
 from offload_runtime.models.rope import RopeTable, RowFrequencies
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
@@ -39,6 +40,10 @@ OnLayer = Callable[[int, int], None]  # called with (layers done, layers) as the
 
 # By kind of device: prompts are worked on in pieces of so many tokens, which bounds the activations and changes no bit.
 PREFILL_CHUNK_TOKENS = {"cuda": 1024, "cpu": 256}
+# Likewise pieces that go through a layer's experts together, once each has been attended to. Of 128 experts, of which a
+# token chooses four, one has 32 rows of 1024 tokens, and 256 of these: enough for a library to multiply them, which
+# decodes them first. 0: each by itself.
+EXPERT_CHUNK_TOKENS = {"cuda": 8192, "cpu": 0}
 # Fragmentation of the allocator and rounding of its blocks, as a share of the workspace.
 _WORKSPACE_MARGIN = 1.25
 # cuBLAS takes 32 MiB a handle on Hopper, 8 MiB elsewhere; once for the compute stream, once for cublasLt.
@@ -52,7 +57,7 @@ def most_prompt_tokens(chunk_tokens: int, context_tokens: int) -> int:
 
 def workspace_bytes(
     config: ModelConfig, element_bytes: int, *, chunk_tokens: int, context_tokens: int, batch: int, rows: int,
-    sampled_rows: int, has_head: bool = True, mixes: bool = False,
+    sampled_rows: int, expert_tokens: int = 0, has_head: bool = True, mixes: bool = False,
 ) -> int:  # fmt: skip
     """Return the device bytes of the activations of the largest pass.
 
@@ -64,17 +69,20 @@ def workspace_bytes(
         batch: Sequences.
         rows: Of their decoding windows.
         sampled_rows: Of these, rows that tokens are sampled from at once.
+        expert_tokens: Of prompts that go through experts together; 0: pieces do one by one.
         has_head: Whether logits are made here.
         mixes: Whether a pass reads several prompts besides windows.
     """
     tokens = rows + most_prompt_tokens(chunk_tokens, context_tokens) if mixes else context_tokens
     residual = tokens * config.hidden_size
     chunk = max(min(chunk_tokens, context_tokens), rows) * config.row_elements
+    more_tokens = min(expert_tokens, context_tokens) - min(chunk_tokens, context_tokens)
+    of_experts = max(0, more_tokens) * config.prompt_row_elements
     angles = 4 * tokens * config.num_angles * 4  # cos, sin and their making, fp32
     # fp32 copies while sampling with filters
     logits = (rows * element_bytes + sampled_rows * 6 * 4) * config.vocab_size if has_head else 0
     crossing = batch * config.crossing_bytes if rows > batch else 0
-    passing = chunk * element_bytes + crossing + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
+    passing = (chunk + of_experts) * element_bytes + crossing + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
     return residual * element_bytes + int(_WORKSPACE_MARGIN * passing) + _LIBRARY_WORKSPACE_BYTES
 
 
@@ -209,6 +217,8 @@ class ModelRunner:
         cache: Keys and values; the runner owns what is committed to it.
         rope: The model's rotary table, on the compute device.
         chunk_tokens: Pieces that a prompt is worked on in.
+        expert_tokens: Tokens of prompts that go through a layer's experts together, where they lie on one card; 0: the
+            pieces do one by one.
         recorder: Of a trace, if there is one.
         captured: Runs trees as CUDA graphs; set where all that they need is on the device and there is room for it.
         taps: What a head wants to read of every pass; None where there is no head.
@@ -219,6 +229,7 @@ class ModelRunner:
     cache: KVCache
     rope: RopeTable
     chunk_tokens: int
+    expert_tokens: int = 0
     recorder: TraceRecorder | None = None
     captured: CapturedPasses | None = None
     taps: HiddenTaps | None = None
@@ -230,7 +241,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, sampling: SlotSampling | None = None, *, layers: Layers | None = None) -> Batch:
-        """Enqueue one pass over a batch on the current stream; never waits.
+        """Enqueue one pass over a batch on the current stream. Waits for nothing but the choices of experts, where the
+        host has to know them.
 
         Args:
             batch: More than one prompt, or trees with prompts, take a cache that `mixes`, and several prompts are no
@@ -324,7 +336,7 @@ class ModelRunner:
             ]
             return _run_on_cards(decoder, stages, self.cache, pieces, kept, on_layer, hidden)
         layers = streamer.layers(sum(rows.num_rows for rows in pieces)) if layers is None else layers
-        return _run_layers(decoder, layers, self.cache, pieces, kept, on_layer, hidden)
+        return _run_layers(decoder, layers, self.cache, pieces, kept, on_layer, hidden, self.expert_tokens)
 
     def rows(
         self, trees: Sequence[TokenTree], committed: Sequence[int], slots: Sequence[int], *, prompt_length: int = 0,
@@ -555,9 +567,10 @@ class CapturedPasses:
 
 def _run_layers(
     decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[Rows], kept: Sequence[int],
-    on_layer: OnLayer | None = None, hidden: KeptRows | None = None,
+    on_layer: OnLayer | None = None, hidden: KeptRows | None = None, expert_tokens: int = 0,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return the residual streams behind the last layer, [N, H], of the pieces of these numbers."""
+    """Return the residual streams behind the last layer, [N, H], of the pieces of these numbers. On one card, pieces of
+    prompts of up to `expert_tokens` go through a layer's experts together."""
     if len(decoder.partition.cards) > 1:
         stages: Iterator[list[Stage]] = ([(index, partial(_given, weights))] for index, weights in layers)
         return _run_on_cards(decoder, stages, cache, pieces, kept, on_layer, hidden)
@@ -565,14 +578,40 @@ def _run_layers(
         residuals = [decoder.embed(pieces[0])]
     else:
         residuals = list(_embedded(decoder, pieces, _residual_buffers(decoder, pieces, decoder.final_norm.device)))
+    together = _together(residuals, pieces, expert_tokens)
     for index, weights in layers:
+        layer = decoder.config.layers[index]
+        joined = together if isinstance(layer.mlp, Experts) and not layer.parallel else []
         for piece, (residual, rows) in enumerate(zip(residuals, pieces, strict=True)):
             if hidden is not None:
                 hidden.keep(index, piece, residual)
-            decoder.layer(index, weights, residual, rows, cache)
+            if joined:
+                layer.attend(index, residual, weights, rows, cache)
+            else:
+                decoder.layer(index, weights, residual, rows, cache)
+        for residual, rows in joined:
+            layer.mix(residual, weights, rows)
         if on_layer is not None:
             on_layer(index + 1, decoder.num_layers)
     return [residuals[piece] for piece in kept]
+
+
+def _together(
+    residuals: Sequence[torch.Tensor], pieces: Sequence[Rows], most_tokens: int
+) -> list[tuple[torch.Tensor, Rows]]:
+    """Return the residual streams of the pieces of a pass, [N, H], those of prompts that lie side by side as one of up
+    to so many tokens, with what the first says of its rows: of prompts, mixers of rows ask for no more. None where each
+    is alone."""
+    found = list[tuple[torch.Tensor, Rows]]()
+    for residual, rows in zip(residuals, pieces, strict=True):
+        before, first = found[-1] if found else (residual, rows)
+        beside = before.data_ptr() + before.nbytes == residual.data_ptr()
+        size = len(before) + len(residual)
+        if beside and first.prompt is not None and rows.prompt is not None and size <= most_tokens:
+            found[-1] = before.as_strided((size, before.shape[1]), before.stride()), first
+        else:
+            found.append((residual, rows))
+    return found if len(found) < len(pieces) else []
 
 
 def _given(weights: LayerWeights) -> AbstractContextManager[LayerWeights]:

@@ -86,7 +86,7 @@ def test_experts_are_decoded_where_they_lie(kind: Any, dtype: torch.dtype) -> No
 def test_small_cards_have_room_for_it() -> None:
     mixtral, gpt_oss = ExpertShape(8, 6144, 16384), LARGE[1][0]
     for shape in (mixtral, replace(gpt_oss, num_experts=128), ExpertShape(128, 2048, 768)):
-        assert 0 < library_scratch_bytes(shape, 1 << 20, 2) == library_scratch_bytes(shape, 1 << 15, 2) < 420e6
+        assert 0 < library_scratch_bytes(shape, 1 << 20, 2) == library_scratch_bytes(shape, 1 << 15, 2) < 220e6
     assert library_scratch_bytes(gpt_oss, 1, 4) == 0
 
 
