@@ -103,7 +103,7 @@ def carrying(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def drafted(target: Path, **options: Any) -> list[tuple[Any, ...]]:
     """The tokens of all requests, at once, and how many proposals of what depth were right: half of them, since what is
     said so hot is decided by the noise, which head and target share, as much as by what either makes of the text."""
-    asked: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 2.0, "seed": 3}
+    asked: dict[str, Any] = {"max_new_tokens": 16, "ignore_eos": True, "temperature": 2.0, "seed": 3}
     with Runtime.load(target, context=300, max_batch=3, **options) as runtime:
         results = runtime.generate_batch(PROMPTS, **asked)
         is_whole = runtime.plan.placement.pool_buffers is None

@@ -158,7 +158,6 @@ GREEDY: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, "temperat
 WAYS: dict[str, dict[str, Any]] = {
     "streamed, host KV, trees": {"kv": "host", "resident_layers": 1, "gamma": 3, "tree_nodes": 24},
     "two cards": {"device": "cpu,cpu", "kv": "host", "resident_layers": 0, "draft": "ngram", "gamma": 5},
-    "chains": {"kv": "gpu", "gamma": 4, "tree_nodes": 0},
 }
 
 

@@ -84,6 +84,7 @@ def _names(nodes: Iterable[ast.AST]) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
 def _file_of(name: str) -> Path | None:
     """The file that a dotted name, or what it is in, stands for; None for anything that is not ours."""
     for dotted in (name, name.rpartition(".")[0]):

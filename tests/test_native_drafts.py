@@ -110,7 +110,7 @@ def random_history(target: ModelRunner, head: ModelRunner, seed: int, *, least: 
     luck, budgets = random.Random(seed), [PLAINLY, CHAIN, TREE, TREE, DraftBudget("ngram", 6), AWARE]
     params = [natives.PLAIN, NOISY][seed % 2]
     prompts = {slot: random_tokens(luck.choice((1, 2, 40, 70)), seed=seed + slot) for slot in (0, 1)}
-    wanted = {slot: natives.plainly(target, prompt, 40, params) for slot, prompt in prompts.items()}
+    wanted = {slot: natives.plainly(target, prompt, 24, params) for slot, prompt in prompts.items()}
     drafter = natives.drafter_of(head, seed=seed)
     decoding = natives.Decoding.of(natives.SlowRunner(target, drafter, luck.choice((0, 8))), drafter, {}, params)
     for _ in range(8):

@@ -16,7 +16,7 @@ MEMORY_TOKENS = 512  # an open chunk and the longest window
 TREES = [
     (20, [-1, 0, 0, 1, 1, 2, 3, 5, 6, 6, 8, 4]),
     (60, [-1, 0, 0, 1, 3, 4, 5, 5, 6, 7]),
-    (70, [-1, *(random.Random(2).randrange(node) for node in range(1, 40))]),
+    (70, [-1, *(random.Random(2).randrange(node) for node in range(1, 20))]),
 ]
 
 
@@ -130,11 +130,9 @@ def test_it_is_the_recurrence_of_transformers() -> None:
         q, k, v, g[None].double(), beta.sigmoid()[None].double(), output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
-    out, _ = layer.read([150], as_prompts=True)
+    out, memory = layer.read([150], as_prompts=True)
     assert (out - expected.view(150, -1)).abs().max() < 1e-6
-    whole, memory = _Layer(SMALL, 192, torch.float32, "cpu").read([192], as_prompts=True)
-    assert whole.isfinite().all() and memory.states.abs().max() > 0
-    assert state.shape == memory.states.shape
+    assert state.shape == memory.states.shape and memory.states.abs().max() > 0
 
 
 def test_prompts_windows_and_single_tokens_have_the_same_bits() -> None:
