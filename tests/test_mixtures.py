@@ -151,12 +151,12 @@ def test_plans_count_the_experts_that_a_token_uses() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe"])
 def test_on_a_gpu_tokens_are_those_of_plain_decoding(family: str, tmp_path: Path) -> None:
-    family_model(family, 1, max_position_embeddings=1024).save_pretrained(tmp_path)
+    family_model(family, 1, max_position_embeddings=4096).save_pretrained(tmp_path)
     byte_level_tokenizer().save_pretrained(tmp_path)
-    prompts = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 420, 40)]
+    prompts = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 2600, 40)]
     found = []
     for ways in ({"draft": "none", "kv": "gpu"}, {"draft": "ngram", "gamma": 5, "kv": "host", "resident_layers": 0}):
-        with Runtime.load(tmp_path, device="cuda:0", vram="8GB", context=500, max_batch=3, **ways) as runtime:
+        with Runtime.load(tmp_path, device="cuda:0", vram="8GB", context=2700, max_batch=3, **ways) as runtime:
             results = runtime.generate_batch(prompts, max_new_tokens=24, ignore_eos=True, temperature=0.0)
             found.append([result.tokens for result in results])
     assert found[0] == found[1]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
-from offload_runtime_kernels.experts_triton import PROMPT_TILE, Routes, expert_rows_triton, gated_in_fp32
+from offload_runtime_kernels.experts_triton import FEW_TOKENS, PROMPT_TILE, Routes, expert_rows_triton, gated_in_fp32
 from offload_runtime_kernels.gguf_blocks import FORMATS, KIND_DTYPES, decode_half, load_tile, units_at
 from offload_runtime_kernels.linear import has_bits_of_rule
 from offload_runtime_kernels.scaled_rows import STEP, ScaledFormat, ScaledRow, decoded_half, shared_words_at
@@ -300,6 +300,7 @@ def expert_rows_library(
         compares: Whether the library's bits are compared with the kernel's; False: its products are taken as they are.
     """
     require_triton("experts")
+    assert len(choices) > FEW_TOKENS, "rows are sorted"
     cut = cut or LibraryCut.of(shape)
     with torch.cuda.device_of(x):
         one = _LibraryPass(x, Routes.of(choices, shape.num_experts), gate_up, down, shape, cut, scratch)

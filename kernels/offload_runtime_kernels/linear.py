@@ -260,17 +260,21 @@ def linear_reference(
 
 
 _by_rule = {"cuda": linear_triton, "cpu": linear_reference}
-# By what the library is asked for, and in which precision it then does products in fp32: whether it has the bits of the
-# rule.
+# By what the library is asked for, and what a program lets it do then: whether it has the bits of the rule.
 _agrees: dict[tuple[object, ...], bool] = {}
 
 
 def has_bits_of_rule(product: tuple[object, ...], agrees: Callable[[], bool]) -> bool:
     """Whether the library has the rule's bits in a product that the key says all about, which the first one finds.
 
-    What a program lets products in fp32 be done in (TF32) may change at any time: each setting is a key of its own.
+    What a program lets products be computed in (TF32 of fp32, less than fp32 of 16 bits) may change at any time: every
+    setting is a key of its own.
     """
-    key = (*product, torch.backends.cuda.matmul.fp32_precision)
+    allowed = torch.backends.cuda.matmul
+    key = (
+        *product, allowed.fp32_precision, allowed.allow_fp16_accumulation,
+        allowed.allow_fp16_reduced_precision_reduction, allowed.allow_bf16_reduced_precision_reduction,
+    )  # fmt: skip
     if key not in _agrees:
         _agrees[key] = agrees()
     return _agrees[key]
