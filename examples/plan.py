@@ -10,7 +10,8 @@ arguments = parser.parse_args()
 
 from offload_runtime.config import RuntimeConfig  # noqa: E402 (--help needs none of it)
 from offload_runtime.hardware import load_profile  # noqa: E402
-from offload_runtime.plan import Refusal, describe_models, forecast, plan_or_refuse  # noqa: E402
+from offload_runtime.plan.report import Refusal, forecast, plan_or_refuse  # noqa: E402
+from offload_runtime.plan.sizes import describe_models  # noqa: E402
 from offload_runtime.sizes import format_bytes  # noqa: E402 (--help needs none of it)
 
 figures = load_profile(arguments.profile)

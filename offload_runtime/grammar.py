@@ -21,7 +21,7 @@ from torch import Tensor
 from offload_runtime.errors import GrammarError, OptionError
 from offload_runtime.grammar_process import JSON_OPTIONS, GrammarFactory, GrammarProcess, reason_of
 from offload_runtime.params import SamplingParams, require_exact_numbers
-from offload_runtime.stream import upload
+from offload_runtime.stream.device import upload
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher

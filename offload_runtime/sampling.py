@@ -36,7 +36,7 @@ from torch import Tensor
 
 from offload_runtime.grammar import GrammarMatcher, masked
 from offload_runtime.params import MOST_BIASED, SamplingParams
-from offload_runtime.stream import overwrite, pack, unpack, upload
+from offload_runtime.stream.device import overwrite, pack, unpack, upload
 
 
 class LogitAdjustments:

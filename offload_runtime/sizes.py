@@ -1,4 +1,4 @@
-"""Sizes in bytes and counts, as people write them and read them."""
+"""Sizes in bytes and counts, as people write them and read them, and what the memory is called."""
 
 from __future__ import annotations
 
@@ -87,3 +87,9 @@ def size_option_down(size_bytes: int) -> str:
     """Write bytes as an option's value, `12.3GB`, never more than there are: the user types it as a limit."""
     step = _last_digit(size_bytes)
     return format_bytes(size_bytes // step * step).replace(" ", "")
+
+
+def memory_name(device_type: str) -> str:
+    """Return what the memory is called that a target on such a device works in: a CPU has no other one beside the
+    host's."""
+    return "device memory" if device_type == "cuda" else "memory"

@@ -13,11 +13,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.cache import BlockLayout, HostKVCache, HostKVCard, KVCache, block_bytes
-from offload_runtime.cache.device import StreamingDraftCache, kept_positions, num_blocks
-from offload_runtime.cache.saved_blocks import SavedBlock, first_whole_block
+from offload_runtime.cache.device import KVCache, StreamingDraftCache, block_bytes, kept_positions, num_blocks
+from offload_runtime.cache.host import HostKVCache
+from offload_runtime.cache.host_io import HostKVCard
+from offload_runtime.cache.saved_blocks import BlockLayout, SavedBlock, first_whole_block
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.stream import DeviceBudget
+from offload_runtime.stream.device import DeviceBudget
 from offload_runtime.stream.queue import ThreadCopyEngine
 from tests.helpers.attention_cases import int32
 from tests.helpers.reordering import ReorderingCopyEngine, before_each_copy

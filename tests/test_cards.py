@@ -27,11 +27,14 @@ from offload_runtime.engine.load import choose_devices
 from offload_runtime.errors import BudgetError, ContextLengthError, DeviceError, OffloadError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.plan import Refusal, RunPlan, forecast, plan_or_refuse, plan_run
-from offload_runtime.runners import StepGraphs
+from offload_runtime.plan.report import Refusal, forecast, plan_or_refuse
+from offload_runtime.plan.search import plan_run
+from offload_runtime.plan.sizes import RunPlan
+from offload_runtime.runners.graphs import StepGraphs
 from offload_runtime.sizes import GB, format_bytes, parse_bytes
-from offload_runtime.stream import Card, DeviceBudget, TransferBuffers, current_device, reaches, transfer
-from offload_runtime.weights import DescribedModel, describe_model
+from offload_runtime.stream.device import Card, DeviceBudget, TransferBuffers, current_device, reaches, transfer
+from offload_runtime.weights.checkpoint import DescribedModel
+from offload_runtime.weights.sources import describe_model
 from tests.helpers.engine import PROMPT, refuse_weights
 from tests.helpers.planning import CONFIGS, machines, plan_or_none, requests
 from tests.test_planning import check_limits

@@ -13,9 +13,11 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.plan import RunPlan, forecast, plan_run
+from offload_runtime.plan.report import forecast
+from offload_runtime.plan.search import plan_run
+from offload_runtime.plan.sizes import RunPlan
 from offload_runtime.sizes import GB
-from offload_runtime.weights import describe_model
+from offload_runtime.weights.sources import describe_model
 from tests.helpers.engine import load
 from tests.helpers.planning import CONFIGS, machines, plan_or_none, requests
 

@@ -16,7 +16,7 @@ from offload_runtime.engine.channels import has_channels
 from offload_runtime.engine.engine import RequestOutput
 from offload_runtime.engine.request import PromptRoom, Request
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.weights import describe_model
+from offload_runtime.weights.sources import describe_model
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.planning import CONFIGS
 from tests.test_cli_fakes import FakeRuntime, app_of, full_host, press_ctrl_c

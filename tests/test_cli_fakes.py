@@ -26,7 +26,7 @@ from offload_runtime.engine.sessions import read_conversation
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.files import write_atomically
 from offload_runtime.params import GenerationParams
-from offload_runtime.speculation import Acceptance
+from offload_runtime.speculation.step import Acceptance
 
 
 def app_of(stand_ins: Any, room: Any = engine) -> typer.Typer:

@@ -12,7 +12,8 @@ from transformers import AutoConfig
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.models.rope import RopeTable
-from offload_runtime.weights import ModelLayout, checkpoint_tensors, describe_model, open_checkpoint
+from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
+from offload_runtime.weights.sources import describe_model, open_checkpoint
 from tests.helpers.models import BUILDERS, model_config_from_transformers
 
 CONFIGS = Path(__file__).parent / "data" / "configs"

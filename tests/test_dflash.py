@@ -14,11 +14,13 @@ import torch
 from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.errors import CheckpointError, VocabularyMismatchError
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import HeadDecoder, HiddenTaps
+from offload_runtime.runners.head_decoder import HeadDecoder
+from offload_runtime.runners.model_runner import HiddenTaps
 from offload_runtime.sampling import SlotSampling, perturbed_logits
 from offload_runtime.speculation.dflash import DFlashDrafter, DFlashRunner
 from offload_runtime.speculation.ngram import NgramDrafter
-from offload_runtime.weights import checkpoint_tensors, open_checkpoint
+from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers import dflash
 from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.families import family_model

@@ -20,10 +20,11 @@ from offload_runtime.cli.app import app
 from offload_runtime.cli.chat import COMMANDS as OF_A_CHAT
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.hardware import load_profile
-from offload_runtime.plan import forecast, plan_run
+from offload_runtime.plan.report import forecast
+from offload_runtime.plan.search import plan_run
 from offload_runtime.server.schema import ChatBody, CompletionBody
-from offload_runtime.weights import describe_model
 from offload_runtime.weights.neighbours import stored_kinds
+from offload_runtime.weights.sources import describe_model
 
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *sorted(ROOT.glob("docs/*.md"))]

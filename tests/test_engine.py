@@ -14,7 +14,7 @@ import pytest
 from offload_runtime import GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
-from offload_runtime.plan import RunPlan
+from offload_runtime.plan.sizes import RunPlan
 from tests.helpers import engine as engines
 
 SAMPLINGS: list[dict[str, Any]] = [

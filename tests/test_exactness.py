@@ -17,7 +17,8 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import HubError
 from offload_runtime.files import user_directory
 from offload_runtime.params import SamplingParams
-from offload_runtime.weights import ModelLayout, fetch_demo_model, open_checkpoint
+from offload_runtime.weights.layout import ModelLayout
+from offload_runtime.weights.sources import fetch_demo_model, open_checkpoint
 from tests.helpers.engine import write_noisy_copy
 from tests.helpers.sampling import sample
 

@@ -16,10 +16,14 @@ from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.plan import forecast, plan_run, prefill_time
+from offload_runtime.plan.cost import prefill_time
+from offload_runtime.plan.report import forecast
+from offload_runtime.plan.search import plan_run
 from offload_runtime.sizes import parse_bytes
-from offload_runtime.weights import DescribedModel, ModelLayout, checkpoint_tensors, open_checkpoint
+from offload_runtime.weights.checkpoint import DescribedModel
 from offload_runtime.weights.expert_hits import note_hits
+from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, load, raising, refuse_weights
 from tests.helpers.families import family_config, family_model, write_family

@@ -19,8 +19,9 @@ from offload_runtime.core import TokenTree
 from offload_runtime.errors import OptionError
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.models.rope import RopeTable
-from offload_runtime.runners import ModelRunner
-from offload_runtime.weights import checkpoint_tensors, open_checkpoint
+from offload_runtime.runners.model_runner import ModelRunner
+from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers import families as cases
 from tests.helpers import models
 from tests.helpers.assembly import make_runner, prefill, verify

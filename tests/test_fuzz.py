@@ -24,13 +24,15 @@ import pytest
 import torch
 import typer
 
-from offload_runtime import plan
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine import fetch_demo_model
 from offload_runtime.engine.request import IncrementalDecoder, PromptRoom
 from offload_runtime.errors import CheckpointError
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.weights import CheckpointSource, describe_model, open_checkpoint
+from offload_runtime.plan.report import Refusal, plan_or_refuse, upgrades
+from offload_runtime.plan.sizes import describe_models
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.sources import describe_model, open_checkpoint
 from tests.helpers import fuzzing
 from tests.helpers.engine import load, write_checkpoint
 from tests.helpers.models import BUILDERS, LENGTH_DEPENDENT_BUILDERS, load_plain
@@ -157,10 +159,10 @@ def configurations(scratch: Path, stack: ExitStack) -> Part:
 
 
 def _plan(directory: Path, machine: MachineProfile) -> None:
-    outcome = plan.plan_or_refuse(plan.describe_models(RuntimeConfig(str(directory))), machine)
-    if isinstance(outcome, plan.Refusal):
+    outcome = plan_or_refuse(describe_models(RuntimeConfig(str(directory))), machine)
+    if isinstance(outcome, Refusal):
         raise outcome.problem
-    plan.upgrades(outcome, machine)
+    upgrades(outcome, machine)
 
 
 def _open_whole(directory: Path) -> None:

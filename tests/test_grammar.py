@@ -17,7 +17,7 @@ from offload_runtime.grammar import GrammarCompiler, GrammarMatcher, masked, tok
 from offload_runtime.params import MOST_GRAMMAR_CHARACTERS, GenerationParams, SamplingParams
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.verify.equality import ScriptedDrafter, transcribe
-from offload_runtime.weights import open_checkpoint
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.assembly import tokens_behind
 from tests.helpers.engine import PROMPT, byte_level_tokenizer, load, refuse_weights
 from tests.helpers.schemas import assert_valid

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from offload_runtime import GenerationParams, Runtime
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights import open_checkpoint
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers import engine as engines
 from tests.helpers.dflash import config_of, random_tensors, settings, write_dflash
 from tests.helpers.families import VOCABULARY, family_model

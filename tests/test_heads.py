@@ -20,9 +20,13 @@ from offload_runtime.errors import CheckpointError, OptionError, UnsupportedArch
 from offload_runtime.hardware import load_profile
 from offload_runtime.models.eagle3 import Eagle3Config
 from offload_runtime.models.mtp import MtpConfig
-from offload_runtime.plan import describe_models, forecast, plan_run
+from offload_runtime.plan.report import forecast
+from offload_runtime.plan.search import plan_run
+from offload_runtime.plan.sizes import describe_models
 from offload_runtime.sizes import GB
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.families import VOCABULARY, family_config, family_model, write_family
 from tests.helpers.heads import Eagle3, Mtp, run_head, tapped, write_mtp

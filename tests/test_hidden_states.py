@@ -12,8 +12,8 @@ import torch
 from offload_runtime import Runtime
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import CapturedPasses, HiddenTaps, ModelRunner
 from offload_runtime.runners.graphs import CAPTURED_ROWS
+from offload_runtime.runners.model_runner import CapturedPasses, HiddenTaps, ModelRunner
 from offload_runtime.sampling import SlotSampling
 from tests.helpers.assembly import RUNNERS, assemble, make_runner, prefill, reset, runner_of, same, verify
 from tests.helpers.models import random_model, random_tokens

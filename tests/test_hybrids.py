@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from offload_runtime import GenerationParams, Runtime, SamplingParams
-from offload_runtime.cache import BlockLayout
+from offload_runtime.cache.saved_blocks import BlockLayout
 from offload_runtime.cli.app import app
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.core import TokenTree
 from offload_runtime.errors import CheckpointError, OptionError, SessionError, UnsupportedArchitectureError
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.weights import open_checkpoint
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, raising, write_noisy_copy
 from tests.helpers.families import VOCABULARY, family_model, write_family

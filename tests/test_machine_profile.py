@@ -13,7 +13,8 @@ from emulation import emulated
 from typer.testing import CliRunner, Result
 
 from offload_runtime import hardware
-from offload_runtime.cache import HostKVCache, block_bytes
+from offload_runtime.cache.device import block_bytes
+from offload_runtime.cache.host import HostKVCache
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError, StorageError
 from offload_runtime.hardware.bench import HostInfo, NvmlAnswer, PcieLink, measure_decode_gweights_per_s

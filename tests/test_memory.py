@@ -13,7 +13,8 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError
 from offload_runtime.sizes import GB
-from offload_runtime.stream import DeviceBudget, HostArena, check_host_memory
+from offload_runtime.stream.arena import HostArena, check_host_memory
+from offload_runtime.stream.device import DeviceBudget
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

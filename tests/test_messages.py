@@ -10,7 +10,7 @@ from offload_runtime.engine.request import PromptRoom, Request
 from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams
 from offload_runtime.server.parsers import AnswerParser
-from offload_runtime.weights import describe_model
+from offload_runtime.weights.sources import describe_model
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.planning import CONFIGS
 

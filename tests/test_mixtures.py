@@ -18,8 +18,9 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import ExpertStore, GatedMLP, LayerWeights, Rows
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.weights import ModelLayout, open_checkpoint
 from offload_runtime.weights.encoding import Weight
+from offload_runtime.weights.layout import ModelLayout
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.families import family_config, family_model, write_family
 from tests.helpers.models import load_plain

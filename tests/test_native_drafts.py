@@ -11,8 +11,8 @@ import torch
 from offload_runtime import Runtime
 from offload_runtime.core import Batch, DraftBudget
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import ModelRunner
-from offload_runtime.speculation import ModelDrafter
+from offload_runtime.runners.model_runner import ModelRunner
+from offload_runtime.speculation.tree import ModelDrafter
 from tests.helpers import native_drafts as natives
 from tests.helpers.assembly import RUNNERS, make_runner, runner_of
 from tests.helpers.dflash import counting_dflash2, dflash2_of

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from offload_runtime import EndEvent, GenerationParams, GenerationResult, SamplingParams, Scheduler
 from offload_runtime.core import DraftBudget, TokenTree
-from offload_runtime.speculation import MatchRates, NgramDrafter, NgramLookup
+from offload_runtime.speculation.ngram import MatchRates, NgramDrafter, NgramLookup
 from tests.helpers.engine import load, write_checkpoint
 
 MOST_OCCURRENCES = 32

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from offload_runtime.core import Batch, TokenTree
-from offload_runtime.runners import ModelRunner
+from offload_runtime.runners.model_runner import ModelRunner
 from tests.helpers.assembly import HostKV, assemble, prefill, reset, same, verify
 from tests.helpers.engine import raising
 from tests.helpers.models import random_tokens

@@ -18,11 +18,13 @@ from offload_runtime.cli.app import app
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware import MachineProfile, load_profile, save_profile
-from offload_runtime.plan import Refusal, RunPlan, describe_models, forecast, plan_or_refuse, plan_run
 from offload_runtime.plan.cost import USUAL_ACCEPTANCE
-from offload_runtime.plan.report import smaller_formats, upgrades
+from offload_runtime.plan.report import Refusal, forecast, plan_or_refuse, smaller_formats, upgrades
+from offload_runtime.plan.search import plan_run
+from offload_runtime.plan.sizes import RunPlan, describe_models
 from offload_runtime.sizes import GB, parse_bytes
-from offload_runtime.weights import describe_model, usual_draft
+from offload_runtime.weights.neighbours import usual_draft
+from offload_runtime.weights.sources import describe_model
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 CARD = load_profile("rtx4090")

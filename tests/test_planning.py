@@ -12,7 +12,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_runtime import plan as planner
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
@@ -20,10 +19,16 @@ from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP, RowNorm
 from offload_runtime.models.registry import model_config_from_json
+from offload_runtime.plan.cost import pass_time, prefill_time
+from offload_runtime.plan.report import Refusal, forecast, plan_or_refuse
+from offload_runtime.plan.search import plan_run
+from offload_runtime.plan.sizes import RunPlan, common_figures
 from offload_runtime.sizes import GB
-from offload_runtime.speculation import best_tree_tokens
-from offload_runtime.weights import DescribedModel, ModelLayout, describe_model
+from offload_runtime.speculation.window import best_tree_tokens
+from offload_runtime.weights.checkpoint import DescribedModel
+from offload_runtime.weights.layout import ModelLayout
 from offload_runtime.weights.neighbours import stored_kinds
+from offload_runtime.weights.sources import describe_model
 from tests.helpers.assembly import prefill, verify
 from tests.helpers.engine import load
 from tests.helpers.planning import CONFIGS, machines, made_up_machine, plan_or_none, requests
@@ -41,7 +46,7 @@ def little_locked(draw: st.DrawFn) -> tuple[RuntimeConfig, MachineProfile]:
     return request, made_up_machine(draw(st.integers(9 * GB, 30 * GB)), 500 * GB, pinnable_bytes=locked_bytes)
 
 
-def check_limits(plan: planner.RunPlan, machine: MachineProfile) -> None:
+def check_limits(plan: RunPlan, machine: MachineProfile) -> None:
     """Nothing that is held exceeds what there is."""
     for card in plan.cards:
         assert card.limits.device_bytes is not None
@@ -50,7 +55,7 @@ def check_limits(plan: planner.RunPlan, machine: MachineProfile) -> None:
     assert machine.pinnable_bytes is None or plan.pinned_bytes <= machine.pinnable_bytes
 
 
-def check_asked_limits(plan: planner.RunPlan, request: RuntimeConfig) -> None:
+def check_asked_limits(plan: RunPlan, request: RuntimeConfig) -> None:
     """Nor what was allowed of it."""
     assert request.vram is None or plan.device_bytes <= request.vram
     assert request.ram is None or plan.host_bytes <= request.ram
@@ -115,20 +120,20 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
 @given(requests(), machines())
 def test_what_is_proposed_instead_fits(request: RuntimeConfig, machine: MachineProfile) -> None:
     outcome = plan_or_refuse_or_none(request, machine)
-    if not isinstance(outcome, planner.Refusal):
+    if not isinstance(outcome, Refusal):
         return
     for way in outcome.changes:
         limits = way.plan.limits
-        assert planner.plan_run(way.plan.request, machine, limits) == way.plan
+        assert plan_run(way.plan.request, machine, limits) == way.plan
         assert limits.device_bytes is not None and way.plan.device_bytes <= limits.device_bytes
         assert way.plan.host_bytes <= limits.ram_bytes
         assert limits.pinned_bytes is None or way.plan.pinned_bytes <= limits.pinned_bytes
     assert all(nbytes > 0 for nbytes in outcome.short_bytes.values())
 
 
-def plan_or_refuse_or_none(request: RuntimeConfig, machine: MachineProfile) -> planner.RunPlan | planner.Refusal | None:
+def plan_or_refuse_or_none(request: RuntimeConfig, machine: MachineProfile) -> RunPlan | Refusal | None:
     try:
-        return planner.plan_or_refuse(request, machine)
+        return plan_or_refuse(request, machine)
     except OptionError:  # no machine could do this
         return None
 
@@ -143,8 +148,8 @@ MIXTURE = DescribedModel(model_config_from_json(QWEN3_30B, "made up"), torch.bfl
 
 def test_sequences_share_experts_while_all_of_them_get_faster() -> None:
     request, machine = RuntimeConfig(MIXTURE, draft="none", context=8192), made_up_machine(24 * GB, 100 * GB)
-    one, several = (planner.plan_run(replace(request, max_batch=count), machine) for count in (1, None))
-    speeds = [planner.forecast(plan, machine).usual.tok_per_s for plan in (one, several)]
+    one, several = (plan_run(replace(request, max_batch=count), machine) for count in (1, None))
+    speeds = [forecast(plan, machine).usual.tok_per_s for plan in (one, several)]
     assert several.target.batch > 1 and speeds[0] < speeds[1]
     assert (several.placement.pool_buffers or 0) < (one.placement.pool_buffers or 0)
 
@@ -154,31 +159,31 @@ def test_a_retrieval_verifier_needs_all_experts_on_the_card(pinned: int | None) 
     speculation = SpeculationOptions("triforce")
     request = RuntimeConfig(MIXTURE, draft="none", context=8192, speculation=speculation, pinned=pinned)
     with pytest.raises(BudgetError, match=r"no TriForce here: .* of 6144 experts are not on the device: raise --vram"):
-        planner.plan_run(request, made_up_machine(24 * GB, 100 * GB))
+        plan_run(request, made_up_machine(24 * GB, 100 * GB))
     few_experts, few_layers = replace(request, expert_pool=20 * GB), replace(request, resident_layers=40)
     for asked, option in ((few_experts, "expert-pool"), (few_layers, "resident-layers")):
         with pytest.raises(BudgetError, match=f": drop --{option}, raise --vram"):
-            planner.plan_run(asked, made_up_machine(96 * GB, 100 * GB))
-    assert planner.plan_run(request, made_up_machine(96 * GB, 100 * GB)).has_verifier
+            plan_run(asked, made_up_machine(96 * GB, 100 * GB))
+    assert plan_run(request, made_up_machine(96 * GB, 100 * GB)).has_verifier
 
 
 def test_host_memory_and_page_locking_have_limits_of_their_own() -> None:
     machine = made_up_machine(pinnable_bytes=20 * GB)
     request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=131072, max_batch=2, kv="host")
-    kv_staged = planner.plan_run(request, machine)
+    kv_staged = plan_run(request, machine)
     assert 0 < len(kv_staged.placement.staged_kv_layers) < 32 and 20 * GB - kv_staged.pinned_bytes < 2 * GB
     with pytest.raises(BudgetError, match=r"--pinned page-locks 10\.0 MB at most, .*pieces to write the KV"):
-        planner.plan_run(replace(request, pinned=10_000_000), machine)
-    staged = planner.plan_run(replace(staged_request(request), pinned=5 * GB), machine)
+        plan_run(replace(request, pinned=10_000_000), machine)
+    staged = plan_run(replace(staged_request(request), pinned=5 * GB), machine)
     assert staged.pinned_bytes <= 5 * GB and len(staged.placement.staged_layers) > 0
-    assert len(planner.plan_run(staged_request(request), machine).placement.staged_layers) == 0
+    assert len(plan_run(staged_request(request), machine).placement.staged_layers) == 0
     with pytest.raises(BudgetError, match=r"--pinned page-locks 10\.0 MB at most, too little by .*a ring to stage"):
-        planner.plan_run(replace(staged_request(request), pinned=10_000_000), machine)
+        plan_run(replace(staged_request(request), pinned=10_000_000), machine)
     too_small = r"--ram of 12\.0 GB is too small by .* GB \(streamed layers 11\.8 GB, Python and libraries .*\)"
     with pytest.raises(BudgetError, match=too_small):
-        planner.plan_run(replace(staged_request(request), ram=12 * GB, context=4096), machine)
+        plan_run(replace(staged_request(request), ram=12 * GB, context=4096), machine)
     with pytest.raises(BudgetError, match=r"--vram 30\.0 GB is more than the 24\.0 GB"):
-        planner.plan_run(replace(request, vram=30 * GB), machine)
+        plan_run(replace(request, vram=30 * GB), machine)
 
 
 def staged_request(request: RuntimeConfig) -> RuntimeConfig:
@@ -208,12 +213,12 @@ def test_real_models_are_planned_or_refused_with_a_way_out(name: str, profile: s
         request = RuntimeConfig(describe_model(CONFIGS / name), context=context)
         if context > request.target.config().max_position_embeddings:
             continue
-        outcome = planner.plan_or_refuse(request, machine)
-        if isinstance(outcome, planner.Refusal):
+        outcome = plan_or_refuse(request, machine)
+        if isinstance(outcome, Refusal):
             assert outcome.changes, f"{name} at {context}: {outcome.problem}"
         else:
             check_limits(outcome, machine)
-            assert planner.forecast(outcome, machine).usual.tok_per_s > 0
+            assert forecast(outcome, machine).usual.tok_per_s > 0
 
 
 # --- what is planned is what is loaded
@@ -246,7 +251,7 @@ def test_predicted_bytes_are_those_that_the_run_streams(deep_target: Path) -> No
     seen = []
     for name, options, (weights, kv) in placements(deep_target):
         with load(deep_target, context=CONTEXT, tree_nodes=0, **options) as runtime:
-            predicted = planner.pass_time(runtime.plan, planner.common_figures(), length_tokens=1000, rows=5)
+            predicted = pass_time(runtime.plan, common_figures(), length_tokens=1000, rows=5)
             assert predicted.bytes_streamed == passes_bytes(runtime, 1000, 5), name
             assert (predicted.weight_bytes > 0) == weights, name
             if name != "auto under a limit":
@@ -278,7 +283,7 @@ def test_a_plan_for_a_gpu_asks_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("init", "_lazy_init", "get_device_capability", "mem_get_info", "current_device"):
         monkeypatch.setattr(torch.cuda, name, refuse)
     request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=32768)
-    plan = planner.plan_run(request, load_profile("rtx4090"))
+    plan = plan_run(request, load_profile("rtx4090"))
     assert plan.target.chunk_tokens == 1024 and plan.target.dtype == torch.bfloat16
 
 
@@ -287,7 +292,7 @@ def test_a_context_left_to_the_plan_fits_host_memory_whatever_is_locked(pinned: 
     """With fewer tokens more layers find room on the card, and each token takes less of host memory."""
     machine = made_up_machine(ram_bytes=30 * GB, pinnable_bytes=pinned)
     request = RuntimeConfig(describe_model(CONFIGS / "llama-3.1-8b"), context=None, max_batch=2, kv="host")
-    plan = planner.plan_run(request, machine)
+    plan = plan_run(request, machine)
     check_limits(plan, machine)
     assert 100_000 < plan.target.context_tokens < 131_072
     assert bool(plan.placement.staged_kv_layers) == (pinned is not None)
@@ -330,15 +335,15 @@ def test_weights_are_kept_as_stored_where_decoding_is_fast(draft: str) -> None:
     )  # fmt: skip
     machine = load_profile("rtx4090")
     for rate, kept in ((4000.0, "Q4_K"), (100.0, "BF16")):
-        plan = planner.plan_run(request, replace(machine, decode_gweights_per_s={"Q4_K": rate}))
+        plan = plan_run(request, replace(machine, decode_gweights_per_s={"Q4_K": rate}))
         assert next(iter(plan.target.layout.bytes_by_kind)) == kept
 
 
 def test_tensor_cores_do_nothing_for_experts() -> None:
-    plan = planner.plan_run(RuntimeConfig(MIXTURE, "none", context=8192), made_up_machine(96 * GB, 100 * GB))
+    plan = plan_run(RuntimeConfig(MIXTURE, "none", context=8192), made_up_machine(96 * GB, 100 * GB))
     machines = [made_up_machine(tflops={"bf16": tflops}) for tflops in (165.0, 1650.0)]
-    prompts = [planner.prefill_time(plan, one, 4096).compute_s for one in machines]
-    passes = [planner.pass_time(plan, one, length_tokens=4096, rows=1024).arithmetic_s for one in machines]
+    prompts = [prefill_time(plan, one, 4096).compute_s for one in machines]
+    passes = [pass_time(plan, one, length_tokens=4096, rows=1024).arithmetic_s for one in machines]
     for slow, fast in (prompts, passes):
         assert slow / 2 < fast < slow
 
@@ -356,10 +361,10 @@ def measured(name: str) -> dict[str, Any]:
     return loaded
 
 
-def plan_of_7b(**changes: Any) -> planner.RunPlan:
+def plan_of_7b(**changes: Any) -> RunPlan:
     name = "llama-2-7b-128k" if changes.get("context", 0) > 4096 else "llama-2-7b"
     request = RuntimeConfig(describe_model(CONFIGS / name), dtype="bf16", **changes)
-    return planner.plan_run(request, load_profile("h200"))
+    return plan_run(request, load_profile("h200"))
 
 
 def test_streamed_weights_as_measured() -> None:
@@ -367,7 +372,7 @@ def test_streamed_weights_as_measured() -> None:
     machine = h200(ours["memcpy_gbps"])
     plan = plan_of_7b(context=2048, resident_layers=0, max_gamma=1023, vram=24 * 10**9)
     for window in ours["windows"]:
-        predicted = planner.pass_time(plan, machine, length_tokens=520, rows=window["window_tokens"])
+        predicted = pass_time(plan, machine, length_tokens=520, rows=window["window_tokens"])
         assert predicted.bytes_streamed == ours["bytes_per_token"] and predicted.bound_by == "link"
         assert predicted.seconds == pytest.approx(window["pass_s"]["median"], rel=0.1)
         if window is not ours["windows"][0]:  # the first passes of a process take twice as long to launch
@@ -383,10 +388,10 @@ def test_long_contexts_as_measured(kv: str) -> None:
         plan = plan.with_placements(replace(plan.placement, resident_kv_layers=()))
     tokens = found["prefill"]["tokens"]
     for window in found["windows"]:
-        predicted = planner.pass_time(plan, machine, length_tokens=tokens, rows=window["window_tokens"])
+        predicted = pass_time(plan, machine, length_tokens=tokens, rows=window["window_tokens"])
         assert predicted.bytes_streamed == window["bytes"]
         assert predicted.seconds == pytest.approx(window["pass_s"]["median"], rel=0.1)
-    prefill = planner.prefill_time(plan, machine, tokens)
+    prefill = prefill_time(plan, machine, tokens)
     assert prefill.link_bytes == found["prefill"]["link_bytes"]
     assert prefill.seconds == pytest.approx(found["prefill"]["s"], rel=0.1)
 

@@ -13,14 +13,17 @@ import pytest
 import torch
 import transformers
 
-from offload_runtime import plan as planning
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import load_profile
-from offload_runtime.plan.sizes import PROCESS_BYTES
+from offload_runtime.plan import search
+from offload_runtime.plan.cost import pass_time, prefill_time
+from offload_runtime.plan.search import plan_run, with_staging_rings
+from offload_runtime.plan.sizes import PROCESS_BYTES, RunPlan, common_figures, describe_models
 from offload_runtime.sizes import format_bytes, parse_bytes
-from offload_runtime.stream import HostArena, Registrar, ring_shape
+from offload_runtime.stream.arena import HostArena, Registrar
+from offload_runtime.stream.staging import ring_shape
 from tests.helpers import engine as engines
 from tests.helpers.assembly import copying_threads
 from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
@@ -34,14 +37,14 @@ NEW_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def whole(target: Path) -> planning.RunPlan:
+def whole(target: Path) -> RunPlan:
     """The plan with every layer streamed."""
     with engines.load(target, resident_layers=0, draft="none") as runtime:
         return runtime.plan
 
 
 @pytest.fixture(scope="module")
-def layer_bytes(whole: planning.RunPlan) -> int:
+def layer_bytes(whole: RunPlan) -> int:
     return whole.target.host_bytes_of_layers([0])
 
 
@@ -251,7 +254,7 @@ def test_a_plan_has_it_where_a_pass_brings_less() -> None:
 
     def planned(name: str, **options: Any) -> Any:
         asked: dict[str, Any] = {"draft": "none", "context": 8192, "kv": "gpu", **options}
-        return planning.plan_run(planning.describe_models(RuntimeConfig(str(CONFIGS / name), **asked)), card)
+        return plan_run(describe_models(RuntimeConfig(str(CONFIGS / name), **asked)), card)
 
     def nowhere_else(plan: Any) -> bool:
         return "embedding" not in plan.host and "embedding and head" in plan.device
@@ -272,7 +275,7 @@ LONG_TOKENS = 22  # behind 750 tokens a block becomes full
 
 
 @pytest.fixture(scope="module")
-def wanted(target: Path) -> planning.RunPlan:
+def wanted(target: Path) -> RunPlan:
     """The plan with all that is streamed on the host: every layer, and the keys and values of every layer."""
     with engines.load(target, kv="host", resident_layers=0, draft="none", context=KV_CONTEXT) as runtime:
         return runtime.plan
@@ -300,15 +303,15 @@ def on_host(registrar: LimitedRegistrar, target: Path, **options: Any) -> Runtim
     return load_locked_by(registrar, target, **{"kv": "host", "context": KV_CONTEXT, **options})
 
 
-def least(plan: planning.RunPlan) -> int:
-    return planning.with_staging_rings(plan.target, 0).ring_bytes
+def least(plan: RunPlan) -> int:
+    return with_staging_rings(plan.target, 0).ring_bytes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "stay"), [(0.0, 3), (0.6, 0), (0.6, 3), (0.6, NUM_LAYERS), (0.9, 3), (1.0, NUM_LAYERS)]
 )
-def test_limits_hold(target: Path, wanted: planning.RunPlan, told: tuple[int, ...], share: float, stay: int) -> None:
+def test_limits_hold(target: Path, wanted: RunPlan, told: tuple[int, ...], share: float, stay: int) -> None:
     model = wanted.target
     kv_bytes, layer_bytes = model.host_kv_bytes, model.host_bytes_of_layers([0])
     limit = max(least(wanted), int(share * (kv_bytes + (NUM_LAYERS - stay) * layer_bytes)))
@@ -330,10 +333,10 @@ def test_limits_hold(target: Path, wanted: planning.RunPlan, told: tuple[int, ..
         assert (stats.pageable_bytes > 0) == plan.is_staged
         staged_kv_bytes = len(staged) * 2 * 49152  # two blocks of 700 tokens are full
         weight_bytes = len(plan.placement.staged_layers) * model.layer_bytes
-        machine = replace(planning.common_figures(), staging_gbps=15.0)
-        decoding = planning.pass_time(plan, machine, length_tokens=700, rows=1)
+        machine = replace(common_figures(), staging_gbps=15.0)
+        decoding = pass_time(plan, machine, length_tokens=700, rows=1)
         assert decoding.staged_bytes == weight_bytes + staged_kv_bytes
-        prefill = planning.prefill_time(plan, machine, 700)
+        prefill = prefill_time(plan, machine, 700)
         assert prefill.staging_s == pytest.approx((weight_bytes + staged_kv_bytes) / 15e9)
         written_bytes = NUM_LAYERS * 2 * 49152
         assert prefill.link_bytes == decoding.weight_bytes + written_bytes
@@ -371,7 +374,7 @@ def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, told:
 SMALL = {"budget_tokens": 256, "chunk_size": 8}
 
 
-def test_triforce_needs_page_locked_keys(target: Path, one_layer_draft: Path, wanted: planning.RunPlan) -> None:
+def test_triforce_needs_page_locked_keys(target: Path, one_layer_draft: Path, wanted: RunPlan) -> None:
     kv_bytes = wanted.target.host_kv_bytes
     registrar = LimitedRegistrar(NO_LIMIT)
     options = SpeculationOptions("triforce", **SMALL)
@@ -405,7 +408,7 @@ def test_staged_keys_and_values_on_the_gpu(target: Path, monkeypatch: pytest.Mon
         limit = max(least(plan), int(share * (kv_bytes + weights_bytes)))
         registrar = LimitedRegistrar(limit, real=Registrar())
         asked = {**options, "resident_layers": resident, "pinned": limit}
-        monkeypatch.setattr(planning.search, "find_plan", without_limit)
+        monkeypatch.setattr(search, "find_plan", without_limit)
         with load_locked_by(registrar, target, **asked) as runtime:
             staged = len(runtime.plan.placement.staged_kv_layers)
             assert staged == {1.0: 0, 0.0: NUM_LAYERS}.get(share, staged) and (staged > 0) == (share < 1)

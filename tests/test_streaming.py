@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offload_runtime.errors import CopyError
-from offload_runtime.stream import CopyEngine, make_copy_engine
+from offload_runtime.stream.copy_engine import CopyEngine
 from offload_runtime.stream.queue import (
     COPY_PIECE_BYTES,
     CardRing,
@@ -21,6 +21,7 @@ from offload_runtime.stream.queue import (
     LayerStreamer,
     LayerViews,
     ThreadCopyEngine,
+    make_copy_engine,
 )
 from tests.helpers.reordering import ReorderingCopyEngine, before_each_copy
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from offload_runtime.engine.request import IncrementalDecoder, PromptRoom, StopStrings
 from offload_runtime.errors import OptionError
 from offload_runtime.server.protocol import TextOffsets, TokenSpelling
-from offload_runtime.weights import describe_model
+from offload_runtime.weights.sources import describe_model
 from tests.helpers.engine import SENTENCES, SPECIAL_TOKENS, TEMPLATE, byte_level_tokenizer, load
 from tests.helpers.planning import CONFIGS
 

@@ -21,7 +21,7 @@ import pytest
 from transformers.models.qwen3_5.tokenization_qwen3_5 import Qwen3_5Tokenizer
 
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights import open_checkpoint
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.engine import byte_level_tokenizer
 from tests.test_weights_gguf import NO_VOCABULARY, build, write
 

@@ -22,7 +22,7 @@ from training.heads import Eagle3Head, unrolled
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from widening.shapes import WideShape
 
-from offload_runtime.weights import open_checkpoint
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.assembly import Assembled, make_runner
 from tests.helpers.engine import PROMPT, load, write_book, write_checkpoint
 from tests.helpers.heads import Eagle3, run_head, tapped

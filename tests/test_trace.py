@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.cache import HostKVCache
+from offload_runtime.cache.host import HostKVCache
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import StorageError
-from offload_runtime.stream import CopyEngine
+from offload_runtime.stream.copy_engine import CopyEngine
 from offload_runtime.trace import covered_seconds, union_seconds
 from tests.helpers import traces
 from tests.helpers.assembly import copying_threads

@@ -14,8 +14,10 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.load_model import warm_up
-from offload_runtime.speculation import DFlashDrafter, ModelDrafter, drafting
-from offload_runtime.weights import open_checkpoint
+from offload_runtime.speculation.dflash import DFlashDrafter
+from offload_runtime.speculation.ngram import drafting
+from offload_runtime.speculation.tree import ModelDrafter
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.dflash import config_of, random_tensors, settings, write_dflash
 from tests.helpers.engine import byte_level_tokenizer, load
 from tests.helpers.families import family_model

@@ -13,7 +13,8 @@ import transformers
 from offload_runtime_kernels.gguf_blocks import FORMATS
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
-from offload_runtime.weights import checkpoint_tensors, describe_model, open_checkpoint
+from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.sources import describe_model, open_checkpoint
 from tests.helpers.families import interleaved
 from tests.helpers.models import load_plain, rows_of
 

@@ -18,14 +18,17 @@ from offload_runtime_kernels.linear import linear
 from widening.shapes import MixtureShape
 from widening.stored import stored_model
 
-from offload_runtime import weights as reading
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, CheckpointError
-from offload_runtime.plan import plan_run
+from offload_runtime.plan.search import plan_run
 from offload_runtime.sizes import GB
+from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import Encoding, GgufBlocks
+from offload_runtime.weights.layout import EMBEDDING, checkpoint_tensors
+from offload_runtime.weights.loader import MatricesNotCodable, load_weights
+from offload_runtime.weights.sources import describe_model, open_checkpoint
 from tests.helpers.assembly import in_memory, make_runner, prefill, verify
 from tests.helpers.engine import PROMPT, byte_level_tokenizer
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of
@@ -59,19 +62,19 @@ def write_llama(path: Path, kind: str | Callable[[str], str], **overrides: Any) 
     return write(path, llama(**overrides), kind=kind)
 
 
-def opened(path: Path) -> reading.CheckpointSource:
+def opened(path: Path) -> CheckpointSource:
     tokenizer = byte_level_tokenizer()
-    return replace(reading.open_checkpoint(path), tokenizer=cache(lambda: tokenizer))
+    return replace(open_checkpoint(path), tokenizer=cache(lambda: tokenizer))
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> reading.CheckpointSource:
+def source(tmp_path_factory: pytest.TempPathFactory) -> CheckpointSource:
     """Layers of five sizes."""
     return opened(write_llama(tmp_path_factory.mktemp("mixed") / "m.gguf", mix))
 
 
 @pytest.fixture(scope="module")
-def decoded(source: reading.CheckpointSource) -> reading.CheckpointSource:
+def decoded(source: CheckpointSource) -> CheckpointSource:
     """The same, decoded as it is read."""
     return replace(source, kinds={})
 
@@ -81,7 +84,7 @@ def by_package(path: Path, arch: str, config: Any) -> dict[str, torch.Tensor]:
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, LAYERS)
     found = {}
-    for name in reading.checkpoint_tensors(config):
+    for name in checkpoint_tensors(config):
         tensor = tensors[names.get_name(name, try_suffixes=(".weight", ".bias"))]
         values = torch.from_numpy(np.array(gguf.dequantize(tensor.data, tensor.tensor_type)))
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
@@ -95,10 +98,10 @@ def by_package(path: Path, arch: str, config: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, torch.float16])
-def test_weights_are_those_of_the_gguf_package(source: reading.CheckpointSource, dtype: torch.dtype) -> None:
+def test_weights_are_those_of_the_gguf_package(source: CheckpointSource, dtype: torch.dtype) -> None:
     layout = source.layout(dtype)
-    weights, seen = reading.load_weights(source, layout), by_package(Path(source.reference), "llama", source.config())
-    for name, to in reading.checkpoint_tensors(source.config()).items():
+    weights, seen = load_weights(source, layout), by_package(Path(source.reference), "llama", source.config())
+    for name, to in checkpoint_tensors(source.config()).items():
         assert torch.equal(rows_of(to, weights), seen[name].to(dtype)), name
     plain = load_plain(source, dtype)
     for layer in (None, *range(LAYERS)):
@@ -107,7 +110,7 @@ def test_weights_are_those_of_the_gguf_package(source: reading.CheckpointSource,
 
 
 def logits(
-    source: reading.CheckpointSource, *, buffers: int, resident: tuple[int, ...] | None, device: str = "cpu",
+    source: CheckpointSource, *, buffers: int, resident: tuple[int, ...] | None, device: str = "cpu",
     dtype: torch.dtype = FP32, coded: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     """Of a prompt and a window behind it."""
@@ -138,7 +141,7 @@ def test_every_encoding_gives_the_logits_of_the_decoded_file(kind: str, tmp_path
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 @pytest.mark.parametrize(("buffers", "resident"), [(0, None), (2, None), (2, (0, 4))])
 def test_logits_on_a_gpu_are_those_of_the_decoded_file(
-    source: reading.CheckpointSource, decoded: reading.CheckpointSource, buffers: int, resident: tuple[int, ...] | None,
+    source: CheckpointSource, decoded: CheckpointSource, buffers: int, resident: tuple[int, ...] | None,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
     found = logits(source, buffers=buffers, resident=resident, device="cuda", dtype=dtype)
@@ -181,9 +184,9 @@ def tokens_of(runtime: Runtime, **sampling: Any) -> list[list[int]]:
     return [list(runtime.generate(prompt, **asked).tokens) for prompt in prompts]
 
 
-def test_what_is_kept_as_stored_is_left_to_the_plan(source: reading.CheckpointSource) -> None:
+def test_what_is_kept_as_stored_is_left_to_the_plan(source: CheckpointSource) -> None:
     """Decoded where that fits and nothing crosses a link for it, a draft if not the target; on a CPU always."""
-    described = reading.describe_model(source.reference)
+    described = describe_model(source.reference)
     layouts = [described.layout(BF16), replace(described, kinds={}).layout(BF16)]
     target_bytes, whole_bytes = (layout.total_bytes for layout in layouts)
 
@@ -213,9 +216,7 @@ def _fits(plan: Callable[[], object]) -> bool:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_on_a_gpu_are_the_decoded_files(
-    source: reading.CheckpointSource, decoded: reading.CheckpointSource, way: str
-) -> None:
+def test_tokens_on_a_gpu_are_the_decoded_files(source: CheckpointSource, decoded: CheckpointSource, way: str) -> None:
     """Captured passes and steps too; of twice the same text the second time by the graphs of the first."""
     with Runtime.load(decoded, device="cuda", draft="none", context=1024) as runtime:
         expected = tokens_of(runtime)
@@ -234,7 +235,7 @@ def test_encodings_that_are_not_read_are_refused_by_name(tmp_path: Path) -> None
     kind = content.index(name) + len(name) + 4 + 2 * 8  # behind the number of dimensions and both of them
     number = int(gguf.GGMLQuantizationType.IQ2_XXS)
     path.write_bytes(content[:kind] + number.to_bytes(4, "little") + content[kind + 4 :])
-    for door in (reading.describe_model, reading.open_checkpoint):
+    for door in (describe_model, open_checkpoint):
         with pytest.raises(CheckpointError, match=r"attn_v\.weight is quantised as IQ2_XXS, which is not read"):
             door(path)
 
@@ -249,9 +250,9 @@ def test_infinite_scales_are_refused(tmp_path: Path, kind: str, at: int, scale: 
     at += int(tensor.data_offset) + 100 * FORMATS[kind].nbytes
     content = path.read_bytes()
     path.write_bytes(content[:at] + scale.tobytes() + content[at + scale.nbytes :])
-    source = reading.open_checkpoint(path)
+    source = open_checkpoint(path)
     with pytest.raises(CheckpointError, match=r"scales of blk\.0\.ffn_up\.weight are infinite or no numbers"):
-        reading.load_weights(source, source.layout(BF16), coding_device=torch.device(device))
+        load_weights(source, source.layout(BF16), coding_device=torch.device(device))
     with pytest.raises(CheckpointError, match=r"scales of blk\.0\.ffn_up\.weight are infinite or no numbers"):
         load_plain(source, BF16)
 
@@ -272,7 +273,7 @@ def heavy_tailed() -> Any:
 
 
 @pytest.fixture(scope="module")
-def dense() -> reading.CheckpointSource:
+def dense() -> CheckpointSource:
     tokenizer = byte_level_tokenizer()
     return replace(in_memory(heavy_tailed()), tokenizer=cache(lambda: tokenizer))
 
@@ -282,16 +283,16 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("uncoded", [frozenset(), UNCODED])
-def test_every_bit_is_loaded(dense: reading.CheckpointSource, uncoded: frozenset[str]) -> None:
+def test_every_bit_is_loaded(dense: CheckpointSource, uncoded: frozenset[str]) -> None:
     dense = replace(dense, uncoded=uncoded)
     layout, plain = dense.layout(BF16, coded=True), load_plain(dense, BF16)
     done: list[int] = []
-    weights = reading.load_weights(dense, layout, on_progress=lambda *pair: done.append(pair[0]))
+    weights = load_weights(dense, layout, on_progress=lambda *pair: done.append(pair[0]))
     assert done == sorted(done) and done[-1] == layout.total_bytes < 0.83 * plain.layout.total_bytes
-    for name, to in reading.checkpoint_tensors(dense.config()).items():
+    for name, to in checkpoint_tensors(dense.config()).items():
         found, expected = (rows_of(to, each) for each in (weights, plain))
         assert torch.equal(bits(found), bits(expected)), name
-    embedding, index = weights.views(reading.EMBEDDING)["embedding"], torch.tensor([5, 0, 5, 300])
+    embedding, index = weights.views(EMBEDDING)["embedding"], torch.tensor([5, 0, 5, 300])
     assert torch.equal(embedding.rows(index), embedding.dense[index])
     kinds, raw_bytes = layout.bytes_by_kind, sum(rows * 2 * columns for rows, columns in [(128, 256), (256, 512)])
     vectors_bytes = (2 * LAYERS + 1) * 256 * 2
@@ -300,12 +301,12 @@ def test_every_bit_is_loaded(dense: reading.CheckpointSource, uncoded: frozenset
 
 
 @pytest.mark.gpu
-def test_a_gpu_codes_as_a_cpu_does(dense: reading.CheckpointSource) -> None:
+def test_a_gpu_codes_as_a_cpu_does(dense: CheckpointSource) -> None:
     dense = replace(dense, uncoded=UNCODED)
     assert_a_gpu_loads_the_same(dense, dense.layout(BF16, coded=True))
 
 
-def without_room(dense: reading.CheckpointSource, names: frozenset[str]) -> reading.CheckpointSource:
+def without_room(dense: CheckpointSource, names: frozenset[str]) -> CheckpointSource:
     """The same with one row of each of these matrices of exponents from everywhere."""
 
     def scattered(name: str, out: torch.Tensor) -> None:
@@ -316,13 +317,13 @@ def without_room(dense: reading.CheckpointSource, names: frozenset[str]) -> read
     return replace(dense, fills={name: lambda out, _=None, name=name: scattered(name, out) for name in dense.fills})
 
 
-def test_matrices_that_cannot_be_coded_are_all_named(dense: reading.CheckpointSource) -> None:
+def test_matrices_that_cannot_be_coded_are_all_named(dense: CheckpointSource) -> None:
     other = without_room(dense, UNCODED)
-    with pytest.raises(reading.MatricesNotCodable) as caught:
-        reading.load_weights(other, other.layout(BF16, coded=True))
+    with pytest.raises(MatricesNotCodable) as caught:
+        load_weights(other, other.layout(BF16, coded=True))
     assert caught.value.names == UNCODED
     other = replace(other, uncoded=UNCODED)
-    weights, plain = reading.load_weights(other, other.layout(BF16, coded=True)), load_plain(other, BF16)
+    weights, plain = load_weights(other, other.layout(BF16, coded=True)), load_plain(other, BF16)
     for layer in (1, 3):
         for name, weight in plain.views(layer).items():
             assert torch.equal(bits(weights.views(layer)[name].dense), bits(weight.dense))
@@ -333,7 +334,7 @@ WHERE = [(0, None), (2, None), (1, (1, 2)), (2, (0, 4))]
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("buffers", "resident"), WHERE)
-def test_logits_are_plain_ones(dense: reading.CheckpointSource, buffers: int, resident: tuple[int, ...] | None) -> None:
+def test_logits_are_plain_ones(dense: CheckpointSource, buffers: int, resident: tuple[int, ...] | None) -> None:
     dense = replace(dense, uncoded=UNCODED)
     found = logits(dense, dtype=BF16, buffers=buffers, resident=resident, coded=True)
     assert torch.equal(found, logits(dense, dtype=BF16, buffers=0, resident=None, coded=False))
@@ -350,7 +351,7 @@ def test_biases_of_experts_are_not_coded() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("buffers", "resident"), WHERE)
-def test_logits_on_a_gpu(dense: reading.CheckpointSource, buffers: int, resident: tuple[int, ...] | None) -> None:
+def test_logits_on_a_gpu(dense: CheckpointSource, buffers: int, resident: tuple[int, ...] | None) -> None:
     dense = replace(dense, uncoded=UNCODED)
     found = logits(dense, dtype=BF16, buffers=buffers, resident=resident, coded=True, device="cuda")
     assert torch.equal(found, logits(dense, dtype=BF16, buffers=0, resident=None, coded=False, device="cuda"))
@@ -358,7 +359,7 @@ def test_logits_on_a_gpu(dense: reading.CheckpointSource, buffers: int, resident
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
-def test_tokens_on_a_gpu_are_those_of_plain_weights(dense: reading.CheckpointSource, way: str) -> None:
+def test_tokens_on_a_gpu_are_those_of_plain_weights(dense: CheckpointSource, way: str) -> None:
     """Captured passes too; of twice the same text the second time by the graphs of the first."""
     with Runtime.load(dense, device="cuda", draft="none", context=1024) as runtime:
         expected = tokens_of(runtime)

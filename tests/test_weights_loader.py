@@ -12,9 +12,10 @@ import torch
 import transformers
 
 from offload_runtime.errors import CheckpointError
-from offload_runtime.stream import HostArena
-from offload_runtime.weights import ModelLayout, checkpoint_tensors, open_checkpoint
+from offload_runtime.stream.arena import HostArena
+from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import passing_bytes
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.engine import raising
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain
 from tests.helpers.page_locking import LimitedRegistrar
@@ -79,7 +80,8 @@ def test_progress_ends_at_the_total(directory):
 
 MEASURE = """
 import sys, torch
-from offload_runtime.weights import load_weights, open_checkpoint
+from offload_runtime.weights.loader import load_weights
+from offload_runtime.weights.sources import open_checkpoint
 def status(key):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))

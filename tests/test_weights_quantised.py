@@ -18,10 +18,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from offload_runtime import Runtime
 from offload_runtime.core import TokenTree
 from offload_runtime.errors import CheckpointError
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors, describe_model, load_weights, open_checkpoint
+from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import GgufBlocks
+from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.loader import load_weights
 from offload_runtime.weights.mxfp4 import mxfp4_rows, with_experts
 from offload_runtime.weights.safetensors import read_header
+from offload_runtime.weights.sources import describe_model, open_checkpoint
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.families import family_config, family_model
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of

@@ -11,7 +11,9 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
 from offload_runtime.errors import CheckpointError, HubError, UnsupportedArchitectureError
-from offload_runtime.weights import checkpoint_tensors, describe_model, open_checkpoint, sampling_defaults
+from offload_runtime.weights.checkpoint import sampling_defaults
+from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.sources import describe_model, open_checkpoint
 from tests.helpers.models import load_plain, rows_of
 
 

@@ -25,9 +25,11 @@ from widening.stored import stored_model
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError, StorageError
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
+from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import format_of
+from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.neighbours import stored_kinds
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.assembly import in_memory, make_runner
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.families import family_model

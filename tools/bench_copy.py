@@ -40,7 +40,7 @@ from widen_model import open_source
 from widening.checkpoint import noisy_copy
 
 from offload_runtime.errors import OptionError
-from offload_runtime.stream import resolve_device
+from offload_runtime.stream.device import resolve_device
 
 AGREEMENT, REST, OWN = "agreement", "rest", "own"
 TEXTS, RANDOM = "texts", "random"

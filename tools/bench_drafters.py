@@ -36,9 +36,10 @@ from widening.shapes import shape_named
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.params import SamplingParams
-from offload_runtime.stream import resolve_device
+from offload_runtime.stream.device import resolve_device
 from offload_runtime.trace import DRAFT, PASSES, union_seconds
-from offload_runtime.weights import CheckpointSource, open_checkpoint
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.sources import open_checkpoint
 
 PLAIN, AUTO, NOISE = "none", "auto", "noise="
 # Of an answer before those that are measured, at a temperature of whose acceptance the controller makes no use.

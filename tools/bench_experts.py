@@ -31,7 +31,7 @@ from widening.stored import STORED, stored_model
 from offload_runtime.engine import Runtime
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.sizes import GB
-from offload_runtime.weights import CheckpointSource
+from offload_runtime.weights.checkpoint import CheckpointSource
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -34,9 +34,9 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import planned_figures
 from offload_runtime.models.gated_delta import GatedDelta
 from offload_runtime.params import GenerationParams
-from offload_runtime.plan import prefill_time
+from offload_runtime.plan.cost import prefill_time
 from offload_runtime.sizes import GB
-from offload_runtime.stream import resolve_device
+from offload_runtime.stream.device import resolve_device
 
 _VOCAB_SIZE, _NARROW = 32768, 256
 _MOST_SHARE, _MOST_OFF = 0.35, 0.02

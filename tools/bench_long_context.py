@@ -33,8 +33,9 @@ from offload_runtime.config import DraftCache, SpeculationOptions
 from offload_runtime.engine import Runtime, Scheduler
 from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.stream import resolve_device
-from offload_runtime.weights import CheckpointSource, open_checkpoint
+from offload_runtime.stream.device import resolve_device
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.sources import open_checkpoint
 
 STRETCH = {"rope_type": "yarn", "rope_theta": 1e5, "factor": 16.0, "original_max_position_embeddings": 8192}
 STRETCHED_TOKENS = 131072

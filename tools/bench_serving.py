@@ -50,8 +50,8 @@ from offload_runtime.engine import ErrorEvent, Runtime, Scheduler, TokenEvent
 from offload_runtime.engine.scheduler import Event
 from offload_runtime.errors import OptionError, UnavailableError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.stream import resolve_device
-from offload_runtime.weights import CheckpointSource
+from offload_runtime.stream.device import resolve_device
+from offload_runtime.weights.checkpoint import CheckpointSource
 
 # Of 8 requests at once, how many times the throughput of one at a time is claimed: of plain decoding, and of a draft.
 BARS_AT, BAR_PLAIN, BAR_DRAFT = 8, 5.0, 3.0

@@ -40,7 +40,7 @@ from systems import System, link_bound, measured, run_system, table, times_ours_
 from offload_runtime.config import Encode, WeightStorage
 from offload_runtime.errors import OptionError
 from offload_runtime.sizes import GB
-from offload_runtime.stream import resolve_device
+from offload_runtime.stream.device import resolve_device
 
 _OF_OURS = (
     "windows", "passes", "weights", "encode", "kv", "emulate", "devices", "scripted", "scripted_window", "cold",

@@ -35,9 +35,9 @@ from offload_runtime.config import card_names
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.speculation import Drafter
+from offload_runtime.speculation.step import Drafter
 from offload_runtime.verify.equality import ScriptedDrafter
-from offload_runtime.weights import CheckpointSource
+from offload_runtime.weights.checkpoint import CheckpointSource
 
 _CONTEXT_TOKENS, _BATCH = 1536, 8
 _ANSWER_TOKENS = (8, 16)

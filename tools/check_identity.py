@@ -35,8 +35,10 @@ from widening.stored import stored_model
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
-from offload_runtime.stream import resolve_device
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors, open_checkpoint
+from offload_runtime.stream.device import resolve_device
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.sources import open_checkpoint
 
 PROMPT_TOKENS = (1, 3, 17, 64, 65, 200, 256, 300, 520, 700)
 TEMPERATURES = (0.0, 0.8)

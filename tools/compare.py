@@ -30,8 +30,9 @@ from ours_runtime import NO_MODEL, add_our_options, our_options
 from offload_runtime.errors import OptionError
 from offload_runtime.options import require_positive
 from offload_runtime.plan.sizes import resolve_context
-from offload_runtime.stream import resolve_device
-from offload_runtime.weights import fetch_demo_model, open_checkpoint, share_vocabulary
+from offload_runtime.stream.device import resolve_device
+from offload_runtime.weights.checkpoint import share_vocabulary
+from offload_runtime.weights.sources import fetch_demo_model, open_checkpoint
 
 # Options that only some systems take, and that must not be given where none of them is asked for.
 _OF_SOME = (

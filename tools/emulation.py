@@ -24,15 +24,10 @@ from offload_runtime.errors import DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile, profile_of_gpu
 from offload_runtime.options import require
 from offload_runtime.sizes import GB, format_bytes
-from offload_runtime.stream import (
-    HostArena,
-    current_device,
-    make_copy_engine,
-    measure_link_gbps,
-    resolve_devices,
-    within,
-)
-from offload_runtime.stream.copy_engine import LinkPace
+from offload_runtime.stream.arena import HostArena
+from offload_runtime.stream.copy_engine import LinkPace, measure_link_gbps
+from offload_runtime.stream.device import current_device, resolve_devices, within
+from offload_runtime.stream.queue import make_copy_engine
 
 # The link's peak is measured as so much less at times; pacing is no better than that either.
 _LINK_TOLERANCE = 0.02

@@ -37,8 +37,8 @@ from offload_runtime.engine import GenerationResult, Runtime, Scheduler
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.sizes import GB
-from offload_runtime.stream import resolve_device
-from offload_runtime.weights import CheckpointSource
+from offload_runtime.stream.device import resolve_device
+from offload_runtime.weights.checkpoint import CheckpointSource
 
 
 def tokens(text: str) -> int:

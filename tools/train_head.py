@@ -40,8 +40,9 @@ from widening.made import transformers_config_of
 
 from offload_runtime.errors import OptionError
 from offload_runtime.models.mtp import MtpConfig
-from offload_runtime.stream import Staging, resolve_device
-from offload_runtime.weights import CheckpointSource
+from offload_runtime.stream.arena import Staging
+from offload_runtime.stream.device import resolve_device
+from offload_runtime.weights.checkpoint import CheckpointSource
 
 KINDS = ("mtp", "eagle3")
 # Of answers that are trained on: half of them as they are measured and used, others more varied and greedy.

@@ -45,9 +45,10 @@ from widening.stretched import StretchedCheckpoint
 
 from offload_runtime.errors import OptionError
 from offload_runtime.sizes import format_bytes
-from offload_runtime.stream import resolve_device
-from offload_runtime.weights import CheckpointSource, fetch_demo_model, open_checkpoint
+from offload_runtime.stream.device import resolve_device
+from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.neighbours import stored_kinds
+from offload_runtime.weights.sources import fetch_demo_model, open_checkpoint
 
 _REMEDY = """write it like '{"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 8192}'"""
 

@@ -23,7 +23,8 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.cache.saved_blocks import BlockLayout, SavedBlock
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DeltaPass, DeltaPaths, Rows
-from offload_runtime.stream import DeviceBudget, HostArena, Registrar, current_device, overwrite, upload
+from offload_runtime.stream.arena import HostArena, Registrar
+from offload_runtime.stream.device import DeviceBudget, current_device, overwrite, upload
 
 # A sequence keeps the anchors at multiples of this, which are few, and of the others so many, two a turn; the oldest of
 # those go first.

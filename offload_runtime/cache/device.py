@@ -23,7 +23,8 @@ from offload_runtime.errors import BudgetError, ContextLengthError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DeltaPass, Rows
 from offload_runtime.sizes import format_bytes
-from offload_runtime.stream import DeviceBudget, Registrar, current_device, upload
+from offload_runtime.stream.arena import Registrar
+from offload_runtime.stream.device import DeviceBudget, current_device, upload
 
 
 class BlockObserver(Protocol):

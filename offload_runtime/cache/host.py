@@ -38,7 +38,7 @@ from offload_runtime.cache.device import (
 from offload_runtime.cache.host_io import HostBlocks, HostKVCard, HostPrefill, HostWrites, Run, ring_blocks
 from offload_runtime.cache.saved_blocks import SavedBlock
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.stream import Registrar
+from offload_runtime.stream.arena import Registrar
 from offload_runtime.stream.queue import KV, CopySchedule
 
 

@@ -21,7 +21,8 @@ from offload_runtime.cache.device import KVCache, allocate_layers, block_bytes, 
 from offload_runtime.config import chunks_of_budget
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import DeltaPass, Rows
-from offload_runtime.stream import DeviceBudget, Registrar, current_device, overwrite
+from offload_runtime.stream.arena import Registrar
+from offload_runtime.stream.device import DeviceBudget, current_device, overwrite
 
 _NO_LIMIT = (1 << 31) - 1
 # Launches are made for the next multiple of so many blocks of far context: a growing text needs another only then.

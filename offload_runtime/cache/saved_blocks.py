@@ -38,7 +38,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.errors import SessionError, StorageError
 from offload_runtime.files import write_atomically, writing
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.stream import HostArena, Registrar, check_host_memory, touch
+from offload_runtime.stream.arena import HostArena, Registrar, check_host_memory, touch
 
 # A block of a sequence: by layer what its state saves of it, host. Of attention that is one tensor, [2, H_kv, 256, D].
 SavedBlock = Mapping[int, Sequence[torch.Tensor]]

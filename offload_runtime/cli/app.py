@@ -30,7 +30,7 @@ from offload_runtime.server import require_extra
 from offload_runtime.sizes import counted
 
 if TYPE_CHECKING:
-    from offload_runtime.plan import RunPlan
+    from offload_runtime.plan.sizes import RunPlan
 
 # What a shell reports for a program that SIGPIPE ended, as most of those in front of `| head` are.
 BROKEN_PIPE_EXIT_CODE = 141

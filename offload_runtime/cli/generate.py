@@ -29,12 +29,12 @@ from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, st
 from offload_runtime.config import SOURCES, RuntimeConfig
 from offload_runtime.errors import BudgetError
 from offload_runtime.options import require
-from offload_runtime.sizes import counted, format_bytes
+from offload_runtime.sizes import counted, format_bytes, memory_name
 
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
     from offload_runtime.engine.request import Prompt, PromptRoom
-    from offload_runtime.plan import RunPlan
+    from offload_runtime.plan.sizes import RunPlan
 
     CheckPrompts = Callable[[PromptRoom], object]
     OnPrefill = Callable[[int, int], None]
@@ -246,7 +246,6 @@ def prediction(stats: GenerationStats) -> list[str]:
 
 def show_stats(stats: GenerationStats, device: str) -> None:
     """Print what else there is to tell of an answer: lengths, times, proposals, the link and memory, a line each."""
-    from offload_runtime.plan import memory_name
 
     lines = [
         f"prompt of {counted(stats.prompt_tokens, 'token')}, first token after {stats.time_to_first_token_s:.2f} s",
@@ -322,7 +321,6 @@ _WARM_UP_TOKENS = 4
 def demo(options: DemoOptions) -> None:
     """Stream a small real model layer by layer, without and with speculation, and compare. Fetches 98 MB once."""
     from offload_runtime.engine import fetch_demo_model
-    from offload_runtime.plan import memory_name
 
     messages = [{"role": "user", "content": DEFAULT_PROMPT if options.prompt is None else options.prompt}]
     target = fetch_demo_model(on_progress=status_line, show_download=not options.no_progress)

@@ -24,11 +24,13 @@ from offload_runtime.errors import OptionError
 from offload_runtime.files import regular_file, write_atomically
 from offload_runtime.hardware import MachineProfile, list_profiles, load_profile, own_directory
 from offload_runtime.options import require
-from offload_runtime.sizes import GB, format_bytes
+from offload_runtime.sizes import GB, format_bytes, memory_name
 
 if TYPE_CHECKING:
-    from offload_runtime.plan import Parts, PassTime, Refusal, RunPlan
-    from offload_runtime.plan.report import Change, RunForecast
+    from offload_runtime.plan.cost import PassTime
+    from offload_runtime.plan.model import Parts
+    from offload_runtime.plan.report import Change, Refusal, RunForecast
+    from offload_runtime.plan.sizes import RunPlan
 
 _COMMON_PROFILE = "rtx4090"  # what is planned for where nobody says
 _PLOT_ELSEWHERE = "choose another place for --plot"
@@ -191,7 +193,7 @@ def print_explanation(plan: RunPlan) -> None:
     """Print on stderr what a run holds where and, where the machine's figures are known, how long a pass and a prompt
     that fills the context take."""
     from offload_runtime.engine.load import planned_figures
-    from offload_runtime.plan import forecast
+    from offload_runtime.plan.report import forecast
 
     machine = planned_figures(plan)
     terminal.print_tables(memory_tables(plan), sys.stderr)
@@ -204,7 +206,6 @@ def print_explanation(plan: RunPlan) -> None:
 
 def memory_tables(plan: RunPlan) -> list[Table | str]:
     """Return what is resident and what is streamed, and what is held where, part by part."""
-    from offload_runtime.plan import memory_name
     from offload_runtime.plan.report import describe_plan
 
     words, target = describe_plan(plan), plan.target

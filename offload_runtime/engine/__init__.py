@@ -6,4 +6,4 @@ from offload_runtime.engine.request import GenerationResult, GenerationStats
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.engine.scheduler import EndEvent, ErrorEvent, Scheduler, SchedulerCounters, Ticket
 from offload_runtime.sampling import TokenLogprobs
-from offload_runtime.weights import fetch_demo_model
+from offload_runtime.weights.sources import fetch_demo_model

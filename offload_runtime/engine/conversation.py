@@ -15,7 +15,7 @@ from offload_runtime.engine.sessions import messages_of, reading_session
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.options import is_of_type, require
 from offload_runtime.params import GenerationParams, params_once
-from offload_runtime.runners import OnLayer
+from offload_runtime.runners.model_runner import OnLayer
 from offload_runtime.sampling import TokenLogprobs
 
 

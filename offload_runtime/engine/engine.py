@@ -20,17 +20,18 @@ import torch
 from offload_runtime_kernels.gated_delta import CHUNK_TOKENS
 
 from offload_runtime import errors
-from offload_runtime.cache import BlockStore
+from offload_runtime.cache.saved_blocks import BlockStore
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.prefix_cache import PrefixCache, SavedCache
 from offload_runtime.engine.proposing import WindowChooser
 from offload_runtime.engine.request import GenerationResult, GenerationStats, PromptRoom, Request
-from offload_runtime.plan import RunPlan
-from offload_runtime.runners import OnLayer
+from offload_runtime.plan.sizes import RunPlan
+from offload_runtime.runners.model_runner import OnLayer
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
-from offload_runtime.speculation import Controller, Cost, Drafter, StepOutput, run_step
-from offload_runtime.stream import DeviceBudget, current_device
+from offload_runtime.speculation.controller import Controller, Cost
+from offload_runtime.speculation.step import Drafter, StepOutput, run_step
+from offload_runtime.stream.device import DeviceBudget, current_device
 from offload_runtime.trace import DRAFT, LINK, PASSES, TraceRecorder, covered_seconds, union_seconds
 
 # Who "proposed" the token that the target adds to those accepted.

@@ -19,7 +19,7 @@ from threading import Lock
 import torch
 from offload_runtime_kernels._jit import triton_available
 
-from offload_runtime import hardware, stream
+from offload_runtime import hardware
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine.channels import has_channels
 from offload_runtime.engine.engine import Engine, device_errors
@@ -30,11 +30,20 @@ from offload_runtime.errors import BudgetError, DeviceError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.bench import read_host_info
 from offload_runtime.options import require
-from offload_runtime.plan import RunPlan, common_figures, cost, report, search
-from offload_runtime.plan.sizes import DTYPE_NAMES, PROCESS_BYTES, CardLimit, MemoryLimits, resolve_dtype
+from offload_runtime.plan import cost, report, search
+from offload_runtime.plan.sizes import (
+    DTYPE_NAMES,
+    PROCESS_BYTES,
+    CardLimit,
+    MemoryLimits,
+    RunPlan,
+    common_figures,
+    resolve_dtype,
+)
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.sizes import format_bytes
-from offload_runtime.speculation import Controller
+from offload_runtime.speculation.controller import Controller
+from offload_runtime.stream import arena
 from offload_runtime.stream.copy_engine import CopyEngine, CopyQueues, LinkPace
 from offload_runtime.stream.device import (
     DeviceBudget,
@@ -44,6 +53,7 @@ from offload_runtime.stream.device import (
     reaches,
     resolve_device,
     resolve_devices,
+    within,
 )
 from offload_runtime.stream.queue import make_copy_engine
 from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
@@ -116,7 +126,7 @@ def _limits_here(config: RuntimeConfig, *, page_locks: bool) -> MemoryLimits:
         ram_name = f"the available host memory ({format_bytes(kept_bytes)} stay with the system)"
     else:
         ram_name, whose = "--ram", "of host memory available here"
-        ram_bytes = stream.within(ram_name, config.ram, there_bytes, whose, "close other programs")
+        ram_bytes = within(ram_name, config.ram, there_bytes, whose, "close other programs")
     if pinned_bytes is None and host.wsl and page_locks:  # Windows' driver locks about half of the virtual machine's
         pinned_bytes, pinned_name = host.ram_bytes // 2, "WSL"
     return MemoryLimits((), ram_bytes, ram_name, pinned_bytes, pinned_name, page_locks)
@@ -178,7 +188,7 @@ def _load(
     device = devices[0]
     if device.type == "cuda" and not triton_available:
         raise DeviceError("the GPU kernels need Triton, which is not installed: pip install triton, or --device cpu")
-    registrar = stream.registrar_for(device)
+    registrar = arena.registrar_for(device)
     limits = _limits_here(config, page_locks=registrar is not None)
     limits_bytes = config.vram_of_cards(len(devices))
     twice = device.type == "cuda" and len({*devices}) < len(devices) and None in limits_bytes

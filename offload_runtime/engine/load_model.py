@@ -17,8 +17,9 @@ from offload_runtime_kernels.experts_cpu import ExpertsCpu, NoCpuShare, load_exp
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime_kernels.linear import LIBRARY_ROWS, TILE_ROWS
 
-from offload_runtime.cache import HostKVCache, HostKVCard, KVCache
-from offload_runtime.cache.device import StreamingDraftCache
+from offload_runtime.cache.device import KVCache, StreamingDraftCache
+from offload_runtime.cache.host import HostKVCache
+from offload_runtime.cache.host_io import HostKVCard
 from offload_runtime.cache.retrieval import RetrievedDraftCache
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.errors import BudgetError
@@ -29,9 +30,11 @@ from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import ExpertStore, LayerWeights, Weight
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.options import require
-from offload_runtime.plan import ModelPlan, Placement, RunPlan
+from offload_runtime.plan.model import ModelPlan, Placement
 from offload_runtime.plan.search import place_staged, with_staging_rings
-from offload_runtime.runners import CapturedPasses, Decoder, HeadDecoder, ModelRunner
+from offload_runtime.plan.sizes import RunPlan
+from offload_runtime.runners.head_decoder import HeadDecoder
+from offload_runtime.runners.model_runner import CapturedPasses, Decoder, ModelRunner
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
 from offload_runtime.sizes import format_bytes
 from offload_runtime.stream import staging
@@ -41,9 +44,10 @@ from offload_runtime.stream.cpu_experts import CpuExperts
 from offload_runtime.stream.device import Card, DeviceBudget, LayerPartition, current_device
 from offload_runtime.stream.expert_pool import ExpertPool, ExpertUnits
 from offload_runtime.stream.queue import CardRing, LayerStreamer
-from offload_runtime.weights import EMBEDDING, CheckpointSource, HostWeights, SharedVocabulary, load_weights
+from offload_runtime.weights.checkpoint import CheckpointSource, SharedVocabulary
 from offload_runtime.weights.encoding import StackedWeight
-from offload_runtime.weights.layout import ExpertBlocks
+from offload_runtime.weights.layout import EMBEDDING, ExpertBlocks
+from offload_runtime.weights.loader import HostWeights, load_weights
 
 
 @dataclass(frozen=True)

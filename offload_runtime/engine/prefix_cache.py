@@ -25,15 +25,15 @@ import torch
 from offload_runtime_kernels.gated_delta import CHUNK_TOKENS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.cache import ANCHOR_TOKENS, BlockFiles, BlockLayout, BlockStore, block_names
-from offload_runtime.cache.saved_blocks import first_whole_block
+from offload_runtime.cache.delta import ANCHOR_TOKENS
+from offload_runtime.cache.saved_blocks import BlockFiles, BlockLayout, BlockStore, block_names, first_whole_block
 from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.errors import BudgetError, SessionError, StorageError
 from offload_runtime.options import require
-from offload_runtime.plan import RunPlan
-from offload_runtime.runners import DraftKVState
+from offload_runtime.plan.sizes import RunPlan
+from offload_runtime.runners.draft_kv import DraftKVState
 from offload_runtime.sizes import GB, format_bytes
-from offload_runtime.weights import CheckpointSource
+from offload_runtime.weights.checkpoint import CheckpointSource
 
 # To be raised with every change by which the target's keys and values get other bits: what was saved before is refused.
 _ARITHMETIC, _RECURRENCE = 1, 2

@@ -9,17 +9,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
-from offload_runtime.cache import HostKVCache, KVCache
+from offload_runtime.cache.device import KVCache
+from offload_runtime.cache.host import HostKVCache
 from offload_runtime.cache.retrieval import RetrievalCache
 from offload_runtime.core import Batch, DraftBudget
 from offload_runtime.engine.load_model import LoadedModel, warm_up
 from offload_runtime.engine.request import Request
 from offload_runtime.options import require
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.plan import RunPlan
 from offload_runtime.plan.cost import guess_parents
-from offload_runtime.runners import ModelRunner
+from offload_runtime.plan.sizes import RunPlan
 from offload_runtime.runners.graphs import warm_up_batches, warm_up_lengths
+from offload_runtime.runners.model_runner import ModelRunner
 from offload_runtime.sampling import WARM_UP_SAMPLINGS
 from offload_runtime.speculation.controller import COPY, PLAIN, Controller, size_for, size_within
 from offload_runtime.speculation.dflash import DFlashDrafter, DFlashRunner
@@ -29,9 +30,9 @@ from offload_runtime.speculation.step import Drafter, StepOutput, StepWorth, mak
 from offload_runtime.speculation.tree import ModelDrafter
 from offload_runtime.speculation.triforce import RetrievalVerifier, TriForceDrafter
 from offload_runtime.speculation.window import DeviceWindow, GuessTree
-from offload_runtime.stream import DeviceBudget
+from offload_runtime.stream.device import DeviceBudget
 from offload_runtime.trace import TraceRecorder
-from offload_runtime.weights import SharedVocabulary
+from offload_runtime.weights.checkpoint import SharedVocabulary
 
 # A tree so deep is hardly ever cut where an answer ends.
 _DEEP_ENOUGH = 16

@@ -24,8 +24,8 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import is_of_type, require, require_unicode
 from offload_runtime.params import GenerationParams
 from offload_runtime.sampling import TokenLogprobs
-from offload_runtime.speculation import Acceptance, Tally
-from offload_runtime.weights import sampling_defaults
+from offload_runtime.speculation.step import Acceptance, Tally
+from offload_runtime.weights.checkpoint import sampling_defaults
 
 _SHOWN_CHARACTERS = 60  # of an answer, where a result is only named
 

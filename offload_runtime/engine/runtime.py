@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from offload_runtime.cache import BlockStore
+from offload_runtime.cache.saved_blocks import BlockStore
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.conversation import Conversation, TokenStream
@@ -35,13 +35,13 @@ from offload_runtime.errors import BudgetError, StorageError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import documented, require, require_type
 from offload_runtime.params import GenerationParams, SamplingParams, params_of_each, params_once
-from offload_runtime.plan import RunPlan
-from offload_runtime.plan.sizes import DTYPE_NAMES
-from offload_runtime.runners import OnLayer
+from offload_runtime.plan.sizes import DTYPE_NAMES, RunPlan
+from offload_runtime.runners.model_runner import OnLayer
 from offload_runtime.sizes import format_bytes
-from offload_runtime.speculation import PLAIN, Drafter
+from offload_runtime.speculation.controller import PLAIN
+from offload_runtime.speculation.step import Drafter
 from offload_runtime.trace import write_trace
-from offload_runtime.weights import CheckpointSource
+from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.expert_hits import note_hits
 
 if TYPE_CHECKING:

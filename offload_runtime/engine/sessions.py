@@ -17,7 +17,7 @@ from typing import Any
 
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.cache import BlockFiles
+from offload_runtime.cache.saved_blocks import BlockFiles
 from offload_runtime.engine.prefix_cache import SavedCache
 from offload_runtime.errors import ContextLengthError, OptionError, SessionError
 from offload_runtime.files import delete_leftovers, regular_file, write_atomically

@@ -27,7 +27,8 @@ from offload_runtime.hardware.bench import (
 )
 from offload_runtime.options import require
 from offload_runtime.sizes import GIB, format_bytes
-from offload_runtime.stream import Card, current_device, reaches, resolve_device, resolve_devices, staging_threads
+from offload_runtime.stream.device import Card, current_device, reaches, resolve_device, resolve_devices
+from offload_runtime.stream.staging import staging_threads
 
 _GPU_KEYS = tuple(entry.name for entry in fields(MachineProfile) if entry.metadata.get("gpu"))
 _CARDS_KEYS = ("links_at_once_gbps", "transfer_us", "transfer_gbps")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from offload_runtime.models.config import ModelConfig, Rope
-from offload_runtime.stream import upload
+from offload_runtime.stream.device import upload
 
 
 class _Frequencies:

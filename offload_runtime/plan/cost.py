@@ -30,7 +30,8 @@ from offload_runtime.plan.model import ModelPlan
 from offload_runtime.plan.sizes import DTYPE_NAMES, RunPlan
 from offload_runtime.runners.graphs import CAPTURED_ROWS, STEP_ROWS, captured_width
 from offload_runtime.sizes import GB
-from offload_runtime.speculation import best_tree_tokens, expected_accepted, likely_parents, num_guesses
+from offload_runtime.speculation.triforce import num_guesses
+from offload_runtime.speculation.window import best_tree_tokens, expected_accepted, likely_parents
 from offload_runtime.stream.device import are_blocks
 
 # cuBLAS over 7B's weights (3.76 ms at 64 rows) and attention over 120,000 keys, both of 4.3 TB/s.

@@ -16,9 +16,10 @@ import torch
 from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime import cache
-from offload_runtime.cache.device import streaming_capacity_tokens
+from offload_runtime.cache import delta, host_io
+from offload_runtime.cache.device import num_blocks, streaming_capacity_tokens
 from offload_runtime.cache.retrieval import retrieved_bytes, summaries_bytes
+from offload_runtime.cache.saved_blocks import BlockLayout
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.dflash import DFlashConfig
@@ -28,11 +29,11 @@ from offload_runtime.runners.graphs import MOST_DELTA_DEPTH, MOST_DEPTH, tree_po
 from offload_runtime.runners.model_runner import workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.sizes import counted, format_bytes
-from offload_runtime.speculation import MOST_LEVELS
-from offload_runtime.stream import PAGE_BYTES, HostArena, RingShape
-from offload_runtime.weights import ModelLayout
+from offload_runtime.speculation.window import MOST_LEVELS
+from offload_runtime.stream.arena import PAGE_BYTES, HostArena
+from offload_runtime.stream.staging import RingShape
 from offload_runtime.weights.expert_hits import PUBLISHED_EXPONENT
-from offload_runtime.weights.layout import ExpertBlocks
+from offload_runtime.weights.layout import ExpertBlocks, ModelLayout
 
 # Where nothing is staged.
 NO_RING = RingShape(0, 0)
@@ -64,7 +65,7 @@ class Placement:
     staged_layers: tuple[int, ...] = ()
     resident_kv_layers: tuple[int, ...] = ()
     staged_kv_layers: tuple[int, ...] = ()
-    kv_ring_buffers: int = cache.KV_RING_BUFFERS
+    kv_ring_buffers: int = host_io.KV_RING_BUFFERS
     h2d_ring: RingShape = NO_RING
     d2h_ring: RingShape = NO_RING
     pool_buffers: int | None = None
@@ -379,7 +380,7 @@ class ModelPlan:
     @property
     def kv_block_bytes(self) -> int:
         """A saved block of one sequence, of all layers, with the states behind it."""
-        return cache.BlockLayout.of(self.config, self.dtype).nbytes
+        return BlockLayout.of(self.config, self.dtype).nbytes
 
     def reserved_kv_bytes(self, layers: Iterable[int]) -> int:
         """What some layers reserve of the whole context."""
@@ -396,7 +397,7 @@ class ModelPlan:
 
     def open_kv_bytes(self, layers: Iterable[int]) -> int:
         """The newest blocks of layers whose cache is on the host, which are on the device."""
-        return self.batch * self.kv_bytes_of(layers, cache.ring_blocks(self.window_tokens) * BLOCK_TOKENS)
+        return self.batch * self.kv_bytes_of(layers, host_io.ring_blocks(self.window_tokens) * BLOCK_TOKENS)
 
     @property
     def whole_kv_bytes(self) -> int:
@@ -404,14 +405,14 @@ class ModelPlan:
         kept_bytes = self.reserved_kv_bytes(self.layers)
         if self.cache == "streaming":
             kept_bytes = self.batch * self.kv_bytes_of(self.layers, self.streaming_tokens)
-        tree_tokens = cache.num_blocks(self.tree_positions) * BLOCK_TOKENS
+        tree_tokens = num_blocks(self.tree_positions) * BLOCK_TOKENS
         return kept_bytes + self.batch * self.kv_bytes_of(self.layers, tree_tokens)
 
     @cached_property
     def kv_piece_bytes(self) -> int:
         """A buffer of the ring that a cache on the host is streamed through."""
-        overlapped = self.placement.kv_ring_buffers > cache.KV_RING_BUFFERS
-        return cache.kv_piece_bytes(self.config, self.dtype, self.context_tokens, overlapped=overlapped)
+        overlapped = self.placement.kv_ring_buffers > host_io.KV_RING_BUFFERS
+        return host_io.kv_piece_bytes(self.config, self.dtype, self.context_tokens, overlapped=overlapped)
 
     def kv_pieces(self, streamed_bytes: int) -> int:
         """Copies that bring so many bytes of a layer, of all sequences alike."""
@@ -426,7 +427,7 @@ class ModelPlan:
         """The same, of one card, with a ring of keys and values with which the links of all cards are busy at once. A
         card brings those of its next layer while the others attend, one after the other, to what their links bring; of
         n cards each needs room for (n - 1) / n of a layer, the piece that it attends to and one that arrives."""
-        least = cache.KV_RING_BUFFERS + 1
+        least = host_io.KV_RING_BUFFERS + 1
         ring = replace(self, placements=(replace(self.placement, kv_ring_buffers=least),))
         largest = self.streamed_kv_bytes(*self.largest_kv_layer, self.context_tokens - 1)
         buffers = max(least, 2 + -(-ring.kv_pieces(largest) * (num_cards - 1) // num_cards))
@@ -436,7 +437,7 @@ class ModelPlan:
     def prefill_workspace_bytes(self) -> int:
         """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
         needed_bytes = self.reserved_kv_bytes(self.largest_kv_layer) // self.batch
-        chosen_tokens = cache.num_blocks(self.options.budget_tokens) * BLOCK_TOKENS
+        chosen_tokens = num_blocks(self.options.budget_tokens) * BLOCK_TOKENS
         return 0 if self.borrows and self.kv_bytes_of(self.layers, chosen_tokens) >= needed_bytes else needed_bytes
 
     @property
@@ -444,11 +445,11 @@ class ModelPlan:
         """What gated delta layers keep of all sequences, and what rows of steps bring of each layer of a draft, or of
         any one of a target."""
         of_layers = self.config, self.layers, self.dtype, self.state_window_tokens
-        kept_bytes = self.batch * cache.state_bytes(*of_layers)
+        kept_bytes = self.batch * delta.state_bytes(*of_layers)
         if not self.is_draft and not self.verified:
             return kept_bytes
         spare = self.tree_positions if self.is_draft else None
-        return kept_bytes + cache.step_bytes(*of_layers, batch=self.batch, spare_positions=spare)
+        return kept_bytes + delta.step_bytes(*of_layers, batch=self.batch, spare_positions=spare)
 
     @property
     def state_window_tokens(self) -> int:
@@ -461,7 +462,7 @@ class ModelPlan:
     @property
     def anchor_bytes(self) -> int:
         """Host memory of the states that sequences can be taken back to."""
-        return self.batch * cache.anchor_bytes(self.config, self.layers, self.dtype, self.context_tokens)
+        return self.batch * delta.anchor_bytes(self.config, self.layers, self.dtype, self.context_tokens)
 
     @property
     def kv_parts(self) -> Parts:

@@ -19,8 +19,8 @@ from offload_runtime.plan.model import Placement
 from offload_runtime.plan.search import LEAST_CONTEXT_TOKENS, plan_run
 from offload_runtime.plan.sizes import USUAL_CARD, MemoryLimits, RunPlan, ShortageError, limits_of, make_plan
 from offload_runtime.sizes import GB, counted, format_bytes, format_bytes_up, parse_bytes
-from offload_runtime.weights import DescribedModel, FoundDraft, find_drafts, usual_draft
-from offload_runtime.weights.neighbours import MIXES, stored_kinds
+from offload_runtime.weights.checkpoint import DescribedModel
+from offload_runtime.weights.neighbours import MIXES, FoundDraft, find_drafts, stored_kinds, usual_draft
 
 _ACCEPTANCES = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
 # Predictions are not exact enough to tell less than a tenth.

@@ -26,7 +26,8 @@ from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.model import ModelPlan, Placement
 from offload_runtime.plan.sizes import TREE_ROOMS, MemoryLimits, RunPlan, ShortageError, limits_of, make_plan
 from offload_runtime.sizes import format_bytes, format_bytes_up
-from offload_runtime.stream import FEWEST_PIECES, PAGE_BYTES, RingShape, ring_shape
+from offload_runtime.stream.arena import PAGE_BYTES
+from offload_runtime.stream.staging import FEWEST_PIECES, RingShape, ring_shape
 
 # Two buffers would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
 _RING_BUFFERS = 3

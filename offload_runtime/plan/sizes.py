@@ -23,11 +23,14 @@ from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
 from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, hidden_store_rows
 from offload_runtime.runners.model_runner import EXPERT_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, most_prompt_tokens
 from offload_runtime.sizes import format_bytes, format_bytes_up
-from offload_runtime.speculation import MOST_LEVELS, most_guess_rows, verifier_step_bytes
+from offload_runtime.speculation.triforce import most_guess_rows, verifier_step_bytes
+from offload_runtime.speculation.window import MOST_LEVELS
 from offload_runtime.stream.device import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
-from offload_runtime.weights import DescribedModel, ModelLayout, describe_model, draft_beside, share_vocabulary
+from offload_runtime.weights.checkpoint import DescribedModel, share_vocabulary
 from offload_runtime.weights.expert_hits import PUBLISHED_EXPONENT
+from offload_runtime.weights.layout import ModelLayout
 from offload_runtime.weights.loader import passing_bytes
+from offload_runtime.weights.sources import describe_model, draft_beside
 
 # Sizes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the
 # device, and beside what is streamed, the more of it the more.

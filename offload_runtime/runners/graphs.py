@@ -18,7 +18,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.core import BatchShape
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.stream import packed_words
+from offload_runtime.stream.device import packed_words
 
 # Deepest node below the text.
 MOST_DEPTH = 256

@@ -8,7 +8,7 @@ from offload_runtime.models.eagle3 import FirstLayer
 from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import LayerCache, LayerWeights, Rows, Weights
 from offload_runtime.runners.model_runner import Decoder, HiddenTaps
-from offload_runtime.stream import LayerPartition
+from offload_runtime.stream.device import LayerPartition
 
 
 class HeadDecoder(Decoder):

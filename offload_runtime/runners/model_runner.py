@@ -19,8 +19,7 @@ from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.kv_blocks import RopeRows
 
-from offload_runtime import stream
-from offload_runtime.cache import KVCache
+from offload_runtime.cache.device import KVCache
 from offload_runtime.core import Batch, BatchShape, TokenTree
 from offload_runtime.grammar import token_masks
 from offload_runtime.models.config import ModelConfig
@@ -29,6 +28,7 @@ from offload_runtime.models.layers import LayerCache, LayerWeights, Rows, Weight
 from offload_runtime.models.rope import RopeTable, RowFrequencies
 from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
 from offload_runtime.sampling import SlotSampling, sample
+from offload_runtime.stream import device as stream
 from offload_runtime.stream.queue import LayerStreamer
 from offload_runtime.trace import COMPUTE, TraceRecorder
 

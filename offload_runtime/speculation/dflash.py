@@ -24,11 +24,10 @@ from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.models.dflash import DFlashConfig
 from offload_runtime.models.layers import Rows
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import ModelRunner
 from offload_runtime.runners.graphs import CHILDREN, StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.head_kv import BlockKVState
-from offload_runtime.runners.model_runner import window_residual
+from offload_runtime.runners.model_runner import ModelRunner, window_residual
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits
 from offload_runtime.speculation.draft import ChildProbabilities, Children
 from offload_runtime.speculation.ngram import LEAST_CHANCE, NgramDrafter

@@ -39,7 +39,7 @@ from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, HeadKVState
 from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_residual
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
 from offload_runtime.speculation.window import MOST_LEVELS, WINDOW_CAPACITY_TOKENS, DeviceWindow, Level, WindowInput
-from offload_runtime.stream import overwrite, packed_words, unpack
+from offload_runtime.stream.device import overwrite, packed_words, unpack
 from offload_runtime.trace import TraceRecorder
 
 # Known tokens that a step over a tree feeds besides the nodes; more go through the draft on their own.

@@ -28,9 +28,10 @@ from offload_runtime.core import Batch, DraftBudget, TokenTree
 from offload_runtime.errors import NumericalError, OffloadError
 from offload_runtime.grammar import GrammarMatcher
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import DraftKVState, ModelRunner, OnLayer
+from offload_runtime.runners.draft_kv import DraftKVState
+from offload_runtime.runners.model_runner import ModelRunner, OnLayer
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
-from offload_runtime.stream import upload
+from offload_runtime.stream.device import upload
 from offload_runtime.trace import TraceRecorder
 
 Texts = Mapping[int, Sequence[int]]  # whole sequences, by slot

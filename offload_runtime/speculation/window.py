@@ -13,7 +13,7 @@ import torch
 from offload_runtime_kernels.window_steps import WINDOW_HEADER_WORDS, StepLayout, TreeLinks
 
 from offload_runtime.core import depths_of
-from offload_runtime.stream import overwrite
+from offload_runtime.stream.device import overwrite
 
 # A window of the target and what a draft says beyond it.
 WINDOW_CAPACITY_TOKENS = 2048

@@ -29,7 +29,7 @@ import torch
 from offload_runtime_kernels.copy_words import copy_words
 
 from offload_runtime.errors import BudgetError, DeviceError
-from offload_runtime.sizes import GB, format_bytes, size_option_down
+from offload_runtime.sizes import GB, format_bytes, memory_name, size_option_down
 
 # Context, cuBLAS and Triton modules of one process, when nothing was there to measure it by (H200, torch 2.11: 0.5 GB).
 TYPICAL_CONTEXT_BYTES = 600_000_000
@@ -185,12 +185,6 @@ def within(option: str, asked_bytes: int | None, there_bytes: int, whose: str, o
             f"{size_option_down(there_bytes)}, or {otherwise}"
         )
     return there_bytes if asked_bytes is None else asked_bytes
-
-
-def memory_name(device_type: str) -> str:
-    """Return what the memory is called that a target on such a device works in: a CPU has no other one beside the
-    host's."""
-    return "device memory" if device_type == "cuda" else "memory"
 
 
 def open_nvml() -> Any:

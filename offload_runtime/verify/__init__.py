@@ -29,7 +29,7 @@ from offload_runtime.engine.runtime import Runtime
 from offload_runtime.options import require
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.speculation import Drafter
+from offload_runtime.speculation.step import Drafter
 from offload_runtime.verify import equality
 
 OnProgress = Callable[[str, int, int], None]

@@ -19,7 +19,8 @@ from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.sampling import SlotSampling, sample
-from offload_runtime.speculation import NGRAM, Budgets, Drafter, NgramDrafter, Texts, drafting
+from offload_runtime.speculation.ngram import NGRAM, NgramDrafter, drafting
+from offload_runtime.speculation.step import Budgets, Drafter, Texts
 
 # Both sides of the edges of a tile: 8 rows on a CPU, 64 on a GPU, where one row of a window is the token before it.
 GAMMAS = (1, 7, 17, 8, 63)

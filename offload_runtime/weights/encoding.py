@@ -49,7 +49,7 @@ from offload_runtime_kernels.scaled_rows import (
     rows_apart,
 )
 
-from offload_runtime.stream import Staging
+from offload_runtime.stream.arena import Staging
 
 ALIGNMENT_BYTES = 256  # what cudaMalloc guarantees; keeps every view fit for vector loads and TMA
 

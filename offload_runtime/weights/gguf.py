@@ -15,6 +15,7 @@ from typing import Any
 
 import gguf
 import torch
+from offload_runtime_kernels.gguf_blocks import FORMATS
 
 from offload_runtime.errors import CheckpointError, UnsupportedArchitectureError
 from offload_runtime.fields import Fields
@@ -22,9 +23,9 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.mtp import MtpConfig, MtpNames
 from offload_runtime.models.reading import MOST_LAYERS
 from offload_runtime.models.registry import FAMILIES, family_named, model_config_from_json
-from offload_runtime.stream import PIECE_BYTES, Staging, own_or
+from offload_runtime.stream.arena import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
-from offload_runtime.weights.encoding import FORMATS, KINDS, Fill, format_of
+from offload_runtime.weights.encoding import KINDS, Fill, format_of
 from offload_runtime.weights.gguf_header import (
     ROPE_TENSORS,
     GgufHeader,

@@ -20,13 +20,14 @@ import torch
 from offload_runtime_kernels.coded_bf16 import CODED, CodedRow
 from offload_runtime_kernels.experts import StoredMatrices, row_bytes
 from offload_runtime_kernels.experts_cpu import HostMatrix
+from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import DecoderLayer, Tensor
 from offload_runtime.sizes import format_bytes
-from offload_runtime.weights.encoding import DTYPE_KINDS, CodedBf16, Encoding, Format, Weight, aligned, format_of
+from offload_runtime.weights.encoding import CodedBf16, Encoding, Format, Weight, aligned, format_of
 
 # What stands for the number of a layer where a block is that of an embedding which is not the head: passes read few of
 # its rows, so that it may stay on the host.

@@ -22,7 +22,7 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat
 from offload_runtime.fields import shortened
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.sizes import GB
-from offload_runtime.stream import PIECE_BYTES, HostArena, Registrar, Staging
+from offload_runtime.stream.arena import PIECE_BYTES, HostArena, Registrar, Staging
 from offload_runtime.weights import quantised
 from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 from offload_runtime.weights.encoding import NotCodable, Weight

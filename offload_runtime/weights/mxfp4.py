@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 
 from offload_runtime.errors import CheckpointError
-from offload_runtime.stream import PIECE_BYTES, Staging, own_or
+from offload_runtime.stream.arena import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.encoding import LARGEST_POWER, format_of
 from offload_runtime.weights.header import StoredTensor, damaged
 

@@ -44,7 +44,7 @@ from offload_runtime_kernels.scaled_rows import (
 from offload_runtime.errors import CheckpointError
 from offload_runtime.fields import Fields, shown
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.stream import PIECE_BYTES, Staging, own_or
+from offload_runtime.stream.arena import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.encoding import aligned, scale_tensors, scaled_bytes
 from offload_runtime.weights.header import StoredTensor, damaged
 from offload_runtime.weights.layout import checkpoint_tensors

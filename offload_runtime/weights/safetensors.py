@@ -32,7 +32,7 @@ from offload_runtime.models.registry import (
     language_settings,
     model_config_from_json,
 )
-from offload_runtime.stream import PIECE_BYTES, Staging, own_or
+from offload_runtime.stream.arena import PIECE_BYTES, Staging, own_or
 from offload_runtime.weights.checkpoint import CheckpointSource, match_tensors
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.header import (

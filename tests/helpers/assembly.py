@@ -11,20 +11,26 @@ from typing import Any
 import torch
 from offload_runtime_kernels.experts_cpu import ExpertsCpu, load_experts_library
 
-from offload_runtime.cache import HostKVCache, HostKVCard, KVCache, block_bytes
-from offload_runtime.cache.device import num_blocks
+from offload_runtime.cache.device import KVCache, block_bytes, num_blocks
+from offload_runtime.cache.host import HostKVCache
+from offload_runtime.cache.host_io import HostKVCard
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine.load_model import NO_CPU, CpuThreads, add_experts, lent_to_head, make_pool
 from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import ExpertStore, LayerWeights
 from offload_runtime.models.rope import RopeTable
-from offload_runtime.runners import Decoder, HeadDecoder, ModelRunner, decide
+from offload_runtime.runners.head_decoder import HeadDecoder
+from offload_runtime.runners.model_runner import Decoder, ModelRunner, decide
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.stream import CopyEngine, DeviceBudget, Registrar, Staging, make_copy_engine
+from offload_runtime.stream.arena import Registrar, Staging
+from offload_runtime.stream.copy_engine import CopyEngine
+from offload_runtime.stream.device import DeviceBudget
 from offload_runtime.stream.expert_pool import ExpertPool
-from offload_runtime.stream.queue import CardRing, LayerStreamer
-from offload_runtime.weights import EMBEDDING, CheckpointSource, ModelLayout, checkpoint_tensors, open_checkpoint
+from offload_runtime.stream.queue import CardRing, LayerStreamer, make_copy_engine
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.layout import EMBEDDING, ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import HostWeights, load_weights
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.families import family_model
 from tests.helpers.models import model_config_from_transformers, random_model
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from offload_runtime.fields import Fields
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.dflash import HEAD, DFlashConfig
-from offload_runtime.weights import checkpoint_tensors
+from offload_runtime.weights.layout import checkpoint_tensors
 
 Tensors = dict[str, torch.Tensor]
 BLOCK_SIZE, MASK, TAPS = 6, 7, (1, 2, 3)

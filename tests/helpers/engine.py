@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from offload_runtime.core import Batch
 from offload_runtime.engine import Runtime
-from offload_runtime.runners import ModelRunner
+from offload_runtime.runners.model_runner import ModelRunner
 
 SPECIAL_TOKENS = ["<|im_start|>", "<|im_end|>"]
 TEMPLATE = (

@@ -15,8 +15,9 @@ from torch.nn import functional
 
 from offload_runtime.core import TokenTree
 from offload_runtime.models.mtp import MtpConfig
-from offload_runtime.runners import HeadDecoder
-from offload_runtime.weights import checkpoint_tensors, describe_model
+from offload_runtime.runners.head_decoder import HeadDecoder
+from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.sources import describe_model
 from tests.helpers.assembly import Assembled
 from tests.helpers.families import family_model
 

@@ -9,8 +9,9 @@ import transformers
 
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.weights import CheckpointSource, HostWeights, ModelLayout, load_weights
-from offload_runtime.weights.layout import Destination
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.layout import Destination, ModelLayout
+from offload_runtime.weights.loader import HostWeights, load_weights
 
 VOCAB_SIZE = 101
 # Where `dynamic` and `longrope` change their frequencies in the models below.

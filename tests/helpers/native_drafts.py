@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from offload_runtime import speculation
-from offload_runtime.cache import KVCache
+from offload_runtime.cache.device import KVCache
 from offload_runtime.core import Batch, DraftBudget, TokenTree
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.dflash import DFlashConfig
@@ -23,14 +22,19 @@ from offload_runtime.models.layers import Attention, Norms
 from offload_runtime.models.mtp import MtpConfig
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners import HeadDecoder, HiddenTaps, ModelRunner
-from offload_runtime.runners.model_runner import window_residual
+from offload_runtime.runners.head_decoder import HeadDecoder
+from offload_runtime.runners.model_runner import HiddenTaps, ModelRunner, window_residual
 from offload_runtime.sampling import SlotSampling
-from offload_runtime.speculation.step import run_step
-from offload_runtime.stream import DeviceBudget, make_copy_engine
-from offload_runtime.stream.queue import CardRing, LayerStreamer
-from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors
+from offload_runtime.speculation.dflash import DFlashDrafter, DFlashRunner
+from offload_runtime.speculation.draft import DraftRunner
+from offload_runtime.speculation.ngram import NgramDrafter, WithNgrams
+from offload_runtime.speculation.step import StepOutput, StepWorth, run_step
+from offload_runtime.speculation.tree import ModelDrafter
+from offload_runtime.stream.device import DeviceBudget
+from offload_runtime.stream.queue import CardRing, LayerStreamer, make_copy_engine
+from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import Weight
+from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 from offload_runtime.weights.loader import load_weights
 from tests.helpers.models import VOCAB_SIZE
 
@@ -127,7 +131,7 @@ def counting_head(*, vocabulary: int = VOCAB_SIZE) -> Change:
     return change
 
 
-class DrawnWorth(speculation.StepWorth):
+class DrawnWorth(StepWorth):
     """Says by a seed what a clock says otherwise: whether steps pay, and how long they take."""
 
     def __init__(self, seed: int) -> None:
@@ -141,21 +145,19 @@ class DrawnWorth(speculation.StepWorth):
         return self._random.random() < 0.7
 
 
-def drafter_of(head: ModelRunner, batch: int = _SLOTS, *, seed: int = 0) -> speculation.WithNgrams:
+def drafter_of(head: ModelRunner, batch: int = _SLOTS, *, seed: int = 0) -> WithNgrams:
     """Drafts with a head, and n-grams beside it; by no clock."""
-    config, ngrams = head.decoder.config, speculation.NgramDrafter()
+    config, ngrams = head.decoder.config, NgramDrafter()
     if isinstance(config, DFlashConfig):
-        return speculation.WithNgrams(
-            speculation.DFlashDrafter(speculation.DFlashRunner(head, batch=batch), ngrams=ngrams), ngrams
-        )
-    drafts = speculation.DraftRunner(head, vocab_size=config.vocab_size, batch=batch)
-    return speculation.WithNgrams(speculation.ModelDrafter(drafts, ngrams=ngrams, worth=DrawnWorth(seed)), ngrams)
+        return WithNgrams(DFlashDrafter(DFlashRunner(head, batch=batch), ngrams=ngrams), ngrams)
+    drafts = DraftRunner(head, vocab_size=config.vocab_size, batch=batch)
+    return WithNgrams(ModelDrafter(drafts, ngrams=ngrams, worth=DrawnWorth(seed)), ngrams)
 
 
 class SlowRunner(ModelRunner):
     """A target behind whose passes there is time for so many steps of drafting ahead."""
 
-    def __init__(self, runner: ModelRunner, drafter: speculation.WithNgrams, steps: int) -> None:
+    def __init__(self, runner: ModelRunner, drafter: WithNgrams, steps: int) -> None:
         super().__init__(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.chunk_tokens)
         self.taps, self._drafter, self._steps = runner.taps, drafter, steps
 
@@ -171,13 +173,13 @@ class Decoding:
     """Texts that grow step by step: by slot."""
 
     target: ModelRunner
-    drafter: speculation.WithNgrams
+    drafter: WithNgrams
     sampling: SlotSampling
     texts: dict[int, list[int]]
 
     @classmethod
     def of(
-        cls, target: ModelRunner, drafter: speculation.WithNgrams, prompts: Mapping[int, Sequence[int]],
+        cls, target: ModelRunner, drafter: WithNgrams, prompts: Mapping[int, Sequence[int]],
         params: SamplingParams = PLAIN,
     ) -> Decoding:  # fmt: skip
         """Read prompts."""
@@ -194,7 +196,7 @@ class Decoding:
             (output,) = self._step({slot: self.texts[slot]}, {}, [slot]).values()
             assert len(output.tokens) == 1
 
-    def step(self, budgets: Mapping[int, DraftBudget]) -> dict[int, speculation.StepOutput]:
+    def step(self, budgets: Mapping[int, DraftBudget]) -> dict[int, StepOutput]:
         """One step of some of them."""
         return self._step({slot: self.texts[slot] for slot in budgets}, budgets, [])
 
@@ -206,7 +208,7 @@ class Decoding:
 
     def _step(
         self, texts: Mapping[int, list[int]], budgets: Mapping[int, DraftBudget], prepared: Sequence[int]
-    ) -> dict[int, speculation.StepOutput]:
+    ) -> dict[int, StepOutput]:
         outputs = run_step(self.target, self.sampling, self.drafter, texts, budgets, prepared=prepared)
         for slot, output in outputs.items():
             self.texts[slot] += output.tokens

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from offload_runtime import stream
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine import Runtime
-from offload_runtime.stream import Registrar
+from offload_runtime.stream import arena
+from offload_runtime.stream.arena import Registrar
 
 REFUSED = 2  # CUDA's code for memory that cannot be had
 
@@ -52,5 +52,5 @@ def load_locked_by(
     Options as of `RuntimeConfig`."""
     config = RuntimeConfig(target, **{"device": "cpu", "draft": "none", **options})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "registrar_for", lambda device: registrar)
+        patch.setattr(arena, "registrar_for", lambda device: registrar)
         return Runtime.from_config(config, on_progress=on_progress)

@@ -14,10 +14,11 @@ from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.hardware import MachineProfile
 from offload_runtime.models.mtp import MtpConfig
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.plan import RunPlan, find_plan, plan_run, search
-from offload_runtime.plan.sizes import MemoryLimits
+from offload_runtime.plan import search
+from offload_runtime.plan.search import find_plan, plan_run
+from offload_runtime.plan.sizes import MemoryLimits, RunPlan
 from offload_runtime.sizes import GB
-from offload_runtime.weights import DescribedModel
+from offload_runtime.weights.checkpoint import DescribedModel
 
 CONFIGS = Path(__file__).resolve().parents[1] / "data" / "configs"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from offload_runtime_kernels.copy_words import copy_words, copy_words_reference, copy_words_triton
 
-from offload_runtime.stream import overwrite, upload
+from offload_runtime.stream.device import overwrite, upload
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 
 copies = pytest.mark.parametrize("copy", [copy_words_reference, copy_words_triton, copy_words])

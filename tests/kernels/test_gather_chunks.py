@@ -9,7 +9,7 @@ import torch
 from offload_runtime_kernels import gather_chunks as ops
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 
-from offload_runtime.stream import HostArena
+from offload_runtime.stream.arena import HostArena
 from tests.helpers.kernel_conditions import KERNEL_DEVICE, poisoned_outputs, random_tensor
 
 NUM_BLOCKS = 3

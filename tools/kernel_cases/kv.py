@@ -25,7 +25,7 @@ from offload_runtime_kernels.gather_chunks import BlockTable, gather_chunks
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
 from offload_runtime_kernels.select_chunks import select_chunks_reference, select_chunks_triton
 
-from offload_runtime.stream import HostArena
+from offload_runtime.stream.arena import HostArena
 
 _CHUNK_SIZE, _BUDGET_CHUNKS, _NUM_BLOCKS = 8, 512, 480  # of what is gathered
 _NUM_SELECTIONS = 16  # taken in turn, so that what moves was not read a moment ago

@@ -29,7 +29,8 @@ from offload_runtime.errors import BudgetError, ContextLengthError, OffloadError
 from offload_runtime.options import require_positive
 from offload_runtime.params import SamplingParams
 from offload_runtime.sizes import parse_bytes
-from offload_runtime.weights import CheckpointSource, open_checkpoint
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.sources import open_checkpoint
 
 # DeepSpeed prefetches once it has recorded a pass, ours captures graphs: the first generations are cold.
 WARMUPS = 2

@@ -38,7 +38,7 @@ from harness import check_out, emit, integers, percentiles, provenance, write_un
 
 from offload_runtime.errors import BudgetError, DeviceError, OffloadError, OptionError
 from offload_runtime.sizes import format_bytes, parse_bytes
-from offload_runtime.stream import resolve_device
+from offload_runtime.stream.device import resolve_device
 from offload_runtime.weights.gguf_header import read_gguf_header
 
 WAYS = ("--load-mode none", "--load-mode none --no-host 1")

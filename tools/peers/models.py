@@ -21,8 +21,10 @@ from offload_runtime.errors import BudgetError, DeviceError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import GatedMLP
 from offload_runtime.sizes import format_bytes
-from offload_runtime.stream import device_memory_used_by_others
-from offload_runtime.weights import CheckpointSource, ModelLayout, checkpoint_tensors, open_checkpoint
+from offload_runtime.stream.device import device_memory_used_by_others
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
+from offload_runtime.weights.sources import open_checkpoint
 
 # Beside weights and keys: what torch's allocator, cuBLAS and the logits of a step take.
 _RESERVE_BYTES = 1_000_000_000

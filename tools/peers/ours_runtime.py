@@ -45,7 +45,7 @@ from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.errors import OffloadError, OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.plan.sizes import longest_context
-from offload_runtime.weights import open_checkpoint
+from offload_runtime.weights.sources import open_checkpoint
 
 _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
 # Behind the longest answer: windows are cut where the context ends.

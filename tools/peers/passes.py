@@ -17,9 +17,9 @@ from offload_runtime.engine import Runtime
 from offload_runtime.engine.load import planned_figures
 from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.plan import pass_time
+from offload_runtime.plan.cost import pass_time
 from offload_runtime.sizes import GB
-from offload_runtime.speculation import Budgets, Drafter, Texts
+from offload_runtime.speculation.step import Budgets, Drafter, Texts
 
 _WARMUP_PASSES = 3
 

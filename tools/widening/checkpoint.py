@@ -32,9 +32,10 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.eagle3 import Eagle3Config
 from offload_runtime.models.mtp import QWEN_NAMES, MtpConfig
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.stream import Staging
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors
+from offload_runtime.stream.arena import Staging
+from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import Fill
+from offload_runtime.weights.layout import checkpoint_tensors
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 

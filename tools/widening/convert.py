@@ -24,7 +24,8 @@ from widening.made import transformers_config_of
 
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.sizes import format_bytes
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.loader import Progress
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

@@ -26,9 +26,10 @@ from offload_runtime.errors import OptionError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import GatedMLP
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors
+from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import format_of
 from offload_runtime.weights.gguf_header import read_gguf_header
+from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.loader import Progress
 
 PACKED = ("Q8_0", "Q4_0")  # that gguf packs, and llama.cpp's quantiser stores nearly everything of such a file as

@@ -15,9 +15,10 @@ from widening.shapes import WideShape
 
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.stream import Staging
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors
+from offload_runtime.stream.arena import Staging
+from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import Fill
+from offload_runtime.weights.layout import checkpoint_tensors
 
 _STD = 0.02
 # Of biases of routers, whose products with rows have a std of about 1. Of 128 experts, 4 a row, a pool of 18, 28 and

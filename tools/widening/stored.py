@@ -19,9 +19,10 @@ from widening.made import UntrainedModel, fill_vector, named_generator
 from widening.shapes import WideShape
 
 from offload_runtime.errors import OptionError
-from offload_runtime.stream import Staging
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors
+from offload_runtime.stream.arena import Staging
+from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import format_of, scaled_bytes, scaled_rows
+from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.neighbours import MIXES, MXFP4, stored_kinds
 from offload_runtime.weights.quantised import quantisation_of
 

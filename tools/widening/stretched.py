@@ -18,8 +18,9 @@ from offload_runtime.errors import CheckpointError, OptionError
 from offload_runtime.fields import shortened
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.weights import CheckpointSource, checkpoint_tensors
+from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.header import StoredTensor
+from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.safetensors import FLOATS, fill_from_file, read_header
 
 # What a scaling must be given and what it may be given. transformers takes a missing original length from the model's
