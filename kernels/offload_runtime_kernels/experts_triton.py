@@ -64,10 +64,10 @@ class ExpertTile:
     num_stages: int
 
 
-# By the most rows that an expert has of a pass on average; few tokens have the second. Programs have as many threads as
-# rows of a matrix.
+# By the most rows that an expert has of a pass on average; few tokens have the first or the second. Programs have as
+# many threads as rows of a matrix.
 _TILES = {
-    0: ExpertTile(1, 32, 16, 1, 8), 1: ExpertTile(2, 32, 16, 1, 6), 8: ExpertTile(4, 32, 16, 1, 6),
+    0: ExpertTile(1, 32, 32, 1, 4), 1: ExpertTile(2, 32, 16, 1, 6), 8: ExpertTile(8, 128, 16, 4, 3),
     64: ExpertTile(32, 128, 16, 4, 3), sys.maxsize: ExpertTile(64, 128, 16, 4, 3),
 }  # fmt: skip
 PROMPT_TILE = _TILES[sys.maxsize]
@@ -75,13 +75,15 @@ _BLOCK_TILES = {
     0: ExpertTile(1, 32, 64, 1, 3), 1: ExpertTile(2, 32, 64, 1, 3), 2: ExpertTile(2, 32, 64, 1, 3),
     8: ExpertTile(8, 128, 16, 4, 2), 64: ExpertTile(16, 128, 16, 4, 2), sys.maxsize: ExpertTile(32, 128, 16, 4, 2),
 }  # fmt: skip
+# Tokens up to which experts' rows are multiplied with blocks one by one: few experts have two.
+_TOKENS_ALONE = 4
 
 
 def default_tile(tokens: int, num_chosen: int, num_experts: int, *, blocks: bool = False) -> ExpertTile:
     """How products of a pass of so many tokens with elements, or with blocks, are cut."""
-    tiles = _BLOCK_TILES if blocks else _TILES
+    tiles, alone = (_BLOCK_TILES, _TOKENS_ALONE) if blocks else (_TILES, 1)
     if tokens <= FEW_TOKENS:
-        return tiles[tokens > 1]
+        return tiles[tokens > alone]
     return next(tile for rows, tile in tiles.items() if 1 < rows >= tokens * num_chosen / num_experts)
 
 
