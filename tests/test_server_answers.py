@@ -14,6 +14,7 @@ from offload_runtime.errors import OptionError
 from tests.helpers.engine import PROMPT, load
 from tests.helpers.server import MODEL, Served, events_of, serving
 
+TARGET = "two_layer_target"
 MESSAGES: Any = [{"role": "system", "content": "a link, a layer"}, {"role": "user", "content": PROMPT}]
 
 
@@ -70,11 +71,11 @@ def test_penalties_and_biases_are_those_of_generate(served: Served, alone: Runti
     asked: dict[str, Any] = {
         "temperature": 1.0, "presence_penalty": 0.5, "frequency_penalty": 1.5, "seed": 5,
     }  # fmt: skip
-    plain = alone.generate(MESSAGES, max_new_tokens=16, temperature=1.0, seed=5)
-    first, penalty = plain.tokens[0], {"repetition_penalty": 1.3}
+    usual = alone.generate(MESSAGES, max_new_tokens=16, temperature=1.0, seed=5)
+    first, penalty = usual.tokens[0], {"repetition_penalty": 1.3}
     expected = alone.generate(MESSAGES, max_new_tokens=16, logit_bias={first: -100}, **penalty, **asked)
     answer = served.ask(messages=MESSAGES, max_tokens=16, logit_bias={str(first): -100}, extra_body=penalty, **asked)
-    assert answer.choices[0].message.content == expected.text != plain.text
+    assert answer.choices[0].message.content == expected.text != usual.text
 
 
 def test_a_random_seed_is_told_and_gives_the_answer_again(served: Served) -> None:
@@ -113,10 +114,10 @@ def test_an_answer_ends_at_a_stop_string(served: Served, alone: Runtime) -> None
 def test_models_and_tokens_can_be_asked_for(served: Served, alone: Runtime) -> None:
     (model,) = served.openai.models.list()
     assert model.id == MODEL and served.openai.models.retrieve(MODEL).id == MODEL
-    plain = served.http.post("/tokenize", json={"prompt": PROMPT}).json()
-    assert plain["tokens"] == alone.encode(PROMPT) and plain["count"] == len(plain["tokens"])
+    usual = served.http.post("/tokenize", json={"prompt": PROMPT}).json()
+    assert usual["tokens"] == alone.encode(PROMPT) and usual["count"] == len(usual["tokens"])
     assert served.http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"] == alone.encode(MESSAGES)
-    assert served.http.post("/detokenize", json={"tokens": plain["tokens"]}).json() == {"prompt": PROMPT}
+    assert served.http.post("/detokenize", json={"tokens": usual["tokens"]}).json() == {"prompt": PROMPT}
     with pytest.raises(openai.NotFoundError):
         served.openai.models.retrieve("another")
 
@@ -175,10 +176,10 @@ def test_log_probabilities_are_the_models(served: Served, alone: Runtime) -> Non
     choice = served.openai.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=4, temperature=0, logprobs=2
     ).choices[0]  # fmt: skip
-    plain, offsets = choice.logprobs, choice.logprobs and choice.logprobs.text_offset
-    assert plain is not None and plain.tokens is not None and plain.top_logprobs is not None and offsets is not None
+    usual, offsets = choice.logprobs, choice.logprobs and choice.logprobs.text_offset
+    assert usual is not None and usual.tokens is not None and usual.top_logprobs is not None and offsets is not None
     assert offsets == sorted(offsets) and offsets[0] == 0 and offsets[-1] <= len(choice.text)
-    assert [max(top.values()) for top in plain.top_logprobs] == plain.token_logprobs
+    assert [max(top.values()) for top in usual.top_logprobs] == usual.token_logprobs
 
 
 WORDS = "the quick brown fox jumps over the lazy dog, the quick brown"
@@ -194,44 +195,38 @@ def runtime(request: pytest.FixtureRequest, two_layer_target: Path) -> Iterator[
         yield runtime
 
 
-@pytest.fixture(scope="module")
-def lone(two_layer_target: Path) -> Iterator[Runtime]:
-    with load(two_layer_target, draft="none") as runtime:
-        yield runtime
-
-
 @pytest.mark.few(4)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nothing_ends_an_answer_before_min_tokens(runtime: Runtime, lone: Runtime, temperature: float) -> None:
-    end = lone.tokenizer.eos_token_id
+def test_nothing_ends_an_answer_before_min_tokens(runtime: Runtime, plain: Runtime, temperature: float) -> None:
+    end = plain.tokenizer.eos_token_id
     options: dict[str, Any] = {"temperature": temperature, "seed": 3, "max_new_tokens": 24, "logit_bias": {end: 100.0}}
-    assert lone.generate(WORDS, **options).tokens == [end]
+    assert plain.generate(WORDS, **options).tokens == [end]
     for count in (1, 9):
         result = runtime.generate(WORDS, min_tokens=count, **options)
         assert end not in result.tokens[:-1] and result.tokens[-1] == end and len(result.tokens) == count + 1
         assert result.finish_reason == "stop"
-        assert result.tokens == lone.generate(WORDS, min_tokens=count, **options).tokens
+        assert result.tokens == plain.generate(WORDS, min_tokens=count, **options).tokens
         banned = {**options, "logit_bias": {end: -100.0}, "max_new_tokens": count}
-        assert result.tokens[:-1] == lone.generate(WORDS, **banned).tokens
+        assert result.tokens[:-1] == plain.generate(WORDS, **banned).tokens
 
 
-def test_stop_tokens_end_an_answer_and_wait_as_long(runtime: Runtime, lone: Runtime) -> None:
-    said = lone.generate(WORDS, max_new_tokens=16, ignore_eos=True).tokens
+def test_stop_tokens_end_an_answer_and_wait_as_long(runtime: Runtime, plain: Runtime) -> None:
+    said = plain.generate(WORDS, max_new_tokens=16, ignore_eos=True).tokens
     at = next(place for place in range(4, 16) if said[place] not in said[:place])
     for ignoring in (False, True):
         result = runtime.generate(WORDS, max_new_tokens=16, stop_token_ids=[said[at]], ignore_eos=ignoring)
         assert result.tokens == said[: at + 1] and result.finish_reason == "stop"
-    assert result.text == lone.generate(WORDS, max_new_tokens=at, ignore_eos=True).text
+    assert result.text == plain.generate(WORDS, max_new_tokens=at, ignore_eos=True).text
     how: dict[str, Any] = {"max_new_tokens": 16, "min_tokens": at + 2, "stop_token_ids": [said[at]], "ignore_eos": True}
     result = runtime.generate(WORDS, **how)
-    assert said[at] not in result.tokens[: at + 2] and result.tokens == lone.generate(WORDS, **how).tokens
+    assert said[at] not in result.tokens[: at + 2] and result.tokens == plain.generate(WORDS, **how).tokens
 
 
-def test_a_stop_string_waits_as_well(lone: Runtime) -> None:
-    plain = lone.generate(WORDS, max_new_tokens=16, ignore_eos=True)
-    assert len(lone.generate(WORDS, max_new_tokens=16, ignore_eos=True, stop=plain.text[0]).tokens) < 8
-    later = lone.generate(WORDS, max_new_tokens=16, ignore_eos=True, stop=plain.text[0], min_tokens=8)
-    assert later.tokens[:8] == plain.tokens[:8]
+def test_a_stop_string_waits_as_well(plain: Runtime) -> None:
+    usual = plain.generate(WORDS, max_new_tokens=16, ignore_eos=True)
+    assert len(plain.generate(WORDS, max_new_tokens=16, ignore_eos=True, stop=usual.text[0]).tokens) < 8
+    later = plain.generate(WORDS, max_new_tokens=16, ignore_eos=True, stop=usual.text[0], min_tokens=8)
+    assert later.tokens[:8] == usual.tokens[:8]
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -239,9 +234,9 @@ def test_a_stop_string_waits_as_well(lone: Runtime) -> None:
     ({"min_tokens": 1, "json_schema": {"type": "object"}}, "drop min_tokens"),
     ({"stop_token_ids": [100_000]}, "outside the vocabulary"), ({"stop_token_ids": [-1]}, "below 0"),
 ])  # fmt: skip
-def test_what_makes_no_sense_is_refused(lone: Runtime, options: dict[str, Any], message: str) -> None:
+def test_what_makes_no_sense_is_refused(plain: Runtime, options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        lone.generate(WORDS, **options)
+        plain.generate(WORDS, **options)
 
 
 @pytest.fixture(scope="module")
@@ -250,26 +245,26 @@ def server(two_layer_target: Path) -> Iterator[Served]:
         yield server
 
 
-def test_a_request_may_say_so_as_well(server: Served, lone: Runtime) -> None:
-    end = lone.tokenizer.eos_token_id
+def test_a_request_may_say_so_as_well(server: Served, plain: Runtime) -> None:
+    end = plain.tokenizer.eos_token_id
     asked = {"max_tokens": 24, "min_tokens": 9, "logit_bias": {str(end): 100}}
     assert server.chat(**asked).json()["usage"]["completion_tokens"] == 10
-    first = lone.generate([{"role": "user", "content": "the quick brown fox"}], max_new_tokens=1).tokens
+    first = plain.generate([{"role": "user", "content": "the quick brown fox"}], max_new_tokens=1).tokens
     ended = server.chat(max_tokens=8, stop_token_ids=first).json()
     assert ended["usage"]["completion_tokens"] == 1 and ended["choices"][0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize("kv", ["gpu", "host"])
-def test_log_probabilities_of_a_prompt_are_the_models(two_layer_target: Path, lone: Runtime, kv: str) -> None:
-    prompt = lone.encode(WORDS * 7)  # of several windows
-    (logits,) = lone.logits(prompt[:1], [prompt[1:]])
+def test_log_probabilities_of_a_prompt_are_the_models(two_layer_target: Path, plain: Runtime, kv: str) -> None:
+    prompt = plain.encode(WORDS * 7)  # of several windows
+    (logits,) = plain.logits(prompt[:1], [prompt[1:]])
     rows = logits.float().log_softmax(dim=1)
     expected = rows.gather(1, torch.tensor(prompt[1:])[:, None]).flatten().tolist()
     with load(two_layer_target, draft="ngram", kv=kv, context=1024, max_batch=2) as runtime:
-        plain = runtime.generate(prompt, max_new_tokens=5)
+        usual = runtime.generate(prompt, max_new_tokens=5)
         for _ in range(2):  # nothing that is kept of the first is taken for read
             result = runtime.generate(prompt, max_new_tokens=5, prompt_logprobs=2)
-            assert result.tokens == plain.tokens and result.prompt_logprobs is not None
+            assert result.tokens == usual.tokens and result.prompt_logprobs is not None
             assert [one.token for one in result.prompt_logprobs] == prompt[1:]
             assert [one.logprob for one in result.prompt_logprobs] == pytest.approx(expected, abs=1e-4)
             assert [one.top[0][0] for one in result.prompt_logprobs] == rows.argmax(dim=1).tolist()
@@ -277,9 +272,9 @@ def test_log_probabilities_of_a_prompt_are_the_models(two_layer_target: Path, lo
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])
-def test_an_echo_has_the_prompt_and_its_log_probabilities(server: Served, lone: Runtime, max_tokens: int) -> None:
+def test_an_echo_has_the_prompt_and_its_log_probabilities(server: Served, plain: Runtime, max_tokens: int) -> None:
     """As lm-eval asks for them."""
-    tokens = lone.encode(WORDS)
+    tokens = plain.encode(WORDS)
     for prompt in (WORDS, tokens):
         asked = {"prompt": prompt, "echo": True, "max_tokens": max_tokens, "logprobs": 1, "temperature": 0}
         body = server.http.post("/v1/completions", json=asked).json()
@@ -288,13 +283,13 @@ def test_an_echo_has_the_prompt_and_its_log_probabilities(server: Served, lone: 
         assert choice["text"].startswith(WORDS) and (max_tokens == 1 or choice["text"] == WORDS)
         assert usage["completion_tokens"] == max_tokens and len(logprobs["tokens"]) == len(tokens) + max_tokens
         assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
-        expected = lone.generate(tokens, max_new_tokens=1, prompt_logprobs=1).prompt_logprobs or ()
+        expected = plain.generate(tokens, max_new_tokens=1, prompt_logprobs=1).prompt_logprobs or ()
         assert logprobs["token_logprobs"][1 : len(tokens)] == pytest.approx([one.logprob for one in expected], abs=1e-4)
         assert "".join(logprobs["tokens"][: len(tokens)]) == WORDS
         starts = logprobs["text_offset"][: len(tokens)]
         assert starts == [len("".join(logprobs["tokens"][:number])) for number in range(len(tokens))]
-    plain = server.http.post("/v1/completions", json={"prompt": WORDS, "echo": True, "max_tokens": 2}).json()
-    assert plain["choices"][0]["text"].startswith(WORDS) and plain["choices"][0]["logprobs"] is None
+    usual = server.http.post("/v1/completions", json={"prompt": WORDS, "echo": True, "max_tokens": 2}).json()
+    assert usual["choices"][0]["text"].startswith(WORDS) and usual["choices"][0]["logprobs"] is None
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": 0}, {"max_tokens": 4, "n": 2}, {"logprobs": None, "max_tokens": 4}])

@@ -44,12 +44,6 @@ def served(short_target: Path) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture(scope="module")
-def alone(short_target: Path) -> Iterator[Runtime]:
-    with load(short_target, draft="none") as runtime:
-        yield runtime
-
-
 def compact(runtime: Runtime) -> dict[str, float]:
     """A bias against white space, with which random weights fill answers."""
     tokens = runtime.tokenizer.convert_tokens_to_ids(["Ġ", "Ċ", "ĉ"])
@@ -76,12 +70,12 @@ def ask_all(served: Served, schemas: Sequence[dict[str, Any]]) -> list[str]:
         return list(threads.map(ask, enumerate(schemas)))
 
 
-def test_answers_of_twelve_schemas_are_valid_and_those_of_plain_decoding(served: Served, alone: Runtime) -> None:
+def test_answers_of_twelve_schemas_are_valid_and_those_of_plain_decoding(served: Served, plain: Runtime) -> None:
     """All of them valid, some compared."""
-    bias = {int(token): value for token, value in compact(alone).items()}
+    bias = {int(token): value for token, value in compact(plain).items()}
     for seed, (schema, text) in list(enumerate(zip(SCHEMAS, ask_all(served, SCHEMAS), strict=True)))[::4]:
         asked: dict[str, Any] = {"temperature": 4.0, "seed": seed, "logit_bias": bias, "max_new_tokens": 300}
-        assert alone.generate(MESSAGES, json_schema=schema, **asked).text == text
+        assert plain.generate(MESSAGES, json_schema=schema, **asked).text == text
 
 
 @pytest.mark.slow
