@@ -34,7 +34,7 @@ from offload_runtime.plan.model import ModelPlan, Placement
 from offload_runtime.plan.search import place_staged, with_staging_rings
 from offload_runtime.plan.sizes import RunPlan
 from offload_runtime.runners.head_decoder import HeadDecoder
-from offload_runtime.runners.model_runner import CapturedPasses, Decoder, ModelRunner
+from offload_runtime.runners.model_runner import WARM_UP_ROWS, CapturedPasses, Decoder, ModelRunner
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
 from offload_runtime.sizes import format_bytes
 from offload_runtime.stream import staging
@@ -605,7 +605,7 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
         return islice(runner.streamer.layers(rows), max(firsts) + 1)
 
     for layer in layers(1):
-        for count in TILE_ROWS if layer[0] in firsts else ():
+        for count in WARM_UP_ROWS if layer[0] in firsts else ():
             if count <= cache.capacity_tokens:
                 runner.forward(Batch({0: TokenTree((0,) * count)}), layers=[layer])
     for count in LIBRARY_ROWS["cuda"]:  # whether the library has the bits takes 0.1 s a matrix to find out

@@ -13,13 +13,13 @@ from typing import TypeVar
 
 import torch
 from offload_runtime_kernels.kv_blocks import RopeRows
-from offload_runtime_kernels.linear import LIBRARY_ROWS, TILE_ROWS
+from offload_runtime_kernels.linear import LIBRARY_ROWS
 
 from offload_runtime.core import TokenTree
 from offload_runtime.models.dflash import BlockAttention, DFlashConfig
 from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
 from offload_runtime.runners.head_decoder import HeadDecoder
-from offload_runtime.runners.model_runner import ModelRunner
+from offload_runtime.runners.model_runner import WARM_UP_ROWS, ModelRunner
 
 # Tokens that the first step of a chain feeds: what was accepted is read again, and few rows cost as much as one.
 HEAD_CATCH_UP_TOKENS = 8
@@ -109,7 +109,7 @@ class HeadKVState(DraftKVState):
         cache, rows, decoder = self._runner.cache, self.hidden.rows, self._decoder
         longest = max(1, min(self._runner.chunk_tokens, cache.capacity_tokens))
         self._forget(0, 0)
-        for count in sorted({longest, *(rows for rows in (*TILE_ROWS, *LIBRARY_ROWS["cuda"]) if rows < longest)}):
+        for count in sorted({longest, *(rows for rows in (*WARM_UP_ROWS, *LIBRARY_ROWS["cuda"]) if rows < longest)}):
             x, hidden = (rows.new_zeros(count, size) for size in (decoder.head_config.target_size, rows.shape[1]))
             for number, _ in enumerate(decoder.head_config.taps):
                 decoder.tap(number, x, hidden)

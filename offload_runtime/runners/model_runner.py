@@ -18,6 +18,7 @@ import torch
 from offload_runtime_kernels.attention import QueryRows
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.kv_blocks import RopeRows
+from offload_runtime_kernels.linear import TILE_ROWS
 
 from offload_runtime.cache.device import KVCache
 from offload_runtime.core import Batch, BatchShape, TokenTree
@@ -44,6 +45,8 @@ PREFILL_CHUNK_TOKENS = {"cuda": 1024, "cpu": 256}
 # token chooses four, one has 32 rows of 1024 tokens, and 256 of these: enough for a library to multiply them, which
 # decodes them first. 0: each by itself.
 EXPERT_CHUNK_TOKENS = {"cuda": 8192, "cpu": 0}
+# Rows of passes that cut products in all ways: those of experts are others for one token, and for two.
+WARM_UP_ROWS = (1, 2, *TILE_ROWS)
 # Fragmentation of the allocator and rounding of its blocks, as a share of the workspace.
 _WORKSPACE_MARGIN = 1.25
 # cuBLAS takes 32 MiB a handle on Hopper, 8 MiB elsewhere; once for the compute stream, once for cublasLt.
