@@ -113,17 +113,6 @@ def test_going_back_reads_nothing_again(runtime: Runtime) -> None:
     assert_as_from_scratch(runtime, behind(runtime, prompt, anew.result.tokens, "on and on"), again.tokens)
 
 
-@pytest.mark.few(1)
-def test_messages_alone_are_read_again(runtime: Runtime, tmp_path: Path) -> None:
-    conversation, path = runtime.conversation("slot"), tmp_path / "chat.json"
-    say(conversation, "the fox")
-    path.write_text(json.dumps(conversation.to_json()))
-    restored = runtime.load_conversation(path)
-    assert restored.messages == conversation.messages
-    said = say(restored, "dog")
-    assert_as_from_scratch(runtime, runtime.encode(restored.messages[:-1]), said.tokens)
-
-
 @pytest.mark.parametrize(
     "saved",
     [None, [], {}, {"version": 2, "messages": []}, {"version": 1}, {"version": 1, "messages": [{"role": "user"}]},

@@ -2,10 +2,8 @@
 safetensors, which transformers loads too, and of GGUF."""
 
 import json
-import signal
 import sys
 from collections import namedtuple
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -147,27 +145,6 @@ def test_heads_guess_the_same_beside_the_widened_model(kind: str, tmp_path: Path
         target.close()
     assert len(said[0][0]) == len(TOKENS) - 1
     assert all(close(ours, theirs) for ours, theirs in zip(*reversed(said), strict=True))
-
-
-@pytest.fixture
-def command(source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs the command in this process."""
-
-    def run(*more: str) -> int:
-        monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handlers of this process are pytest's
-        return widen_model.main(["--source", str(source_dir), "--device", "cpu", "--out", str(tmp_path / "out"), *more])
-
-    return run
-
-
-def test_a_random_draft_has_shape_and_vocabulary(command: Callable[..., int], source_dir: Path, tmp_path: Path) -> None:
-    assert command("--shape", "llama-68m", "--random") == 0
-    written, source = open_checkpoint(tmp_path / "out"), open_checkpoint(source_dir)
-    found = written.config()
-    heads = found.attention
-    assert (found.hidden_size, found.num_layers, heads.num_heads, heads.head_dim) == (768, 2, 12, 64)
-    assert written.tokenizer().get_vocab() == source.tokenizer().get_vocab()
-    assert written.generation_eos() == source.generation_eos()
 
 
 WIDE = WideShape(128, 192, 3, 8, 4, 16)
