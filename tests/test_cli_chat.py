@@ -164,26 +164,19 @@ def test_a_session_goes_on_where_it_was_and_is_saved_after_every_answer(runtime:
     assert error_lines(chat(runtime, turns="/save\n"))[0].startswith("error: /save needs the name of a file")
 
 
-@pytest.mark.parametrize("content", ["# A project", '{"name": "a project"}'])
-def test_what_is_no_session_is_refused_and_left_alone(runtime: FakeRuntime, tmp_path: Path, content: str) -> None:
-    path = tmp_path / "file"
-    path.write_text(content)
-    result = chat(runtime, "--session", str(path), turns="one\n")
-    assert result.exit_code == 2 and "not a saved conversation" in error_lines(result)[0] and not runtime.loads
-    chat(runtime, "--session", str(tmp_path / "chat"), turns=f"/load {path}\n")
-    assert sorted(os.listdir(tmp_path)) == ["chat.kv", "file"] and path.read_text() == content
-
-
 @pytest.mark.parametrize("content", [
-    b"", b"{", b"\xff\xfe", b"3", b"[" * 100_000, b'{"messages": "\xe9"}', b"9" * 9000,
+    b"# A project", b'{"name": "a project"}', b"", b"{", b"\xff\xfe", b"3", b"[" * 100_000, b'{"messages": "\xe9"}',
+    b"9" * 9000,
 ], ids=lambda raw: repr(raw[:9]))  # fmt: skip
-def test_files_that_are_no_conversation(runtime: FakeRuntime, tmp_path: Path, content: bytes) -> None:
+def test_what_is_no_session_is_refused_and_left_alone(runtime: FakeRuntime, tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
-    result = chat(runtime, turns=f"/load {path}\none\n")
-    (line,) = error_lines(result)
-    assert "saved conversation" in line or "not UTF-8" in line
-    assert said(runtime) == ["one"]
+    result = chat(runtime, "--session", str(path), turns="one\n")
+    assert result.exit_code == 2 and not runtime.loads
+    loaded = chat(runtime, "--session", str(tmp_path / "chat"), turns=f"/load {path}\none\n")
+    for line in (error_lines(result)[0], *error_lines(loaded)):
+        assert "saved conversation" in line or "not UTF-8" in line
+    assert said(runtime) == ["one"] and path.read_bytes() == content
 
 
 def test_a_line_that_is_not_text_is_named_and_skipped(runtime: FakeRuntime) -> None:
