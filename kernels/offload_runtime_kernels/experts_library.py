@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
-from offload_runtime_kernels.experts_triton import FEW_TOKENS, PROMPT_TILE, Routes, expert_rows_triton, gated_in_fp32
+from offload_runtime_kernels.experts_triton import FEW_TOKENS, ExpertTile, Routes, expert_rows_triton, gated_in_fp32
 from offload_runtime_kernels.gguf_blocks import FORMATS, KIND_DTYPES, decode_half, load_tile, units_at
 from offload_runtime_kernels.linear import has_bits_of_rule
 from offload_runtime_kernels.scaled_rows import STEP, ScaledFormat, ScaledRow, decoded_half, shared_words_at
@@ -38,6 +38,7 @@ _MOST_HEIGHT = 1024  # of more rows of an expert a group has the first ones
 _MATRIX_BYTES, _ROW_BYTES = 128 << 20, 64 << 20
 _TOKENS_TOGETHER = 1024  # of those experts that are left to the kernels, which takes memory by the token
 _DECODED_ROWS, _COLUMNS_TOGETHER = 32, 1024
+_COMPARED = ExpertTile(32, 64, 16, 4, 3)  # how the kernel's products in fp32 are cut: larger tiles take more registers
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ def _has_bits_of_kernel(
                 matrices, data=some.flatten(1).view(torch.uint8), encoding="F32", rows=some.shape[1], columns=columns
             )
             expected = spare[: num_items * height * stored.rows].view(num_items, height, -1)
-            routes.product(rows.view(-1, columns), stored, None, None, expected, tile=PROMPT_TILE)
+            routes.product(rows.view(-1, columns), stored, None, None, expected, tile=_COMPARED)
             if not torch.equal(out[:, :, start : start + together], expected):
                 return False
         return True

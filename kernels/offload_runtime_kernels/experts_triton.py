@@ -70,7 +70,6 @@ _TILES = {
     0: ExpertTile(1, 32, 32, 1, 4), 1: ExpertTile(2, 32, 16, 1, 6), 8: ExpertTile(8, 128, 16, 4, 3),
     64: ExpertTile(32, 128, 16, 4, 3), sys.maxsize: ExpertTile(64, 128, 16, 4, 3),
 }  # fmt: skip
-PROMPT_TILE = _TILES[sys.maxsize]
 _BLOCK_TILES = {
     0: ExpertTile(1, 32, 64, 1, 3), 1: ExpertTile(2, 32, 64, 1, 3), 2: ExpertTile(2, 32, 64, 1, 3),
     8: ExpertTile(8, 128, 16, 4, 2), 64: ExpertTile(16, 128, 16, 4, 2), sys.maxsize: ExpertTile(32, 128, 16, 4, 2),
