@@ -46,18 +46,14 @@ def measure(case: Case, *, bytes_gbps: float, matmul_flops: float) -> dict[str, 
     def reference() -> object:
         return case.reference(next(reference_turn) % case.num_inputs)
 
-    if case.kernel_in_graph:
-        kernel_ms = percentiles(graph_times_ms(kernel, calls=case.num_inputs, repeats=20))
-    else:
-        kernel_ms = percentiles(event_times_ms(kernel, repeats=20, warmups=case.num_inputs))
+    kernel_ms = percentiles(graph_times_ms(kernel, calls=case.num_inputs, repeats=20))
     if case.reference_in_graph:
         reference_ms = percentiles(graph_times_ms(reference, calls=2, repeats=10))
     else:
         reference_ms = percentiles(event_times_ms(reference, repeats=10))
     return {
         **case.configuration, "triton_ms": kernel_ms, "reference_ms": reference_ms,
-        "kernel_in_graph": case.kernel_in_graph, "reference_in_graph": case.reference_in_graph,
-        "moved_bytes": case.moved_bytes,
+        "reference_in_graph": case.reference_in_graph, "moved_bytes": case.moved_bytes,
         **(decoding_rates(case, kernel_ms["median"] / 1e3) if case.stored_bytes else {}), "bound_ms": bound_ms,
         "share_of_bound": bound_ms / kernel_ms["median"],
     }  # fmt: skip

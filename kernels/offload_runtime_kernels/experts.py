@@ -21,7 +21,7 @@ from functools import partial
 
 import torch
 
-from offload_runtime_kernels.experts_library import LIBRARY_ROWS, expert_rows_library
+from offload_runtime_kernels.experts_decoded import DECODED_ROWS, expert_rows_decoded
 from offload_runtime_kernels.experts_triton import (
     EXP_RANGE,
     EXP_TERMS,
@@ -236,8 +236,7 @@ def expert_rows(
     out: torch.Tensor, buffers: torch.Tensor | None = None, gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None, scratch: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write what each chosen expert makes of its row, rounded to the dtype of x; enqueued on the current stream, which
-    it waits for once where the library multiplies.
+    """Write what each chosen expert makes of its row, rounded to the dtype of x; enqueued on the current stream.
 
     Args:
         x: [N, H], contiguous.
@@ -250,17 +249,16 @@ def expert_rows(
             all lie at the expert's number.
         gate_up_bias: [E, 2I] by the expert's number, gates and ups in turn, in the dtype of x, or None.
         down_bias: [E, H] or None.
-        scratch: uint8 of `library_scratch_bytes`, on a GPU: where experts of many rows are multiplied by the library,
-            unless a graph is captured; what shares it is enqueued on the same stream. None: they never are.
+        scratch: uint8 of `decoding_bytes`, on a GPU: where experts of many rows are decoded; what shares it is enqueued
+            on the same stream. None: they are decoded on the way.
     """
     assert x.is_contiguous() and choices.is_contiguous() and choices.dtype == torch.int64
     assert (gate_up.rows, gate_up.columns) == (2 * shape.inner, shape.hidden)
     assert (down.rows, down.columns) == (shape.hidden, shape.inner)
     assert out.shape == (*choices.shape, shape.hidden) and out.dtype == x.dtype and out.is_contiguous()
     run: Callable[..., None] = expert_rows_triton if x.is_cuda else expert_rows_reference
-    many = choices.numel() >= LIBRARY_ROWS * shape.num_experts
-    if scratch is not None and many and not torch.cuda.is_current_stream_capturing():
-        run = partial(expert_rows_library, scratch=scratch)
+    if scratch is not None and choices.numel() > DECODED_ROWS * shape.num_experts:
+        run = partial(expert_rows_decoded, scratch=scratch)
     run(x, choices, gate_up, down, shape, buffers=buffers, gate_up_bias=gate_up_bias, down_bias=down_bias, out=out)
 
 

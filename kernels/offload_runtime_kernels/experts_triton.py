@@ -103,7 +103,7 @@ def exponential(x):
 
 
 @jit
-def gated_in_fp32(gate, up, DTYPE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+def _gated(gate, up, DTYPE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
     if LIMIT is None:
         h = tl.div_rn(gate, 1.0 + exponential(-gate)).to(DTYPE).to(tl.float32) * up
     else:
@@ -137,19 +137,21 @@ def _sort_kernel(
         start += tl.sum(own)
 
 
-@jit(do_not_specialize=("num_tokens",))
+@jit(do_not_specialize=("num_tokens", "first_expert"))
 def _expert_kernel(
-    x_ptr, choices_ptr, order_ptr, starts_ptr, pool_ptr, buffers_ptr, bias_ptr, out_ptr, num_tokens, buffer_stride,
+    x_ptr, choices_ptr, order_ptr, starts_ptr, pool_ptr, buffers_ptr, bias_ptr, out_ptr, num_tokens, first_expert,
+    buffer_stride,
     HEIGHT: tl.constexpr, K: tl.constexpr, NUM_CHOSEN: tl.constexpr, CHOICE_BLOCK: tl.constexpr,
     ROWS_OF_X: tl.constexpr, FEW: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, HAS_BUFFERS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     LIMIT: tl.constexpr, ALPHA: tl.constexpr, FORM: tl.constexpr, ROW: tl.constexpr, BLOCKS: tl.constexpr,
-    ROW_BYTES: tl.constexpr, OVERLAP: tl.constexpr,
+    ROW_BYTES: tl.constexpr, GROUPED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows of x, one for every `ROWS_OF_X` rows, with some rows of their experts' matrices: blocks of a
     format, rows of numbers, or, without either, elements.
 
-    `FEW` is 1 for one token, `FEW_TOKENS` for few, and 0 for many."""
+    `FEW` is 1 for one token, `FEW_TOKENS` for few, and 0 for many; of these a group of experts, from the first one on,
+    may have been brought to one place."""
     if OVERLAP:
         gdc_wait()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -171,13 +173,15 @@ def _expert_kernel(
             earlier = tl.sum(tl.where(token < own // NUM_CHOSEN, has, 0))
             count = tl.where(earlier == 0, tl.sum(has), 0)
     else:
-        expert = tl.program_id(2)
+        expert = first_expert + tl.program_id(2)
         start = tl.load(starts_ptr + expert)
         count = tl.load(starts_ptr + expert + 1) - start
     buffer = expert
     if HAS_BUFFERS:
         buffer = tl.load(buffers_ptr + expert)
         count = tl.where(buffer < 0, 0, count)
+    if GROUPED:
+        buffer = tl.program_id(2)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     # A gate and its up are neighbours in the tile and among biases. What lies behind the last row reads that row and
     # stores nothing.
@@ -214,7 +218,7 @@ def _expert_kernel(
         y = sums.to(dtype)
         if GATED:
             gate, up = tl.split(tl.reshape(y.to(tl.float32), [ROWS, BLOCK // 2, 2]))
-            y = gated_in_fp32(gate, up, dtype, LIMIT, ALPHA).to(dtype)
+            y = _gated(gate, up, dtype, LIMIT, ALPHA).to(dtype)
             width = HEIGHT // 2
             place = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
         else:
@@ -271,8 +275,10 @@ class Routes:
     def product(
         self, x: torch.Tensor, matrices: StoredMatrices, buffers: torch.Tensor | None, bias: torch.Tensor | None,
         out: torch.Tensor, *, gated: ExpertShape | None = None, tile: ExpertTile | None = None,
+        first: int | None = None,
     ) -> None:  # fmt: skip
-        """Write [N k, rows] of x, a row of a token or of a choice; or [N k, rows / 2], `gated` as a shape says."""
+        """Write [N k, rows] of x, a row of a token or of a choice; or [N k, rows / 2], `gated` as a shape says. With
+        `first` those of some of the experts: `matrices` are theirs, one after the other, from that number on."""
         (tokens, num_chosen), how, height, row, form = self.choices.shape, matrices.encoding, matrices.rows, None, None
         pool = matrices.data
         if isinstance(how, ScaledFormat):
@@ -285,17 +291,19 @@ class Routes:
         num_rows, few = tokens * num_chosen, tokens <= FEW_TOKENS
         due = triton.cdiv(num_rows, self.num_experts * tile.rows)  # tiles, if all experts have as many rows
         tiles = 1 if few else min(4 * due, triton.cdiv(tokens, tile.rows))
-        grid = (tiles, triton.cdiv(height, tile.block), num_rows if few else self.num_experts)
+        experts = num_rows if few else self.num_experts if first is None else len(pool)
+        grid = (tiles, triton.cdiv(height, tile.block), experts)
         # Triton wants a pointer for every argument; an unused one may point anywhere.
         _expert_kernel[grid](
             x, self.choices, self.order, self.starts, pool, x if buffers is None else buffers,
-            x if bias is None else bias, out, tokens, pool.stride(0),
+            x if bias is None else bias, out, tokens, first or 0, pool.stride(0),
             HEIGHT=height, K=matrices.columns, NUM_CHOSEN=num_chosen, CHOICE_BLOCK=triton.next_power_of_2(num_chosen),
             ROWS_OF_X=num_rows // len(x), FEW=0 if not few else FEW_TOKENS if tokens > 1 else 1, ROWS=tile.rows,
             BLOCK=tile.block, BLOCK_K=tile.block_k, STAGES=tile.num_stages, HAS_BUFFERS=buffers is not None,
             HAS_BIAS=bias is not None, GATED=gated is not None, LIMIT=gated and gated.limit,
             ALPHA=gated.alpha if gated else 0.0, FORM=form, ROW=row, BLOCKS=form and form.num_blocks(matrices.columns),
-            ROW_BYTES=matrices.row_bytes, num_warps=tile.num_warps, enable_fp_fusion=True, **overlap_options(x.device),
+            ROW_BYTES=matrices.row_bytes, GROUPED=first is not None, num_warps=tile.num_warps, enable_fp_fusion=True,
+            **overlap_options(x.device),
         )  # fmt: skip
 
 

@@ -12,7 +12,6 @@ are multiplied by the library in slices of `LIBRARY_ROWS`, where that gives the 
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -260,43 +259,32 @@ def linear_reference(
 
 
 _by_rule = {"cuda": linear_triton, "cpu": linear_reference}
-# By what the library is asked for, and what a program lets it do then: whether it has the bits of the rule.
+# By height, device, dtype, shape, what is fused, and what a program allows the library: whether it has the bits of the
+# rule.
 _agrees: dict[tuple[object, ...], bool] = {}
-
-
-def has_bits_of_rule(product: tuple[object, ...], agrees: Callable[[], bool]) -> bool:
-    """Whether the library has the rule's bits in a product that the key says all about, which the first one finds.
-
-    What a program lets products be computed in (TF32 of fp32, less than fp32 of 16 bits) may change at any time: every
-    setting is a key of its own.
-    """
-    allowed = torch.backends.cuda.matmul
-    key = (
-        *product, allowed.fp32_precision, allowed.allow_fp16_accumulation,
-        allowed.allow_fp16_reduced_precision_reduction, allowed.allow_bf16_reduced_precision_reduction,
-    )  # fmt: skip
-    if key not in _agrees:
-        _agrees[key] = agrees()
-    return _agrees[key]
 
 
 def library_agrees(num_rows: int, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: Activation | None) -> bool:
     """Whether the library's product of `num_rows` rows with a matrix of this shape has the bits of the rule.
 
-    Found the first time by comparing the two on heavy-tailed rows, which waits for the device.
+    Found the first time by comparing the two on heavy-tailed rows, which waits for the device. What a program lets
+    products be computed in (TF32 of fp32, less than fp32 of 16 bits) may change at any time: every setting is compared.
     """
-    device, (m, k) = weight.device, weight.shape
-
-    def agrees() -> bool:
+    device, (m, k), allowed = weight.device, weight.shape, torch.backends.cuda.matmul
+    key = (
+        num_rows, device, weight.dtype, m, k, bias is not None, gated, allowed.fp32_precision,
+        allowed.allow_fp16_accumulation, allowed.allow_fp16_reduced_precision_reduction,
+        allowed.allow_bf16_reduced_precision_reduction,
+    )  # fmt: skip
+    if key not in _agrees:
         generator = torch.Generator().manual_seed(0)
         magnitude = torch.randn(num_rows, k, generator=generator).exp()
         x = (magnitude * torch.randn(num_rows, k, generator=generator)).to(device, weight.dtype)
         outs = [x.new_empty(num_rows, m // 2 if gated else m) for _ in range(2)]
         linear_library(x, weight, outs[0], bias=bias, gated=gated)
         _by_rule[device.type](x, weight, outs[1], bias=bias, gated=gated)
-        return torch.equal(*outs)
-
-    return has_bits_of_rule((num_rows, device, weight.dtype, m, k, bias is not None, gated), agrees)
+        _agrees[key] = torch.equal(*outs)
+    return _agrees[key]
 
 
 def linear(

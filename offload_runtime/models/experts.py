@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from offload_runtime_kernels.experts import ExpertShape, combine_experts, expert_rows
 from offload_runtime_kernels.experts_cpu import ExpertsLibrary, HostExperts, HostMatrix
-from offload_runtime_kernels.experts_library import library_scratch_bytes
+from offload_runtime_kernels.experts_decoded import decoding_bytes
 from offload_runtime_kernels.router import Scores, choose_experts
 
 from offload_runtime.models.layers import (
@@ -94,10 +94,10 @@ class Experts:
         hidden, of_shared = self.expert.hidden_size, self.shared.mlp.row_elements if self.shared else 0
         return 2 * self.num_experts + self.chosen * (10 + hidden) + 3 * hidden + of_shared
 
-    def scratch_bytes(self, rows: int) -> int:
-        """Bytes of a GPU's memory where passes of up to so many rows decode experts, for the library to multiply with;
-        0 where kernels that decode on the way are faster."""
-        return library_scratch_bytes(self._shape, rows, self.chosen)
+    def scratch_bytes(self, rows: int, element_bytes: int) -> int:
+        """Bytes of a GPU's memory where passes of up to so many rows decode experts first, to elements of so many
+        bytes; 0 where kernels that decode on the way are faster."""
+        return decoding_bytes(self._shape, rows, self.chosen, element_bytes)
 
     def tensors(self) -> Iterator[Tensor]:
         """`router` [E, H] and its `correction` [E]; of each expert `gate_up` [2I, H], the gate first, and `down`

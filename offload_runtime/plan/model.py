@@ -256,12 +256,13 @@ class ModelPlan:
 
     @cached_property
     def expert_scratch_bytes(self) -> int:
-        """Where prompts have experts of its layers decoded. The host waits there for a card, and could meanwhile give
-        another one nothing to do: of several cards none decodes any."""
+        """Where prompts have experts of its layers decoded. Over several cards pieces go through experts one by one,
+        which have too few rows of each."""
         if len(self.placements) > 1 or len(self.layers) < self.config.num_layers:
             return 0
         tokens, mixers = min(self.most_expert_tokens, self.context_tokens), {layer.mlp for layer in self.config.layers}
-        return max((one.scratch_bytes(tokens) for one in mixers if isinstance(one, Experts)), default=0)
+        experts = (one for one in mixers if isinstance(one, Experts))
+        return max((one.scratch_bytes(tokens, self.dtype.itemsize) for one in experts), default=0)
 
     @property
     def expert_tokens(self) -> int:

@@ -31,7 +31,7 @@ from offload_runtime_kernels.attention_triton import attention_triton
 from offload_runtime_kernels.coded_bf16 import CodedRow
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, row_bytes
-from offload_runtime_kernels.experts_library import decode_experts
+from offload_runtime_kernels.experts_decoded import decode_experts
 from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
@@ -151,10 +151,10 @@ def route(tokens: int, shape: ExpertShape, choices: int, kind: str | ScaledForma
 
 
 def decode(shape: ExpertShape, kind: str | ScaledFormat) -> None:
-    """Matrices of experts, for products by the library."""
+    """Matrices of experts, for products with elements."""
     rows, columns = 2 * shape.inner, shape.hidden
     stored = StoredMatrices(ints(1, rows * row_bytes(kind, columns), dtype=torch.uint8), kind, rows, columns)
-    decode_experts(stored, torch.empty(1, dtype=BF16), ints(1, 4), 0, 0, torch.empty(1, rows, columns))
+    decode_experts(stored, ints(1), ints(2), 0, torch.empty(1, rows, columns, dtype=BF16))
 
 
 def expert_calls() -> Iterator[tuple[str, Call]]:

@@ -25,8 +25,7 @@ class Case:
     moved_bytes: int
     operations: int = 0
     fp32: bool = False  # whether these are multiply-adds in fp32, and not in bf16
-    kernel_in_graph: bool = True  # False where it waits for the device, which a graph cannot hold; likewise
-    reference_in_graph: bool = True
+    reference_in_graph: bool = True  # False where the reference waits for the device, which a graph cannot hold
     stored_bytes: int = 0  # of what is decoded, where that is told by the second
     over_link: bool = False  # whether what moves comes over the link, and not within the device's memory
     close: Callable[[], None] | None = None  # gives back what the garbage collector does not

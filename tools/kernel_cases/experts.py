@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from kernel_cases.case import DEVICE, Case, Cases, random_bf16
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, combine_experts, experts
 from offload_runtime_kernels.experts_cpu import random_rows
-from offload_runtime_kernels.experts_library import LibraryCut, expert_rows_library
+from offload_runtime_kernels.experts_decoded import expert_rows_decoded
 from offload_runtime_kernels.router import choose_experts
 from offload_runtime_kernels.scaled_rows import ScaledFormat
 
@@ -33,7 +33,6 @@ MODELS: dict[str, tuple[ExpertShape, int, tuple[str | ScaledFormat, str | Scaled
     "Qwen3-30B-A3B in bf16": (QWEN3, 8, ("BF16", "BF16")),
 }
 ROWS = (1, 4, 8, 16, 64, 1024, 2048, 8192)
-MATRIX_MIB = (32, 64, 128, 256)  # of decoded matrices that the library multiplies with at a time
 _INPUTS = 8  # choices of their own, of experts that caches do not hold
 
 
@@ -80,13 +79,13 @@ class Layer:
             self.x, self.choices[index], self.weights[index], self.gate_up, self.down, shape, **self.biases
         )  # fmt: skip
 
-    def by_library(self, index: int, cut: LibraryCut, scratch: torch.Tensor, *, compares: bool = True) -> torch.Tensor:
-        """The same, where the library multiplies all experts."""
+    def by_decoded(self, index: int, scratch: torch.Tensor) -> torch.Tensor:
+        """The same, where experts are decoded first."""
         shape = MODELS[self.model][0]
         y = self.x.new_empty(*self.choices[index].shape, shape.hidden)
-        expert_rows_library(
-            self.x, self.choices[index], self.gate_up, self.down, shape, out=y, buffers=None, scratch=scratch, cut=cut,
-            fewest_rows=1, compares=compares, **self.biases,
+        expert_rows_decoded(
+            self.x, self.choices[index], self.gate_up, self.down, shape, out=y, buffers=None, scratch=scratch,
+            **self.biases,
         )  # fmt: skip
         return combine_experts(y, self.weights[index])
 
@@ -125,17 +124,13 @@ def make_experts(model: str, rows: int) -> Case:
     return layer.case(layer.by_kernels, configuration={}, reference=layer.by_expert, reference_in_graph=False)
 
 
-def make_library(model: str, rows: int, matrix_mib: int) -> Case:
-    """The same by the library, all experts of them, with so much memory for decoded matrices; the reference is our
-    kernels. `bits` says whether the library alone has theirs: if not, some or all are done by these, whatever it says.
-    """
-    layer, shape = Layer.of(model, rows), MODELS[model][0]
-    cut = LibraryCut.of(shape, matrix_bytes=matrix_mib << 20)
-    scratch = torch.empty(cut.nbytes, dtype=torch.uint8, device=DEVICE)
-    bits = torch.equal(layer.by_library(0, cut, scratch, compares=False), layer.by_kernels(0))
+def make_decoded(model: str, rows: int, mib: int) -> Case:
+    """The same where they are decoded first, into so much memory; the reference is kernels that decode on the way."""
+    layer, scratch = Layer.of(model, rows), torch.empty(mib << 20, dtype=torch.uint8, device=DEVICE)
+    bits = torch.equal(layer.by_decoded(0, scratch), layer.by_kernels(0))
     return layer.case(
-        lambda index: layer.by_library(index, cut, scratch), kernel_in_graph=False, reference=layer.by_kernels,
-        configuration={"library": f"{matrix_mib} MiB", "scratch_mb": round(cut.nbytes / 1e6), "bits": bits},
+        partial(layer.by_decoded, scratch=scratch), reference=layer.by_kernels,
+        configuration={"decoded": f"{mib} MiB", "same bits": bits},
     )  # fmt: skip
 
 
@@ -158,11 +153,11 @@ def make_router(rows: int) -> Case:
 
 CASES: Cases = {
     "experts": [partial(make_experts, model, rows) for model in MODELS for rows in ROWS],
-    "experts_library": [
-        partial(make_library, model, rows, mib)
+    "experts_decoded": [
+        partial(make_decoded, model, rows, mib)
         for model in MODELS
-        for rows in (1024, 2048, 8192)
-        for mib in (MATRIX_MIB if rows == 8192 else (128,))
+        if "bf16" not in model
+        for rows, mib in ((512, 256), (1024, 256), (2048, 256), (8192, 64), (8192, 256))
     ],
     "router": [partial(make_router, rows) for rows in (1, 16, 8192)],
 }
