@@ -19,6 +19,7 @@ from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.plan.cost import prefill_time
 from offload_runtime.plan.report import forecast
 from offload_runtime.plan.search import plan_run
+from offload_runtime.runners.model_runner import HiddenTaps
 from offload_runtime.sizes import parse_bytes
 from offload_runtime.weights.checkpoint import DescribedModel
 from offload_runtime.weights.expert_hits import note_hits
@@ -168,20 +169,40 @@ def test_the_cpu_takes_what_keeps_it_busy_as_long_as_the_link(family: str, tmp_p
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-def test_pieces_of_prompts_go_through_experts_together(mixture: Path) -> None:
-    found, brought = list[torch.Tensor](), list[int]()
-    for tokens in (0, 8, 1024):
-        made = make_runner(open_checkpoint(mixture), pool_buffers=CHOSEN, chunk_tokens=4)
-        made.runner.expert_tokens = tokens
-        rows = [prefill(made.runner, 0, PROMPTS[2])]
+@pytest.mark.parametrize(
+    ("family", "dtype", "options"),
+    [
+        ("qwen3_moe", torch.float32, {"pool_buffers": CHOSEN}),
+        ("gpt_oss", torch.bfloat16, {"pool_buffers": COUNT, "buffers": 2}),  # windows that slide, layers that stream
+        ("qwen3_next", torch.bfloat16, {}),  # states, and pieces that end where these are kept
+    ],
+)  # fmt: skip
+def test_pieces_of_prompts_go_through_experts_together(
+    family: str, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Bit for bit as one by one, with what a head reads; on a CPU, too, in these dtypes."""
+    family_model(family, 1, **SPARSE, num_local_experts=COUNT).save_pretrained(tmp_path)
+    source, found, brought = open_checkpoint(tmp_path), list[torch.Tensor](), list[int]()
+
+    def tap(number: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x if number == 0 else out + x)
+
+    taps = HiddenTaps((1, 2), source.config().hidden_size, tap)
+    for tokens in (0, 32, 1024):
+        made = make_runner(source, chunk_tokens=16, dtype=dtype, **options)
+        made.runner.expert_tokens, made.runner.taps = tokens, taps
+        batches = [Batch(prompts={0: PROMPTS[1]})]
+        batches.append(Batch({0: TokenTree((7, 8, 9), (-1, 0, 0))}, prompts={1: PROMPTS[2][:21], 2: PROMPTS[0]}))
+        batches += [Batch(prompts={1: PROMPTS[2][21:]}), Batch({slot: TokenTree((5, 6)) for slot in range(3)})]
+        with torch.inference_mode():
+            for batch in batches:
+                made.runner.forward(batch)
         brought.append(made.runner.streamer.bytes_begun)
-        mixed = Batch({0: TokenTree((7, 8, 9), (-1, 0, 0))}, prompts={1: PROMPTS[1][:12], 2: PROMPTS[0]})
-        rows.append(made.runner.forward(mixed).logits)
-        rows.append(verify(made.runner, {slot: TokenTree((5, 6)) for slot in range(3)}))
-        found.append(torch.cat(rows))
+        kept = [hidden for batch in batches for parts in batch.hidden.values() for hidden in parts]
+        found.append(torch.cat([*(batch.logits.flatten() for batch in batches), *(one.flatten() for one in kept)]))
         made.close()
     assert all(torch.equal(one, found[0]) for one in found)
-    assert brought[0] > brought[1] > brought[2]
+    assert brought[0] > brought[1] > brought[2] or options.get("pool_buffers") != CHOSEN
 
 
 def test_an_answer_that_breaks_off_leaves_the_pool_fit(mixture: Path, expected: list[list[int]]) -> None:
@@ -313,6 +334,18 @@ def test_plans_tell_what_the_pool_leaves_to_bring() -> None:
     for mixed, words in (({}, ""), (kinds, ", those of 1 layer in bf16 and not as they are stored")):
         plan = plan_run(replace(request, target=DescribedModel(config, torch.bfloat16, kinds=mixed)), machine)
         assert plan.target.experts_in_words == f"all 768 experts on the device{words}"
+
+
+def test_plans_have_memory_where_experts_of_long_prompts_are_decoded() -> None:
+    """Those that are elements never are."""
+    settings = json.loads(family_config("mixtral", 0).to_json_string())
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_local_experts": 64, "max_position_embeddings": 8192}
+    config = model_config_from_json({**settings, **sizes}, "config.json")
+    kinds = {name: "Q8_0" for name in checkpoint_tensors(config) if ".experts." in name}
+    for mixed, context in ((kinds, 8192), (kinds, 256), ({}, 8192)):
+        target = DescribedModel(config, torch.bfloat16, kinds=mixed)
+        plan = plan_run(RuntimeConfig(target, context=context, draft="none", kv="gpu"), made_up_machine())
+        assert (plan.device["decoded matrices"] > 200e6) == (bool(mixed) and context == 8192)
 
 
 def test_a_pool_finds_about_what_its_plan_expects(mixture: Path) -> None:

@@ -89,10 +89,12 @@ class Experts:
 
     @property
     def prompt_row_elements(self) -> int:
-        """The same of a row of a prompt where the library multiplies, which needs memory by groups of experts: logits,
-        numbers and weights, what comes of each expert, and what is normed, summed and shared."""
+        """Elements that a GPU's kernels write of a row, where so many go through experts together that what other ways
+        take would be too much: logits, numbers and weights, of each expert the product of gate and up and what comes of
+        it, and what is normed, summed and shared."""
         hidden, of_shared = self.expert.hidden_size, self.shared.mlp.row_elements if self.shared else 0
-        return 2 * self.num_experts + self.chosen * (10 + hidden) + 3 * hidden + of_shared
+        of_each = 10 + self.expert.intermediate_size + hidden
+        return 2 * self.num_experts + self.chosen * of_each + 3 * hidden + of_shared
 
     def scratch_bytes(self, rows: int, element_bytes: int) -> int:
         """Bytes of a GPU's memory where passes of up to so many rows decode experts first, to elements of so many

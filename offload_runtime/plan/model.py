@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS
+from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS, KIND_DTYPES
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.cache import delta, host_io
@@ -255,19 +255,25 @@ class ModelPlan:
         return (self.num_experts if buffers is None else buffers) * self.expert_bytes
 
     @cached_property
-    def expert_scratch_bytes(self) -> int:
-        """Where prompts have experts of its layers decoded. Over several cards pieces go through experts one by one,
-        which have too few rows of each."""
+    def _decoded_experts_bytes(self) -> int:
+        """Where prompts that go through experts together would have some decoded; 0 where that is not worth it. Over
+        several cards pieces go through experts one by one, which have too few rows of each."""
         if len(self.placements) > 1 or len(self.layers) < self.config.num_layers:
             return 0
         tokens, mixers = min(self.most_expert_tokens, self.context_tokens), {layer.mlp for layer in self.config.layers}
         experts = (one for one in mixers if isinstance(one, Experts))
         return max((one.scratch_bytes(tokens, self.dtype.itemsize) for one in experts), default=0)
 
+    @cached_property
+    def expert_scratch_bytes(self) -> int:
+        """Where prompts have experts of its layers decoded, unless all are elements."""
+        stored = {place.encoding for one in self.layout.experts.values() for place in one.places.values()}
+        return self._decoded_experts_bytes if stored - KIND_DTYPES.keys() else 0
+
     @property
     def expert_tokens(self) -> int:
         """Tokens of prompts that go through experts together, where that is worth it; 0: pieces do one by one."""
-        return self.most_expert_tokens if self.expert_scratch_bytes else 0
+        return self.most_expert_tokens if self._decoded_experts_bytes else 0
 
     @property
     def pool_share(self) -> float:

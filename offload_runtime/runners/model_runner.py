@@ -42,8 +42,8 @@ OnLayer = Callable[[int, int], None]  # called with (layers done, layers) as the
 # By kind of device: prompts are worked on in pieces of so many tokens, which bounds the activations and changes no bit.
 PREFILL_CHUNK_TOKENS = {"cuda": 1024, "cpu": 256}
 # Likewise pieces that go through a layer's experts together, once each has been attended to. Of 128 experts, of which a
-# token chooses four, one has 32 rows of 1024 tokens, and 256 of these: enough for a library to multiply them, which
-# decodes them first. 0: each by itself.
+# token chooses four, one has 32 rows of 1024 tokens, and 256 of these: enough that decoding it first pays. 0: each by
+# itself.
 EXPERT_CHUNK_TOKENS = {"cuda": 8192, "cpu": 0}
 # Rows of passes that cut products in all ways: those of experts are others for one token, and for two.
 WARM_UP_ROWS = (1, 2, *TILE_ROWS)
@@ -76,10 +76,11 @@ def workspace_bytes(
         has_head: Whether logits are made here.
         mixes: Whether a pass reads several prompts besides windows.
     """
-    tokens = rows + most_prompt_tokens(chunk_tokens, context_tokens) if mixes else context_tokens
+    of_prompts = most_prompt_tokens(chunk_tokens, context_tokens) if mixes else context_tokens
+    tokens = of_prompts + (rows if mixes else 0)
     residual = tokens * config.hidden_size
     chunk = max(min(chunk_tokens, context_tokens), rows) * config.row_elements
-    more_tokens = min(expert_tokens, context_tokens) - min(chunk_tokens, context_tokens)
+    more_tokens = min(expert_tokens, of_prompts) - min(chunk_tokens, context_tokens)
     of_experts = max(0, more_tokens) * config.prompt_row_elements
     angles = 4 * tokens * config.num_angles * 4  # cos, sin and their making, fp32
     # fp32 copies while sampling with filters
