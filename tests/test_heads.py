@@ -241,7 +241,7 @@ def test_an_mtp_layer_takes_what_it_does_not_share(tmp_path: Path) -> None:
     fc_bytes, lm_head_bytes = 2 * size * size * 2, plan.target.layout.head.total_bytes
     assert 0 <= plan.device["draft weights"] - layer_bytes - fc_bytes < 1 << 20
     assert plan.device["draft KV cache"] == draft.kv_bytes_of((0,), 8192)
-    assert plan.device["hidden states for the draft"] < 1 << 21, "those of a prompt are where its rows were"
+    assert plan.device["hidden states for the draft"] < 1 << 23, "those of a prompt are where its rows were"
     read_s = (layer_bytes + fc_bytes + lm_head_bytes) / (CARD.require_gpu().hbm_gbps or 0) / GB
     assert 1 < forecast(plan, CARD).draft_step_s / read_s < 1.4
     said = CliRunner().invoke(app, _plan(target, "mtp")).stdout

@@ -23,6 +23,7 @@ from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
 from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, hidden_store_rows
 from offload_runtime.runners.model_runner import EXPERT_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, most_prompt_tokens
 from offload_runtime.sizes import format_bytes, format_bytes_up
+from offload_runtime.speculation.ngram import MOST_UNTOLD_TOKENS
 from offload_runtime.speculation.triforce import most_guess_rows, verifier_step_bytes
 from offload_runtime.speculation.window import MOST_LEVELS
 from offload_runtime.stream.device import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
@@ -310,12 +311,14 @@ class RunPlan:
     @property
     def hidden_bytes(self) -> int:
         """What the target's passes keep for a head, of all rows of prompts and windows unless it takes the place of
-        their residual streams, of what was accepted and of rows of graphs, and what of it steps read."""
+        their residual streams, of what was accepted and of rows of graphs, what a head is told of together, which is
+        joined for that, and what of it steps read."""
         draft, target = self.draft, self.target
         if draft is None or draft.head is None:
             return 0
         window_rows = target.batch * target.window_tokens
         rows = window_rows + graphs.CAPTURED_ROWS + hidden_store_rows(target.batch, draft.tree_positions)
+        rows += (target.batch + 1) * MOST_UNTOLD_TOKENS
         if not draft.head.taps_in_place:
             rows += most_prompt_tokens(target.chunk_tokens, target.context_tokens) + window_rows
         return rows * draft.head.width * target.dtype.itemsize

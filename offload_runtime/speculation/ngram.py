@@ -32,7 +32,7 @@ _RATES_AT_FIRST = (0.2, 0.42, 0.5, 0.6, 0.7, 0.77, 0.84, 0.88, 0.92, 0.96, 0.98,
 _TRUST = 20
 LONGEST_MATCH = _MATCHED[-1]  # longer ones are worth no more
 # Tokens of plain steps that a head is told of together: its pass over them takes the host 1 ms, however many they are.
-_MOST_UNTOLD = 256
+MOST_UNTOLD_TOKENS = 256
 # Observations that a running mean looks back on: texts change their nature.
 _MEMORY = 200
 
@@ -316,7 +316,7 @@ class WithNgrams(Drafter):
             self._tell(slot)
         untold = self._untold.setdefault(slot, [])
         untold.append((position, tokens, hidden))
-        if position < self._prompt_tokens.get(slot, 0) or position + len(tokens) - untold[0][0] >= _MOST_UNTOLD:
+        if position < self._prompt_tokens.get(slot, 0) or position + len(tokens) - untold[0][0] >= MOST_UNTOLD_TOKENS:
             self._tell(slot)
 
     def _tell(self, slot: int) -> None:
