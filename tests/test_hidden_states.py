@@ -243,3 +243,60 @@ def test_captured_passes_choose_what_their_logits_say(device: dict[str, Any], pa
             for slot, (tokens, logits) in taken(windows).items():
                 assert tokens == said[slot][0] and same(logits, said[slot][1])
     made.close()
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("params", WAYS[:2], ids=["greedy", "sampled"])
+def test_passes_that_are_launched_ahead_change_nothing(captured_by: ModelRunner, params: SamplingParams) -> None:
+    """Of all that may follow a pass: the one that was launched, one with another token or other sequences, a window, a
+    sequence that was cut, a prompt; and over the end of a block."""
+    sampling = SlotSampling.of(numbered(params, 3), captured_by.rope.device)
+    launched = 0
+
+    def play_plainly(ahead: bool) -> list[object]:
+        nonlocal launched
+        reset(captured_by)
+        read_prompts(captured_by)
+        generator, found, last = random.Random(5), list[object](), [7, 8, 9]
+
+        def step(slots: Sequence[int]) -> None:
+            nonlocal launched
+            batch = captured_by.forward(Batch({slot: TokenTree((last[slot],)) for slot in slots}), sampling)
+            if ahead:
+                captured_by.go_ahead()
+                assert captured_by.captured is not None
+                launched += captured_by.captured.is_ahead
+            assert batch.tokens is not None
+            tokens = [batch.tokens()[first] for first in batch.firsts]
+            found.extend(tokens)
+            for slot, token in zip(slots, tokens, strict=True):
+                last[slot] = token
+                captured_by.cache.commit_path(slot, [0])
+
+        for _ in range(12):
+            for _ in range(generator.randint(1, 5)):
+                step((0, 1, 2))
+            slot = generator.randrange(3)
+            what = generator.randrange(5)
+            if what == 0:
+                last[slot] = 11
+            elif what == 1:
+                step((slot,))
+            elif what == 2:
+                found.append(verify(captured_by, {slot: TokenTree((last[slot], 5, 6))}).clone())
+                captured_by.cache.commit_path(slot, [0, 1])
+            elif what == 3:
+                captured_by.cache.truncate(slot, captured_by.cache.length(slot) - 1)
+            else:
+                captured_by.cache.truncate(slot, 0)
+                prefill(captured_by, slot, random_tokens(20, seed=generator.randrange(100)))
+        return [*found, *kv_of(captured_by)]
+
+    expected = play_plainly(False)
+    captured_by.captured = captured(captured_by)
+    for _ in range(3):  # the third time most of them are replayed
+        for one, other in zip(play_plainly(True), expected, strict=True):
+            assert (
+                same(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else one == other
+            )
+    assert launched > 50

@@ -118,9 +118,9 @@ class StepGraphs:
             torch.cuda.current_stream(self._device).synchronize()
         self._is_running = False
 
-    def fetch(self, words: int) -> None:
-        """Bring so many of the inputs to the device, within a step."""
-        copy_words(self._inputs_pinned[:words], self.inputs[:words])
+    def fetch(self, words: int, first: int = 0) -> None:
+        """Bring so many of what the host has written, from word `first` on, to the device, within a step."""
+        copy_words(self._inputs_pinned[first : first + words], self.inputs[:words])
 
     def show(self, found: torch.Tensor, first: int = 0) -> None:
         """Write a tensor to where the host finds it, from word `first` on, within a step."""
@@ -291,7 +291,7 @@ def captured_pass_bytes(config: ModelConfig, element_bytes: int, batch: int) -> 
     """Return the device bytes of the CUDA graphs of a target's passes over so many sequences, of what they read and
     write, and of what they allocate."""
     rows = CAPTURED_ROWS
-    inputs = 4 * (packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * config.num_angles)
+    inputs = 4 * (2 * packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * (config.num_angles + 1))
     activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
     logits = rows * config.vocab_size * element_bytes
     return step_graph_bytes(config.num_layers) + inputs + logits + activations + batch * config.crossing_bytes

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate, groupby, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -276,7 +277,10 @@ class ModelRunner:
             self.cache.begin_window(slots, widths + lengths, prompts)
         committed = [self.cache.length(slot) for slot in slots]
         batch.firsts = [0, *accumulate([*widths, *(1 for _ in prompts)])][:-1]
-        captured = None if prompts or layers is not None else self.captured
+        captured = self.captured
+        if captured is not None and (prompts or layers is not None):
+            captured.forget()
+            captured = None
         if captured is None or not captured.run(batch, committed, sampling, self.recorder):
             batch.logits = self._logits(batch, committed, layers, alone=alone)
         for slot, length in zip(prompts, lengths, strict=True):
@@ -287,6 +291,13 @@ class ModelRunner:
         if sampling is not None and batch.tokens is None:
             decide(batch, sampling, committed)
         return batch
+
+    def go_ahead(self) -> None:
+        """Enqueue, where that is possible, the plain pass behind the one that is running, which `CapturedPasses` says
+        more about: if the next `forward` is about it, the device has not waited for the host. Of the running pass
+        nothing but tokens may be looked at any more."""
+        if self.captured is not None and self.recorder is None:
+            self.captured.go_ahead()
 
     def _logits(self, batch: Batch, committed: Sequence[int], layers: Layers | None, *, alone: bool) -> torch.Tensor:
         """Return [N, V], a row for each token of the trees and for the last of each prompt, and note what is kept of
@@ -487,11 +498,26 @@ def _of_trees(rows: torch.Tensor, trees: Mapping[int, TokenTree]) -> dict[int, l
     return {slot: [rows[at * width :][: len(tree)]] for at, (slot, tree) in enumerate(trees.items())}
 
 
+class _Launched(NamedTuple):
+    """A captured pass that was enqueued: the rows that it is about, the sampling of its tokens, if there is one, and
+    which half of what the host and graphs exchange it has."""
+
+    slots: list[int]
+    committed: list[int]
+    shape: BatchShape
+    sampling: SlotSampling | None
+    half: int
+
+
 class CapturedPasses:
     """Runs passes over trees of a model that has everything on the device, as CUDA graphs.
 
     Launched one by one, the kernels of a layer take a host longer than a layer of few rows takes the device. Each shape
     of a pass is a graph, and trees are filled up to the next one.
+
+    Behind a pass that chooses one token of each sequence the next one may be launched at once: it finds the tokens on
+    the device, and the host does what it has to between two passes while it runs. The host and two such passes
+    exchange numbers in memory of which each has a half.
 
     Args:
         decoder: The maths.
@@ -508,12 +534,17 @@ class CapturedPasses:
         layers = streamer.resident_layers()
         assert layers is not None, "layers on their way cannot be captured"
         self._layers: Layers = layers
-        words = stream.packed_words(BatchShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0).sizes)
-        self.graphs = StepGraphs(rope.device, input_words=words, output_words=2 * CAPTURED_ROWS)
+        self._words = stream.packed_words(BatchShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0).sizes)
+        self.graphs = StepGraphs(rope.device, input_words=2 * self._words, output_words=4 * CAPTURED_ROWS)
         self._frequencies = RowFrequencies(rope, CAPTURED_ROWS)
         self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
         self._taps = taps
         self._hidden = decoder.final_norm.new_empty(CAPTURED_ROWS, 0 if taps is None else taps.width)
+        self._chosen = torch.zeros(CAPTURED_ROWS, dtype=torch.int32, device=rope.device)  # by the last pass
+        self._done = [torch.cuda.Event() if rope.device.type == "cuda" else None for _ in range(2)]
+        self._last: _Launched | None = None  # the pass that was run last, and the tokens that it has told
+        self._told: list[int] = []
+        self._ahead: _Launched | None = None
 
     def run(
         self, batch: Batch, committed: Sequence[int], sampling: SlotSampling | None, recorder: TraceRecorder | None
@@ -525,34 +556,86 @@ class CapturedPasses:
             Whether it was run: passes of more than `CAPTURED_ROWS`, with those that fill them up, are not captured, and
             neither are those that may choose more experts than have room.
         """
-        trees = [*batch.trees.values()]
+        trees, ahead = [*batch.trees.values()], self._ahead
+        self.forget()
         shape = captured_pass_shape(BatchShape.of(trees, committed), self._cache.max_tokens_with_draft)
         if shape.num_rows > CAPTURED_ROWS or not self._streamer.can_capture(shape.num_rows):
             return False
         self._streamer.begin_pass(shape.num_rows)
         plain = sampling if sampling is not None and sampling.is_plain else None
-        parts = shape.lay_out(trees, committed, batch.slots)
-        words = stream.pack_words(parts)
-        self.graphs.begin()
-        self.graphs.inputs_host[: len(words)] = words
-        self._frequencies.set_rows(parts[1])
-        with recorder.span("all layers", row=COMPUTE, layer=None, streamed=False) if recorder else nullcontext():
-            self.graphs.run((shape, plain), partial(self._pass, shape, plain))
+        wanted = _Launched(batch.slots, [*committed], shape, plain, 0 if ahead is None else ahead.half)
+        if ahead != wanted or self._told != [tree.tokens[0] for tree in trees]:
+            if ahead is not None:
+                wanted = wanted._replace(half=1 - ahead.half)  # what nobody asks for may still be running
+            with recorder.span("all layers", row=COMPUTE, layer=None, streamed=False) if recorder else nullcontext():
+                self._launch(wanted, trees)
+        self._last = wanted
         batch.logits = self._logits
         if self._taps is not None:
             batch.hidden = _of_trees(self._hidden[: shape.num_rows], batch.trees)
         if plain is not None:
             batch.firsts = range(0, shape.num_rows, shape.width)
-            batch.tokens = partial(self._tokens, shape.num_rows)
+            batch.tokens = partial(self._tokens, wanted)
         else:
             batch.logits = torch.cat(_present(self._logits[: shape.num_rows], trees))
         return True
 
+    def go_ahead(self) -> None:
+        """Launch the pass behind the one that was run last, over the tokens that it chooses, which the host need not
+        know yet: if the next one is about these, it has been launched already. What the last one has left on the
+        device, but for its tokens, is overwritten.
+
+        There is nothing to do where it has chosen other tokens than one of each sequence, where the host has to act
+        within passes, where layers with states wait for what is committed, and at the end of a context.
+        """
+        last, cache = self._last, self._cache
+        alone = last is not None and last.sampling is not None and last.shape.width == 1
+        if not alone or not self._streamer.has_all or self._taps is not None or cache.step_tokens is not None:
+            return
+        assert last is not None
+        committed = [count + 1 for count in last.committed]
+        if max(committed) >= min(cache.max_tokens_with_draft, cache.capacity_tokens):
+            return
+        trees = [TokenTree((-1,))] * len(committed)
+        shape = captured_pass_shape(BatchShape.of(trees, committed), cache.max_tokens_with_draft)
+        cache.begin_window(last.slots, [2] * len(committed))
+        self._ahead = last._replace(committed=committed, shape=shape, half=1 - last.half)
+        self._launch(self._ahead, trees)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a pass was launched that nobody has asked for yet."""
+        return self._ahead is not None
+
+    def forget(self) -> None:
+        """What was launched ahead is about nothing: other passes follow."""
+        self._last = self._ahead = None
+
+    def _launch(self, launched: _Launched, trees: Sequence[TokenTree]) -> None:
+        """Enqueue a pass over trees, of which a token -1 is the one that the pass before chooses."""
+        slots, committed, shape, sampling, half = launched
+        parts = shape.lay_out(trees, committed, slots)
+        words = stream.pack_words(parts)
+        self._wait(half)  # the pass that has had it before
+        first = half * self._words
+        self.graphs.inputs_host[first : first + len(words)] = words
+        self._frequencies.set_rows(parts[1])
+        self.graphs.run((shape, sampling, half), partial(self._pass, shape, sampling, half))
+        if (done := self._done[half]) is not None:
+            done.record(torch.cuda.current_stream(self._rope.device))
+
+    def _wait(self, half: int) -> None:
+        if (done := self._done[half]) is not None:
+            done.synchronize()
+
     @torch.inference_mode()
-    def _pass(self, shape: BatchShape, sampling: SlotSampling | None) -> None:
+    def _pass(self, shape: BatchShape, sampling: SlotSampling | None, half: int) -> None:
         """Run the pass; captured: no tensor of the host but those that never move."""
         count = shape.num_rows
-        self.graphs.fetch(stream.packed_words(shape.sizes))
+        self.graphs.fetch(stream.packed_words(shape.sizes), half * self._words)
+        tokens = self.graphs.inputs[:count]
+        if shape.width == 1:
+            tokens.copy_(torch.where(tokens < 0, self._chosen[:count], tokens))
         rows = device_rows(shape, self.graphs.inputs, self._rope, self._frequencies.tensor[:count])
         rows = replace(rows, host_action=self.graphs.host_action)
         taps, hidden = self._taps, self._hidden[:count]
@@ -560,13 +643,17 @@ class CapturedPasses:
         logits = window_pass(self._decoder, self._layers, self._cache, rows, kept)
         self._logits[:count].copy_(logits)
         if sampling is not None:
-            self.graphs.show(sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots))
+            found = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots)
+            if shape.width == 1:
+                self._chosen[:count].copy_(found.clamp_min(0))  # behind NaN there is no token, and nothing follows
+            self.graphs.show(found, half * 2 * CAPTURED_ROWS)
 
-    def _tokens(self, count: int) -> list[int]:
-        """Return those behind the first rows of the pass that was run last. Waits for it."""
-        self.graphs.wait()
-        found: list[int] = self.graphs.outputs_host.view(np.int64)[:count].tolist()
-        return found
+    def _tokens(self, launched: _Launched) -> list[int]:
+        """Return those behind the first rows of a pass. Waits for it."""
+        self._wait(launched.half)
+        first, count = launched.half * CAPTURED_ROWS, launched.shape.num_rows
+        self._told = self.graphs.outputs_host.view(np.int64)[first : first + count].tolist()
+        return self._told
 
 
 def _run_layers(

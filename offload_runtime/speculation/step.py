@@ -299,7 +299,7 @@ class StepWorth:
 def run_step(
     target: ModelRunner, sampling: SlotSampling, drafter: Drafter, texts: Texts, budgets: Budgets, *,
     recorder: TraceRecorder | None = None, logprobs: Mapping[int, int] | None = None,
-    prepared: Collection[int] = (), on_layer: OnLayer | None = None, with_logits: bool = False,
+    prepared: Collection[int] = (), on_layer: OnLayer | None = None, with_logits: bool = False, goes_on: bool = False,
 ) -> dict[int, StepOutput]:  # fmt: skip
     """Propose for all sequences at once, verify all in one pass of the target, and commit for each what agrees.
 
@@ -317,6 +317,7 @@ def run_step(
         prepared: Slots whose prompts the drafter is to `prepare`, as something will be proposed behind them.
         on_layer: As of a `Batch`.
         with_logits: Whether the results have the logits that their tokens were chosen from.
+        goes_on: Whether the next step is likely to be a plain one of the same slots.
 
     Returns:
         For each slot at least one new token: those accepted and the target's next one.
@@ -352,6 +353,8 @@ def run_step(
                 drafter.prepare(slot, texts[slot])
         if prepared or any(proposals.values()):
             _draft_ahead(drafter, batch.logits, recorder)
+        if goes_on and not (logprobs or with_logits or starts or any(proposals.values())):
+            target.go_ahead()
         assert batch.tokens is not None
         samples = batch.tokens()
         for slot, first in zip(batch.slots, batch.firsts, strict=True):
