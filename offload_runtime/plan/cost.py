@@ -46,9 +46,8 @@ _PREFILL_ATTENTION_SHARE = 0.5
 # (64 rows of a 27B on an H200: 0.087 ms a layer) and in prompts (8192 tokens: 4.4 ms). A single row takes as long as
 # one kernel waits for another.
 _WINDOW_DELTA_FLOPS, _PREFILL_DELTA_FLOPS, _DELTA_S = 7e12, 12e12, 28e-6
-# Experts, too: operations a second of a first version of their kernels (1024 rows of gpt-oss' shape on an H200), to be
-# measured anew.
-_EXPERT_FLOPS = 8e12
+# Experts, too: in windows of 1 to 64 rows 3 to 7e12 (gpt-oss-120b in MXFP4, Qwen3-30B in Q4_K_M on an H200).
+_WINDOW_EXPERT_FLOPS, _PREFILL_EXPERT_FLOPS = 5e12, 35e12
 # Queries of a KV head are worked on in tiles of so many rows.
 _ATTENTION_TILE_ROWS = 16
 # A streamed 7B pass: 21.5 ms of host work for 32 layers of 9 launches, 33.8 ms with 21.
@@ -304,7 +303,8 @@ def _matrix_stages(
         rest = block.without_register_reads if in_registers else block
         arithmetic_s = rest.matrix_elements * element_s
         if block.experts:
-            arithmetic_s += 2 * height * block.experts.chosen * block.experts.block.matrix_elements / _EXPERT_FLOPS
+            products = height * block.experts.chosen * block.experts.block.matrix_elements
+            arithmetic_s += 2 * products / _WINDOW_EXPERT_FLOPS
         stages.append((count, rest.moved_bytes(slices, rows=height) / hbm, arithmetic_s))
         decodings += count * rest.num_decodings
     return stages, decodings
@@ -575,7 +575,9 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
         for layer, count in _kinds(own).items():
             work = _work(layer, prompt_tokens, prompt_tokens)
             around_s = _attention_s(layer, work.attention_operations, flops, in_prompt=True)
-            own_s += count * (work.product_operations / flops + work.expert_operations / _EXPERT_FLOPS + around_s)
+            own_s += count * (
+                work.product_operations / flops + work.expert_operations / _PREFILL_EXPERT_FLOPS + around_s
+            )
         each_s = batch * moved_bytes / _hbm(machine), batch * own_s
         hbm_s, arithmetic_s, compute_s = hbm_s + each_s[0], arithmetic_s + each_s[1], compute_s + max(each_s)
         full_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
