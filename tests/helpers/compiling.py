@@ -31,7 +31,7 @@ from offload_runtime_kernels.attention_triton import attention_triton
 from offload_runtime_kernels.coded_bf16 import CodedRow
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, row_bytes
-from offload_runtime_kernels.experts_decoded import decode_experts
+from offload_runtime_kernels.experts_decoded import decoding_bytes, expert_rows_decoded
 from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
@@ -136,25 +136,21 @@ def linear_calls() -> Iterator[tuple[str, Call]]:
         yield f"linear 128 {m}", partial(linear_triton, x, weight, out, tile=tile, gated="silu")
 
 
-def route(tokens: int, shape: ExpertShape, choices: int, kind: str | ScaledFormat) -> None:
+def route(
+    tokens: int, shape: ExpertShape, choices: int, kind: str | ScaledFormat,
+    run: Callable[..., None] = expert_rows_triton,
+) -> None:  # fmt: skip
     """Experts without biases whose weights are one matrix, of which nothing is read."""
     chosen, y = ints(tokens, choices, dtype=torch.int64), torch.empty(tokens, choices, shape.hidden, dtype=BF16)
     gate_up, down = (
         StoredMatrices(ints(1, rows * row_bytes(kind, columns), dtype=torch.uint8), kind, rows, columns)
         for rows, columns in ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))
     )
-    expert_rows_triton(
+    run(
         torch.empty(tokens, shape.hidden, dtype=BF16), chosen, gate_up, down, shape, buffers=ints(shape.num_experts),
         gate_up_bias=None, down_bias=None, out=y,
     )  # fmt: skip
     combine_experts_triton(y, torch.empty(tokens, choices))
-
-
-def decode(shape: ExpertShape, kind: str | ScaledFormat) -> None:
-    """Matrices of experts, for products with elements."""
-    rows, columns = 2 * shape.inner, shape.hidden
-    stored = StoredMatrices(ints(1, rows * row_bytes(kind, columns), dtype=torch.uint8), kind, rows, columns)
-    decode_experts(stored, ints(1), ints(2), 0, torch.empty(1, rows, columns, dtype=BF16))
 
 
 def expert_calls() -> Iterator[tuple[str, Call]]:
@@ -171,9 +167,10 @@ def expert_calls() -> Iterator[tuple[str, Call]]:
     )
     for how, tokens in (*product(numbers, (64,)), (numbers[0], 8192)):
         yield f"experts {tokens} {how.number}", partial(route, tokens, qwen3, 8, how)
-    for shape, kind in ((gpt_oss, "MXFP4"), (qwen3, "Q4_K"), (qwen3, "BF16"), *((qwen3, how) for how in numbers)):
-        name = kind.number if isinstance(kind, ScaledFormat) else kind
-        yield f"decode experts {name}", partial(decode, shape, kind)
+    for shape, kind in ((gpt_oss, "MXFP4"), (qwen3, "Q4_K"), *((qwen3, how) for how in numbers)):
+        scratch = ints(decoding_bytes(shape, 8192, 8, BF16.itemsize), dtype=torch.uint8)
+        decoded, name = partial(expert_rows_decoded, scratch=scratch), getattr(kind, "number", kind)
+        yield f"experts 8192 decoded {name}", partial(route, 8192, shape, 8, kind, decoded)
 
 
 def router_calls() -> Iterator[tuple[str, Call]]:
