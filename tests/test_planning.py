@@ -345,7 +345,7 @@ def test_tensor_cores_do_nothing_for_experts() -> None:
     prompts = [prefill_time(plan, one, 4096).compute_s for one in machines]
     passes = [pass_time(plan, one, length_tokens=4096, rows=1024).arithmetic_s for one in machines]
     for slow, fast in (prompts, passes):
-        assert slow / 5 < fast < slow  # products with tensor cores would be ten times as fast
+        assert slow / 4 < fast < slow  # products with tensor cores would be ten times as fast
 
 
 # --- against measurements

@@ -570,7 +570,11 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
     for card in cards:
         own, placement = card.target, card.placement
         blocks = map(own.layout.layers.__getitem__, own.layers)
-        moved_bytes = sum(block.moved_bytes(slices, rows=prompt_tokens, passes=pieces) for block in blocks)
+        expert_pieces = -(-prompt_tokens // max(own.chunk_tokens, own.expert_tokens))
+        moved_bytes = sum(
+            block.moved_bytes(slices, rows=prompt_tokens, passes=pieces, expert_passes=expert_pieces)
+            for block in blocks
+        )
         flops, own_s = machine.flops(DTYPE_NAMES[own.dtype]), 0.0
         for layer, count in _kinds(own).items():
             work = _work(layer, prompt_tokens, prompt_tokens)
@@ -583,7 +587,6 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
         full_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         written_bytes = batch * own.kv_bytes_of(own.kv_layers_on_host, full_tokens)
         staged_kv_bytes = batch * own.kv_bytes_of(placement.staged_kv_layers, full_tokens)
-        expert_pieces = -(-prompt_tokens // max(own.chunk_tokens, own.expert_tokens))
         brought_bytes = own.bytes_of_layers(placement.streamed_layers) + own.missed_bytes_of_prompt(expert_pieces)
         own_bytes = batch * brought_bytes + written_bytes
         link_bytes, link_s = link_bytes + own_bytes, max(link_s, own_bytes / _link(card, machine))

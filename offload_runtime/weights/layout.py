@@ -125,13 +125,14 @@ class PackedLayout:
         left_bytes = self.total_bytes - sum(read.nbytes for read in self.register_reads)
         return replace(self, tensors=rest, total_bytes=left_bytes)
 
-    def moved_bytes(self, slices: int = 1, *, rows: int, passes: int = 1) -> int:
+    def moved_bytes(self, slices: int = 1, *, rows: int, passes: int = 1, expert_passes: int = 1) -> int:
         """Return what `passes` passes of so many rows read and write of the block that is on the device, when their
-        products read each matrix `slices` times together and what is encoded is decoded into memory; experts never
-        are."""
+        products read each matrix `slices` times together and what is encoded is decoded into memory. Experts are read
+        as often as `expert_passes` says."""
         decoding_bytes = passes * (self.encoded_bytes + self.decoded_bytes)
         of_experts = round(self.experts.used(rows) * self.experts.block.total_bytes) if self.experts else 0
-        return decoding_bytes + slices * (self.total_bytes + of_experts - self.encoded_bytes + self.decoded_bytes)
+        read_bytes = slices * (self.total_bytes - self.encoded_bytes + self.decoded_bytes)
+        return decoding_bytes + read_bytes + expert_passes * of_experts
 
     def views(self, buffer: torch.Tensor, scratch: torch.Tensor | None = None) -> dict[str, Weight]:
         """Name the parts of a block without copying.
