@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -298,9 +298,14 @@ class LoadedModel:
         return self.cards[0].pool if head.placement.pool_buffers == 0 else None
 
     def end_copies(self) -> None:
-        """Before anything that is copied is let go of."""
+        """Before anything that is copied is let go of, or that passes read or write: one that was launched ahead of an
+        answer's end may be running."""
         for card in self.cards:
             card.end_copies()
+        for device in self.runner.decoder.partition.devices:
+            if device.type == "cuda":
+                with suppress(torch.AcceleratorError):  # it has failed, which was said where it did
+                    torch.cuda.synchronize(device)
 
 
 def load_models(
