@@ -43,6 +43,8 @@ CHILDREN = 8
 # A draft's chains need two graphs a power of two of blocks and way of sampling, its trees three, and those that it
 # proposes to a retrieval verifier one a level, for each number of sequences.
 MOST_GRAPHS = 24
+# Of a target's passes by shapes, those that are launched ahead have two.
+CAPTURED_GRAPHS = 2 * MOST_GRAPHS
 # Of a graph: kernels of a layer, layers' worth around them, and what the driver keeps of a kernel.
 _LAYER_KERNELS, _OTHER_LAYERS, _KERNEL_BYTES = 16, 4, 2048
 _LIBRARY_BYTES = 32 << 20  # cuBLAS' workspace of the stream that captures
@@ -157,6 +159,10 @@ class StepGraphs:
                 self._replay(graph)
                 if action is not None:
                     action()
+
+    def has(self, key: Hashable) -> bool:
+        """Return whether a step is a graph already; on the CPU none need be."""
+        return not self._replays or self._graphs.get(key) is not None
 
     def capture(self, key: Hashable, step: Callable[[], None]) -> None:
         """Have the graph of a step that needs no first run, as others have used all of its kernels. Runs nothing.
@@ -294,7 +300,13 @@ def captured_pass_bytes(config: ModelConfig, element_bytes: int, batch: int) -> 
     inputs = 4 * (2 * packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * (config.num_angles + 1))
     activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
     logits = rows * config.vocab_size * element_bytes
-    return step_graph_bytes(config.num_layers) + inputs + logits + activations + batch * config.crossing_bytes
+    return (
+        step_graph_bytes(config.num_layers, CAPTURED_GRAPHS)
+        + inputs
+        + logits
+        + activations
+        + batch * config.crossing_bytes
+    )
 
 
 def step_graph_bytes(num_layers: int, most_graphs: int = MOST_GRAPHS) -> int:

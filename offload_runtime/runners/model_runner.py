@@ -28,7 +28,7 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import LayerCache, LayerWeights, Rows, Weights
 from offload_runtime.models.rope import RopeTable, RowFrequencies
-from offload_runtime.runners.graphs import CAPTURED_ROWS, StepGraphs, captured_pass_shape
+from offload_runtime.runners.graphs import CAPTURED_GRAPHS, CAPTURED_ROWS, StepGraphs, captured_pass_shape
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.stream import device as stream
 from offload_runtime.stream.queue import LayerStreamer
@@ -535,7 +535,9 @@ class CapturedPasses:
         assert layers is not None, "layers on their way cannot be captured"
         self._layers: Layers = layers
         self._words = stream.packed_words(BatchShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0).sizes)
-        self.graphs = StepGraphs(rope.device, input_words=2 * self._words, output_words=4 * CAPTURED_ROWS)
+        self.graphs = StepGraphs(
+            rope.device, input_words=2 * self._words, output_words=4 * CAPTURED_ROWS, most_graphs=CAPTURED_GRAPHS
+        )
         self._frequencies = RowFrequencies(rope, CAPTURED_ROWS)
         self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
         self._taps = taps
@@ -586,7 +588,8 @@ class CapturedPasses:
         device, but for its tokens, is overwritten.
 
         There is nothing to do where it has chosen other tokens than one of each sequence, where the host has to act
-        within passes, where layers with states wait for what is committed, and at the end of a context.
+        within passes, where layers with states wait for what is committed, at the end of a context, and as long as
+        passes of the next one's shape are no graphs, so that it does not come late.
         """
         last, cache = self._last, self._cache
         alone = last is not None and last.sampling is not None and last.shape.width == 1
@@ -598,9 +601,13 @@ class CapturedPasses:
             return
         trees = [TokenTree((-1,))] * len(committed)
         shape = captured_pass_shape(BatchShape.of(trees, committed), cache.max_tokens_with_draft)
+        ahead = last._replace(committed=committed, shape=shape, half=1 - last.half)
+        if not self.graphs.has((shape, last.sampling, last.half)):
+            return
+        self.graphs.capture((shape, last.sampling, ahead.half), partial(self._pass, shape, last.sampling, ahead.half))
         cache.begin_window(last.slots, [2] * len(committed))
-        self._ahead = last._replace(committed=committed, shape=shape, half=1 - last.half)
-        self._launch(self._ahead, trees)
+        self._ahead = ahead
+        self._launch(ahead, trees)
 
     @property
     def is_ahead(self) -> bool:
