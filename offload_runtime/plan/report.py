@@ -309,11 +309,11 @@ def refusal(error: BudgetError, request: RuntimeConfig, machine: MachineProfile,
 
 def _shorter(error: ShortageError, request: RuntimeConfig, limits: MemoryLimits) -> Iterator[tuple[str, RuntimeConfig]]:
     """The request with a half of its context, a quarter and an eighth, as far as that could spare what is short."""
-    target = make_plan(replace(request, max_batch=request.max_batch or 1), limits, tree_nodes=0).target
+    plan = make_plan(replace(request, max_batch=request.max_batch or 1), limits, tree_nodes=0)
+    context, token_bytes = plan.target.context_tokens, sum(model.token_bytes for model in plan.models)
     for share in (2, 4, 8):
-        tokens = target.context_tokens // share // BLOCK_TOKENS * BLOCK_TOKENS
-        spared_bytes = (target.context_tokens - tokens) * target.token_bytes
-        if tokens >= LEAST_CONTEXT_TOKENS and spared_bytes >= error.missing_bytes:
+        tokens = context // share // BLOCK_TOKENS * BLOCK_TOKENS
+        if tokens >= LEAST_CONTEXT_TOKENS and (context - tokens) * token_bytes >= error.missing_bytes:
             yield f"--context {tokens}", replace(request, context=tokens)
 
 
