@@ -1,0 +1,63 @@
+"""How much is proposed: of simulated answers, whose steps take what a seed says, none is much slower than plain."""
+
+import random
+
+import pytest
+
+from offload_runtime.core import DraftBudget
+from offload_runtime.params import SamplingParams
+from offload_runtime.speculation.controller import PLAIN, Controller
+
+COUNT, ANSWERS, PARAMS = 128, 40, SamplingParams()
+LIMITS = {"tree": {"tree": 64, "chain": 12}, "n-grams, too": {"ngram": 16, "tree": 64, "chain": 12}}
+
+
+def expected(choice: DraftBudget, num_sequences: int = 1, context_tokens: int = 0) -> float:
+    """Seconds of a step by the figures of a machine, where a plain one takes a second."""
+    return 1 + {"tree": 0.08 + 0.012 * choice.size, "chain": 0.05 * choice.size, "ngram": 0.004 * choice.size}.get(
+        choice.mode, 0.0
+    )
+
+
+def answer(controller: Controller, limits: dict[str, int], *, right: float, longer: float, seed: int) -> float:
+    """Tokens a second of an answer, each of whose proposals is right so often if those before it are, and whose windows
+    take so many times as long as is expected."""
+    chance, tokens, seconds = random.Random(seed), 0, 0.0
+    controller.begin(PARAMS)
+    while tokens < COUNT:
+        at = {"context_tokens": 100 + tokens}
+        choice, accepted = controller.choose(PARAMS, limits, **at), 0
+        while accepted < choice.size and chance.random() < right:
+            accepted += 1
+        took_s = expected(choice) * (1.0 if choice == PLAIN else longer) * chance.uniform(0.98, 1.02)
+        controller.observe(PARAMS, choice, [range(accepted)], tokens=accepted + 1, seconds=took_s, **at)
+        tokens, seconds = tokens + accepted + 1, seconds + took_s
+    return tokens / seconds
+
+
+@pytest.mark.parametrize("knows", [True, False], ids=["known", "guessed"])
+@pytest.mark.parametrize("modes", LIMITS)
+def test_answers_are_hardly_slower_than_plain_ones_and_faster_where_proposals_are_right(
+    modes: str, knows: bool
+) -> None:
+    """Whatever windows really take. Without figures of the machine more is tried."""
+    for right, longer, least, mean in (
+        (0.0, 1.0, 0.98, 0.99), (0.0, 1.3, 0.97, 0.985), (0.3, 1.3, 0.94, 0.985), (0.6, 1.0, 1.3, 1.8),
+        (0.95, 1.3, 3.0, 6.0),
+    ):  # fmt: skip
+        found = list[float]()
+        for first in range(0, ANSWERS, 4):
+            controller = Controller(tuple(LIMITS[modes]), expected if knows else None)
+            found += [
+                answer(controller, LIMITS[modes], right=right, longer=longer, seed=seed)
+                for seed in range(first, first + 4)
+            ]
+        assert min(found) > least and sum(found) / ANSWERS > mean, (right, longer)
+
+
+def test_a_text_that_becomes_easy_is_drafted_soon() -> None:
+    """Though nothing was right before, and plain decoding was best."""
+    controller, limits = Controller(("tree",), expected), {"tree": 64}
+    for seed in range(8):
+        answer(controller, limits, right=0.0, longer=1.0, seed=seed)
+    assert answer(controller, limits, right=0.95, longer=1.0, seed=8) > 1.5
