@@ -1,6 +1,6 @@
 // Routed experts in host memory. experts_cpu.py says what this computes; experts.py has the arithmetic.
 //
-// Compiled with RUN, the dtype of rows and results (BF16, F16 or F32), and FORMATS(X), the encodings: X(Q4_K) X(FP8_F32).
+// Compiled with RUN, the dtype of rows and results (BF16, F16 or F32), and FORMATS(X), encodings: X(Q4_K) X(FP8_F32).
 // A vector has the same column of as many rows of a matrix as it has lanes. Weights are decoded where they are
 // multiplied: sixteen bytes of each row are transposed, so that a lane has four columns in a word, or more.
 
@@ -51,7 +51,7 @@ enum class Dtype { BF16, F16, F32 };
 constexpr Dtype DTYPE = Dtype::RUN;
 constexpr int ROWS = 4;           // of x that are multiplied with a weight that is decoded once
 constexpr int MOST = 256;         // columns of a step
-constexpr int PANEL = 2 * LANES;  // rows of a matrix that are multiplied together
+constexpr int PANEL = 4 * LANES, HALF_PANEL = PANEL / 2;  // rows of a matrix that are a task
 
 template <int... K, class Step>
 INLINE void unrolled(std::integer_sequence<int, K...>, Step step) {
@@ -79,7 +79,21 @@ INLINE F number(float value) { return value - F{}; }
 INLINE U word(uint32_t value) { return value - U{}; }
 INLINE F not_a_number() { return (F)word(0x7fc00000); }
 INLINE F number(U integers) { return __builtin_convertvector((I)integers, F); }
+INLINE bool any(I condition) {
+    int found = 0;
+    for (int i = 0; i < LANES; ++i) found |= condition[i];
+    return found;
+}
 INLINE F where(I condition, F a, F b) { return (F)((condition & (I)a) | (~condition & (I)b)); }
+
+// Bits of a where the mask has ones, else of b.
+OPERATION U masked(U mask, U a, U b) {
+#if defined(WITH_AVX512)
+    return (U)_mm512_ternarylogic_epi32((__m512i)mask, (__m512i)a, (__m512i)b, 0xca);
+#else
+    return (mask & a) | (~mask & b);
+#endif
+}
 
 OPERATION F fma(F a, F b, F c) {
 #if defined(WITH_AVX512)
@@ -94,6 +108,7 @@ OPERATION F fma(F a, F b, F c) {
 
 // Four words of each row.
 OPERATION void transpose(const Bytes* rows, long at, U out[4]) {
+    asm("" : "+r"(rows));  // that pointers are loaded where they are used, and not kept in vector registers
 #if defined(WITH_AVX512) || defined(WITH_AVX2)
     auto row = [&](int i) { return _mm_loadu_si128((const __m128i*)(rows[i] + at)); };
 #endif
@@ -170,17 +185,20 @@ OPERATION F half(U words) {
     return MAYBE_NAN ? where(found == found, found, not_a_number()) : found;
 }
 
-// Rounded to a dtype, that of the run, in fp32; of NaN only if some are MAYBE_NAN or their payload is small.
-template <bool MAYBE_NAN = true, Dtype TO = DTYPE>
+enum class Range { ANY, FINITE, SMALL };  // of numbers: NaN may be among them, or none, or all are below 2^111
+
+// Rounded to a dtype, that of the run, in fp32.
+template <Range OF = Range::ANY, Dtype TO = DTYPE>
 OPERATION F rounded(F v) {
-    if constexpr (TO == Dtype::BF16) {
-#if defined(WITH_AVX512) && defined(__AVX512BF16__)
-        return (F)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)v)), 16);
-#else
+    if constexpr (TO == Dtype::BF16 && OF == Range::SMALL) {
+        // Of 2^16 v - v, where 24 bits of it end, so do 8 of v, or 9 if v is so near a power of two that it does not
+        // matter. A tie falls to an even number since 2^16 v is one there.
+        F apart = fma(v, number(-0x1p16f), v);
+        return fma(v, number(0x1p16f), apart);
+    } else if constexpr (TO == Dtype::BF16) {
         U bits = (U)v;
         F found = (F)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
-        return MAYBE_NAN ? where(v == v, found, not_a_number()) : found;
-#endif
+        return OF == Range::ANY ? where(v == v, found, not_a_number()) : found;
     } else if constexpr (TO == Dtype::F16) {
 #if defined(WITH_AVX512)
         return (F)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
@@ -195,25 +213,6 @@ OPERATION F rounded(F v) {
 #endif
     } else {
         return v;
-    }
-}
-
-#if defined(WITH_AVX512) && defined(__AVX512BF16__)
-constexpr bool TAKES_TURNS = DTYPE == Dtype::BF16;
-#else
-constexpr bool TAKES_TURNS = false;
-#endif
-
-// Both rounded; where it TAKES_TURNS the first has the lanes of even numbers afterwards, and the second has the others.
-template <bool MAYBE_NAN>
-INLINE void round_both(F both[2]) {
-    if constexpr (TAKES_TURNS) {
-#if defined(WITH_AVX512) && defined(__AVX512BF16__)
-        U pairs = (U)_mm512_cvtne2ps_pbh((__m512)both[1], (__m512)both[0]);
-        both[0] = (F)(pairs << 16), both[1] = (F)(pairs & 0xffff0000);
-#endif
-    } else {
-        both[0] = rounded<MAYBE_NAN>(both[0]), both[1] = rounded<MAYBE_NAN>(both[1]);
     }
 }
 
@@ -243,7 +242,7 @@ F widened(const void* from) {
 // --- encodings: a step of a few columns is opened, then its groups, and `weight` says a column of the last of those
 
 struct Elements {
-    static constexpr bool ANY_NAN = true;
+    static constexpr Range RANGE = Range::ANY;
     U words[4];
     INLINE void open(const Bytes* rows, long, long step) { transpose(rows, step * 16, words); }
     INLINE void group(int) {}
@@ -271,19 +270,16 @@ struct F16 : Elements {
 };
 
 // Blocks in planes, w = scale q + offset with q from 0 to 255. Of 64 bytes of q every fourth pair lies in one of four
-// sixteenths, and so do the q of a group in `numbers`: two words of each. With an offset that is a whole number of
+// sixteenths, four words: those of a group of 32 columns begin at `first`. With an offset that is a whole number of
 // scales every operation but the last rounding is exact, as it is where q takes it off first.
 struct Blocks {
-    static constexpr bool ANY_NAN = false;
+    static constexpr Range RANGE = Range::SMALL;
     static constexpr int GROUP = 32;
     static constexpr bool is_exact(Dtype dtype) { return dtype == Dtype::F32; }
-    U words[16], numbers[8];
+    U before, words[33];  // of half-bytes the lower ones, then the upper ones; they are read from any byte on
+    int first;
+    U shared[4];              // what sixteen bytes say of some steps
     F scales[2], offsets[2];  // of a half of the group each
-    template <int BITS, int K>
-    INLINE F weight() const {
-        return fma(byte<BITS, byte_of(K)>(numbers[word_of(K)]), scales[K / 16], offsets[K / 16]);
-    }
-    static constexpr int word_of(int k) { return k / 2 % 4 * 2 + k / 16; }
     static constexpr int byte_of(int k) { return k / 8 % 2 * 2 + k % 2; }
     INLINE void take(const Bytes* rows, long at) {
         for (int i = 0; i < 4; ++i) transpose(rows, at + 16 * i, words + 4 * i);
@@ -292,89 +288,199 @@ struct Blocks {
         scales[0] = scales[1] = by;
         offsets[0] = offsets[1] = offset;
     }
-    // Half-bytes of the sixteen bytes `block`, or of the 32 bytes `pair`.
-    INLINE void both_halves(int block) {
+    // Take half-bytes, of which `decoded(four, piece, number)` makes four bytes; the number of four, 0 to 7, says that
+    // they are in the word `number % 4` of the piece, and of bytes' upper halves from 4 on.
+    template <class Decode>
+    INLINE void take_halves(const Bytes* rows, long at, Decode decoded) {
         for (int i = 0; i < 4; ++i) {
-            numbers[2 * i] = words[4 * i + block] & 0x0f0f0f0f;
-            numbers[2 * i + 1] = words[4 * i + block] >> 4 & 0x0f0f0f0f;
+            U four[4];
+            transpose(rows, at + 16 * i, four);
+            unrolled<4>([&](auto j) __attribute__((always_inline)) {
+                words[4 * i + j] = decoded(four[j], i, j);
+                words[4 * i + j + 16] = decoded(four[j] >> 4, i, std::integral_constant<int, j + 4>());
+            });
         }
     }
-    INLINE void one_half(int pair, int upper) {
-        for (int i = 0; i < 8; ++i) numbers[i] = words[i / 2 * 4 + pair * 2 + i % 2] >> 4 * upper & 0x0f0f0f0f;
+    static INLINE U low_half(U four) {
+#if defined(WITH_AVX512)
+        return four;  // `looked_up` takes no others
+#else
+        return four & 0x0f0f0f0f;
+#endif
+    }
+    INLINE void take_halves(const Bytes* rows, long at) {
+        take_halves(rows, at, [](U four, int, auto) __attribute__((always_inline)) { return low_half(four); });
+    }
+    // A byte of a word behind the first one, as fp32.
+    template <int BITS, int WORD, int BYTE>
+    INLINE F number_at() const {
+        return byte<BITS, BYTE>(words[first + WORD]);
+    }
+    template <int WORD, int BYTE>
+    INLINE F half_at() const {
+#if defined(WITH_AVX512)
+        return byte<4, 0>(load<U>((Bytes)(words + first + WORD) + BYTE));  // a shift less
+#else
+        return number_at<4, WORD, BYTE>();
+#endif
+    }
+    INLINE F scaled(F q, int part) const { return fma(q, scales[part], offsets[part]); }
+    // With 1 + q 2^-15 of bytes, or 1 + q 2^-7 of six bits, no integer is converted: of a scale of few bits, and an
+    // offset that is a whole number of scales, all of this is exact.
+    template <int BITS>
+    static constexpr int PLACE = BITS == 6 ? 16 : 8;
+    template <int BITS>
+    INLINE void scale_fractions(int part, F by, float zero) {
+        constexpr float ONE = 1 << (23 - PLACE<BITS>);
+        scales[part] = by * ONE, offsets[part] = by * -(ONE + zero);
+    }
+    template <int BITS, int WORD, int BYTE>
+    INLINE F fraction_at() const {
+        U there = load<U>((Bytes)(words + first + WORD) + BYTE - PLACE<BITS> / 8);
+        return (F)masked(word(((1 << BITS) - 1) << PLACE<BITS>), there, word(0x3f800000));
     }
 };
+
+// Where the 32 columns of a block are both halves of bytes.
+template <int K>
+constexpr int WORD_OF_BLOCK = K / 2 % 4 * 4 + K / 16 * 16;
+// Where they are halves of 32 bytes, or bytes.
+template <int K>
+constexpr int WORD_OF_PAIR = K / 2 % 4 * 4 + K / 16;
 
 struct Q8_0 : Blocks {
     static constexpr int STEP = 64;
     U halves;
     INLINE void open(const Bytes* rows, long blocks, long step) {
         take(rows, step * 64);
-        halves = gathered<uint32_t>(rows, blocks * 32 + step * 4);
+        for (int i = 0; i < 16; ++i) words[i] ^= 0x80808080;
+        if (step % 4 == 0) transpose(rows, blocks * 32 + step * 4, shared);
+        halves = shared[step % 4];
     }
     INLINE void group(int block) {
-        F d = half(halves >> 16 * block);
-        scale(d, d * -128);
-        for (int i = 0; i < 8; ++i) numbers[i] = words[i / 2 * 4 + block * 2 + i % 2] ^ 0x80808080;
+        scale_fractions<8>(0, half(halves >> 16 * block), 128);
+        first = 2 * block;
     }
     template <int K>
-    INLINE F weight() const { return Blocks::weight<8, K>(); }
+    INLINE F weight() const { return scaled(fraction_at<8, WORD_OF_PAIR<K>, byte_of(K)>(), 0); }
 };
 
 struct Q4_0 : Blocks {
     static constexpr int STEP = 128;
     U halves[2];
     INLINE void open(const Bytes* rows, long blocks, long step) {
-        take(rows, step * 64);
-        for (int i = 0; i < 2; ++i) halves[i] = gathered<uint32_t>(rows, blocks * 16 + step * 8 + 4 * i);
+        take_halves(rows, step * 64);
+        if (step % 2 == 0) transpose(rows, blocks * 16 + step * 8, shared);
+        for (int i = 0; i < 2; ++i) halves[i] = shared[step % 2 * 2 + i];
     }
     INLINE void group(int block) {
         F d = half(halves[block / 2] >> 16 * (block % 2));
         scale(d, d * -8);
-        both_halves(block);
+        first = block;
     }
     template <int K>
-    INLINE F weight() const { return Blocks::weight<4, K>(); }
+    INLINE F weight() const { return scaled(half_at<WORD_OF_BLOCK<K>, byte_of(K)>(), 0); }
 };
 
 struct MXFP4 : Blocks {
     static constexpr int STEP = 128;
     static constexpr bool is_exact(Dtype dtype) { return dtype != Dtype::F16; }
     U exponents;
+    template <int ZERO = 12>
     INLINE void open(const Bytes* rows, long blocks, long step) {
-        take(rows, step * 64);
-        exponents = gathered<uint32_t>(rows, blocks * 16 + step * 4);
+        take_codes<ZERO>(*this, rows, step * 64);
+        if (step % 4 == 0) transpose(rows, blocks * 16 + step * 4, shared);
+        exponents = shared[step % 4];
     }
+    INLINE U exponent(int block) const { return exponents >> 8 * block & 255; }
     INLINE void group(int block) {
-        U e = exponents >> 8 * block & 255;
+        U e = exponent(block);
         // Half of 2^(e - 127), of which the two least are no normal numbers.
         F d = where(e < 2, (F)(word(1 << 21) << (e & 1)), (F)((e - 1) << 23));
         scale(d, d * -12);
-        both_halves(block);
-#if defined(WITH_AVX512)
+        first = block;
     }
     template <int K>
-    INLINE F weight() const { return twice(numbers[word_of(K)] >> 8 * byte_of(K)) * scales[0]; }
-    // Of lanes' lowest four bits.
-    static INLINE F twice(U places) {
-        return looked_up(places, _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
-    }
-#else
-        for (U& four : numbers) four = codes(four);
-    }
-    template <int K>
-    INLINE F weight() const { return Blocks::weight<8, K>(); }
-    // Twice the numbers of E2M1, and 12.
+    INLINE F weight() const { return e2m1_at<WORD_OF_BLOCK<K>, byte_of(K)>(*this, 0); }
+
+    // Twice the numbers of E2M1, and ZERO; of AVX-512, which looks them up where they are multiplied, their places.
+    template <int ZERO>
     static INLINE U codes(U places) {
-#if defined(WITH_AVX2)
-        __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-        return (U)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table), (__m256i)places);
+#if defined(WITH_AVX512)
+        return places;
+    }
+    template <int WORD, int BYTE, class Numbers>
+    static INLINE F twice_at(const Numbers& of) {
+        const __m512 twice = _mm512_setr_ps(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+        return looked_up(load<U>((Bytes)(of.words + of.first + WORD) + BYTE), twice);
 #else
-        static const uint8_t table[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+        alignas(16) static const int8_t table[] = {
+            ZERO, ZERO + 1, ZERO + 2, ZERO + 3, ZERO + 4, ZERO + 6, ZERO + 8, ZERO + 12,
+            ZERO, ZERO - 1, ZERO - 2, ZERO - 3, ZERO - 4, ZERO - 6, ZERO - 8, ZERO - 12};
+#if defined(WITH_AVX2)
+        __m256i wide = _mm256_broadcastsi128_si256(*(const __m128i*)table);
+        return (U)_mm256_shuffle_epi8(wide, (__m256i)low_half(places));
+#else
         uint8_t each[sizeof places];
-        store(each, places);
+        store(each, low_half(places));
         for (uint8_t& place : each) place = table[place];
         return load<U>(each);
 #endif
+#endif
+    }
+    template <int ZERO = 12>
+    static INLINE void take_codes(Blocks& blocks, const Bytes* rows, long at) {
+        auto decoded = [](U four, int, auto) __attribute__((always_inline)) { return codes<ZERO>(four); };
+        blocks.take_halves(rows, at, decoded);
+    }
+    // A number scaled by one of the scales, half of its own.
+    template <int WORD, int BYTE, class Numbers>
+    static INLINE F e2m1_at(const Numbers& of, int part) {
+#if defined(WITH_AVX512)
+        return twice_at<WORD, BYTE>(of) * of.scales[part];
+#else
+        return of.scaled(of.template number_at<8, WORD, BYTE>(), part);
+#endif
+    }
+};
+
+// The same without the scales, powers of two: sums are counted in the scale of a row's last block, and multiplied where
+// it changes, which takes an operation in 32 columns and not in each. All of it is exact, and multiply-adds round what
+// those of scaled numbers round, as long as nothing leaves the range of fp32: with exponents from LEAST to MOST, and x
+// that is 0 or from 2^-80 to 2^36. Sums are then multiples of 2^(-103 + LEAST - MOST), and of a million columns
+// below 2^(60 + MOST - LEAST) ONE.
+struct UnscaledMXFP4 : MXFP4 {
+    static constexpr uint32_t LEAST = 94, MOST = 134;
+    U last = word(128), least = word(128), most = word(128);
+    static INLINE bool takes(const float* x, long columns) {
+        U smallest = word(~0u), largest = word(0);
+        for (long i = 0; i < columns; i += LANES) {
+            U size = load<U>(x + i) & 0x7fffffff, less = size - 1;  // of 0 the most
+            smallest = less < smallest ? less : smallest, largest = size > largest ? size : largest;
+        }
+        return !any((smallest < ((127 - 80) << 23) - 1) | (largest > (127 + 36) << 23));
+    }
+    INLINE void open(const Bytes* rows, long blocks, long step) { MXFP4::open<0>(rows, blocks, step); }
+    // What sums are multiplied with where a group begins, and behind the last one.
+    INLINE F group(int block) {
+        first = block;
+        U e = exponent(block), before = last;
+        last = e;
+        least = e < least ? e : least, most = e > most ? e : most;
+        return (F)((before - e + 127) << 23);
+    }
+    INLINE F end() const { return (F)((last - 1) << 23) / ONE; }
+    INLINE bool was_in_range() const { return !any((least < LEAST) | (most > MOST)); }
+#if defined(WITH_AVX512)
+    static constexpr float ONE = 1;
+    template <int K>
+    INLINE F weight() const { return twice_at<WORD_OF_BLOCK<K>, byte_of(K)>(*this); }
+#else
+    static constexpr float ONE = 1 << 24;
+    template <int K>
+    INLINE F weight() const {
+        I top = (I)load<U>((Bytes)(words + first + WORD_OF_BLOCK<K>) + byte_of(K) - 3) & (int)0xff000000;
+        return __builtin_convertvector(top, F);
     }
 #endif
 };
@@ -395,11 +501,12 @@ struct Packed : Blocks {
         by[1] = (head[3] & 0x0f0f0f0f) | (head[1] >> 2 & 0x30303030);
         minima[1] = (head[3] >> 4 & 0x0f0f0f0f) | (head[2] >> 2 & 0x30303030);
     }
-    INLINE void group(int group) {
+    template <class Format>
+    INLINE void group(Format& format, int group) {
         int shift = group % 4 * 8;
         scale(d * number(by[group / 4] >> shift & 255), -(m * number(minima[group / 4] >> shift & 255)));
-        if (group % 4 == 0) take(rows, at + group * 16);
-        one_half(group / 2 % 2, group % 2);
+        if (group % 4 == 0) format.take_group(group);
+        first = group / 2 % 2 * 2 + group % 2 * 16;
     }
 };
 
@@ -407,8 +514,10 @@ struct Q4_K : Packed {
     INLINE void open(const Bytes* rows, long blocks, long step) {
         Packed::open(rows, step * 128, blocks * 128 + step * 16);
     }
+    INLINE void take_group(int group) { take_halves(rows, at + group * 16); }
+    INLINE void group(int group) { Packed::group(*this, group); }
     template <int K>
-    INLINE F weight() const { return Blocks::weight<4, K>(); }
+    INLINE F weight() const { return scaled(half_at<WORD_OF_PAIR<K>, byte_of(K)>(), 0); }
 };
 
 struct Q5_K : Packed {
@@ -418,12 +527,16 @@ struct Q5_K : Packed {
         transpose(rows, blocks * 128 + step * 32, upper);
         transpose(rows, blocks * 128 + step * 32 + 16, upper + 4);
     }
-    INLINE void group(int group) {
-        Packed::group(group);
-        for (int i = 0; i < 8; ++i) numbers[i] |= (upper[i] >> group & 0x01010101) << 4;
+    INLINE void take_group(int group) {
+        take_halves(rows, at + group * 16, [&](U four, int i, auto number) __attribute__((always_inline)) {
+            constexpr int BIT = number % 4 / 2 * 2 + number / 4;  // of the four of these groups
+            return masked(word(0x0f0f0f0f), four, upper[i * 2 + number % 2] << (4 - BIT)) & 0x1f1f1f1f;
+        });
+        for (U& bits : upper) bits >>= 4;
     }
+    INLINE void group(int group) { Packed::group(*this, group); }
     template <int K>
-    INLINE F weight() const { return Blocks::weight<5, K>(); }
+    INLINE F weight() const { return scaled(number_at<5, WORD_OF_PAIR<K>, byte_of(K)>(), 0); }
 };
 
 struct Q6_K : Blocks {
@@ -439,16 +552,21 @@ struct Q6_K : Blocks {
         d = half(gathered<uint16_t>(rows, blocks * 208 + step * 2));
     }
     INLINE void group(int group) {
-        if (group % 4 == 0) take(rows, at + group * 16);
-        one_half(group % 2, group / 2 % 2);
-        for (int i = 0; i < 8; ++i)
-            numbers[i] |= (upper[i / 2 * 4 + group / 4 * 2 + i % 2] >> group % 4 * 2 & 0x03030303) << 4;
+        if (group % 4 == 0) take_group(group);
+        first = group % 2 * 2 + group / 2 % 2 * 16;
         I pair = (I)(by[group / 2] >> group % 2 * 16);
-        scales[0] = d * __builtin_convertvector(pair << 24 >> 24, F), offsets[0] = scales[0] * -32;
-        scales[1] = d * __builtin_convertvector(pair << 16 >> 24, F), offsets[1] = scales[1] * -32;
+        scale_fractions<6>(0, d * __builtin_convertvector(pair << 24 >> 24, F), 32);
+        scale_fractions<6>(1, d * __builtin_convertvector(pair << 16 >> 24, F), 32);
+    }
+    INLINE void take_group(int group) {
+        take_halves(rows, at + group * 16, [&](U four, int i, auto number) __attribute__((always_inline)) {
+            constexpr int PLACE = number % 4 / 2 * 2 + number / 4 * 4;  // of two bits in a byte
+            U bits = upper[i * 4 + group / 4 * 2 + number % 2];
+            return masked(word(0x0f0f0f0f), four, PLACE < 4 ? bits << (4 - PLACE) : bits >> (PLACE - 4));
+        });
     }
     template <int K>
-    INLINE F weight() const { return Blocks::weight<6, K>(); }
+    INLINE F weight() const { return scaled(fraction_at<6, WORD_OF_PAIR<K>, byte_of(K)>(), K / 16); }
 };
 
 struct Matrix {
@@ -469,9 +587,17 @@ struct Scaled : Blocks {
     Bytes const* rows;
     const Matrix* matrix;
     long column;
+    static constexpr Range RANGE = SCALE == Dtype::F16 ? Range::SMALL : Range::FINITE;
     INLINE void open(const Bytes* from, const Matrix& of, long step) {
-        take(rows = from, step * 64);
-        matrix = &of, column = step * STEP;
+        rows = from, matrix = &of, column = step * STEP;
+        if constexpr (NUMBER == Number::E2M1)
+            MXFP4::take_codes(*this, rows, step * 64);
+        else if constexpr (BITS == 4)
+            take_halves(rows, step * 64);
+        else
+            take(rows, step * 64);
+        if constexpr (NUMBER == Number::int8)
+            for (int i = 0; i < 16; ++i) words[i] ^= 0x80808080;
     }
     INLINE void group(int block) {
         for (int part = 0; part < 2; ++part) {
@@ -481,16 +607,7 @@ struct Scaled : Blocks {
             else
                 scale_and_offset(at, scales[part], offsets[part]);
         }
-        if constexpr (BITS == 4)
-            both_halves(block);
-        else
-            for (int i = 0; i < 8; ++i) numbers[i] = words[i / 2 * 4 + block * 2 + i % 2];
-        for (U& four : numbers) {
-            if constexpr (NUMBER == Number::int8) four ^= 0x80808080;
-#if !defined(WITH_AVX512)
-            if constexpr (NUMBER == Number::E2M1) four = MXFP4::codes(four);
-#endif
-        }
+        first = BITS == 4 ? block : 2 * block;
     }
     INLINE void scale_and_offset(long at, F& by, F& offset) {
         if constexpr (SCALE == Dtype::F32) by = (F)gathered<uint32_t>(rows, matrix->scales_at + 4 * at);
@@ -512,23 +629,22 @@ struct Scaled : Blocks {
     template <int K>
     INLINE F weight() const {
         F w;
+        // Of half-bytes K / 8 of those of the even columns, or of the odd ones.
+        constexpr int PART = K / 16, HALF = K / 8 + K % 2 * 4;
+        constexpr int WORD = BITS == 4 ? K / 2 % 4 * 4 + HALF % 2 * 16 : WORD_OF_PAIR<K>;
+        constexpr int BYTE = BITS == 4 ? HALF / 2 : byte_of(K);
         if constexpr (NUMBER == Number::FP8) {
-            U pairs = byte_of(K) % 2 ? numbers[word_of(K)] : numbers[word_of(K)] << 8;
+            U pairs = BYTE % 2 ? words[first + WORD] : words[first + WORD] << 8;
             pairs = (pairs & 0x80008000) | (pairs & 0x7f007f00) >> 1;
-            w = half<false>(byte_of(K) / 2 ? pairs >> 16 : pairs) * scales[K / 16];
-        } else if constexpr (BITS == 4) {  // nibble K / 8 of the even columns' or of the odd ones'
-            constexpr int NIBBLE = K / 8 + K % 2 * 4, WIDTH = NUMBER == Number::E2M1 ? 8 : 4;
-            U four = numbers[K / 2 % 4 * 2 + NIBBLE % 2];
-#if defined(WITH_AVX512)
-            if constexpr (NUMBER == Number::E2M1)
-                w = MXFP4::twice(four >> NIBBLE / 2 * 8) * scales[K / 16];
-            else
-#endif
-                w = scaled(byte<WIDTH, NIBBLE / 2>(four), K / 16);
+            w = half<false>(BYTE / 2 ? pairs >> 16 : pairs) * scales[PART];
+        } else if constexpr (NUMBER == Number::E2M1) {
+            w = MXFP4::e2m1_at<WORD, BYTE>(*this, PART);
+        } else if constexpr (BITS == 4) {
+            w = scaled(half_at<WORD, BYTE>(), PART);
         } else {
-            w = scaled(byte<8, byte_of(K)>(numbers[word_of(K)]), K / 16);
+            w = scaled(number_at<8, WORD, BYTE>(), PART);
         }
-        if constexpr (SCALE != Dtype::F32 && SCALE != DTYPE) w = rounded<false, SCALE>(w);
+        if constexpr (SCALE != Dtype::F32 && SCALE != DTYPE) w = rounded<RANGE, SCALE>(w);
         return w;
     }
 };
@@ -556,60 +672,90 @@ struct Ahead {
     }
 };
 
-// Sums [R, PANEL] of R rows x with rows of a matrix. Behind the columns x has zeros up to a whole number of steps.
-template <class Format, int R>
-void product(const Bytes* rows, const Matrix& matrix, const float* const* x, float* sums, Ahead& ahead) {
+// Sums of R rows x with V vectors of rows of a matrix, the first ones of each row of [R, PANEL]. Behind the columns x
+// has zeros up to a whole number of steps. Returns whether the bits are right, as they always are of scaled weights.
+template <class Format, int R, int V>
+INLINE bool product(const Bytes* rows, const Matrix& matrix, const float* const* x, float* sums, Ahead& ahead) {
     constexpr int GROUPS = Format::STEP / Format::GROUP;
-    F totals[R][2] = {};
-    Format panel[2];
-    uint8_t rest[PANEL][16];
-    Bytes from[PANEL];
-    const long steps = (matrix.columns + Format::STEP - 1) / Format::STEP, piece = ahead.nbytes / (steps * GROUPS) + 1;
+    constexpr bool UNSCALED = std::is_same<Format, UnscaledMXFP4>::value;
+    F totals[R][V] = {};
+    Format panel[V];
+    uint8_t rest[V * LANES][16];
+    Bytes from[V * LANES];
+    const long steps = (matrix.columns + Format::STEP - 1) / Format::STEP;
+    const long groups = (matrix.columns + Format::GROUP - 1) / Format::GROUP;
+    const long piece = ahead.nbytes / (groups * (PANEL / LANES / V)) + 1;  // evenly over the parts of a panel
     for (long step = 0; step < steps; ++step) {
         if (!std::is_base_of<Blocks, Format>::value && (step + 1) * Format::STEP > matrix.columns) {
             std::memset(rest, 0, sizeof rest);
-            for (int i = 0; i < PANEL; ++i) {
+            for (int i = 0; i < V * LANES; ++i) {
                 std::memcpy(rest[i], rows[i] + step * 16, matrix.row_bytes - step * 16);
                 from[i] = rest[i] - step * 16;
             }
             rows = from;
         }
-        unrolled<2>([&](auto half) __attribute__((always_inline)) {
+        unrolled<V>([&](auto v) __attribute__((always_inline)) {
             if constexpr (IsScaled<Format>::value)
-                panel[half].open(rows + half * LANES, matrix, step);
+                panel[v].open(rows + v * LANES, matrix, step);
             else
-                panel[half].open(rows + half * LANES, matrix.blocks, step);
+                panel[v].open(rows + v * LANES, matrix.blocks, step);
         });
-        const long column = step * Format::STEP;
-        for (int group = 0; group < GROUPS; ++group) {
+        const long column = step * Format::STEP, left = matrix.columns - column;
+        for (int group = 0; group < GROUPS && group * Format::GROUP < left; ++group) {
             ahead.fetch(piece);
-            unrolled<2>([&](auto half) __attribute__((always_inline)) { panel[half].group(group); });
+            unrolled<V>([&](auto v) __attribute__((always_inline)) {
+                if constexpr (UNSCALED)
+                    unrolled<R>([&, by = panel[v].group(group)](auto r) __attribute__((always_inline)) {
+                        totals[r][v] *= by;
+                    });
+                else
+                    panel[v].group(group);
+            });
+            const long at = column + group * Format::GROUP;
             unrolled<Format::GROUP>([&](auto k) __attribute__((always_inline)) {
-                F weights[2];
-                unrolled<2>([&](auto half) __attribute__((always_inline)) {
-                    weights[half] = panel[half].template weight<k>();
-                });
-                if constexpr (!Format::is_exact(DTYPE)) round_both<Format::ANY_NAN>(weights);
-                unrolled<R>([&](auto r) __attribute__((always_inline)) {
-                    F each = number(x[r][column + group * Format::GROUP + k]);
-                    unrolled<2>([&](auto half) __attribute__((always_inline)) {
-                        totals[r][half] = fma(each, weights[half], totals[r][half]);
+                F each[R];
+                unrolled<R>([&](auto r) __attribute__((always_inline)) { each[r] = number(x[r][at + k]); });
+                unrolled<V>([&](auto v) __attribute__((always_inline)) {
+                    F weight = panel[v].template weight<k>();
+                    if constexpr (!Format::is_exact(DTYPE)) weight = rounded<Format::RANGE>(weight);
+                    unrolled<R>([&](auto r) __attribute__((always_inline)) {
+                        totals[r][v] = fma(each[r], weight, totals[r][v]);
                     });
                 });
             });
         }
     }
-    for (int r = 0; r < R; ++r)
-        for (int i = 0; i < PANEL; ++i) {
-            int lane = TAKES_TURNS && !Format::is_exact(DTYPE) ? i % 2 * LANES + i / 2 : i;
-            sums[r * PANEL + i] = totals[r][lane / LANES][lane % LANES];
+    bool is_right = true;
+    for (int v = 0; v < V; ++v) {
+        if constexpr (UNSCALED) is_right = is_right && panel[v].was_in_range();
+        for (int r = 0; r < R; ++r) {
+            if constexpr (UNSCALED) totals[r][v] *= panel[v].end();
+            store(sums + r * PANEL + v * LANES, totals[r][v]);
         }
+    }
+    return is_right;
+}
+
+// Of a whole panel, as many vectors at a time as hide that a multiply-add takes four cycles, in which eight others could
+// begin, if sums of R rows leave registers for them.
+template <class Format, int R>
+void panel_product(const Bytes* rows, const Matrix& matrix, const float* const* x, float* sums, Ahead& ahead) {
+    constexpr int V = LANES == 8 && R > 2 ? 2 : 4;
+    for (int v = 0; v < PANEL / LANES; v += V) {
+        if constexpr (std::is_same<Format, MXFP4>::value && Format::is_exact(DTYPE)) {
+            bool in_range = true;
+            for (int r = 0; r < R; ++r) in_range = in_range && UnscaledMXFP4::takes(x[r], matrix.columns);
+            using Unscaled = UnscaledMXFP4;
+            if (in_range && product<Unscaled, R, V>(rows + v * LANES, matrix, x, sums + v * LANES, ahead)) continue;
+        }
+        product<Format, R, V>(rows + v * LANES, matrix, x, sums + v * LANES, ahead);
+    }
 }
 
 using Product = void (*)(const Bytes*, const Matrix&, const float* const*, float*, Ahead&);
 
 // Of one row, two, and three or four.
-#define PRODUCTS(F) {product<F, 1>, product<F, 2>, product<F, ROWS>},
+#define PRODUCTS(F) {panel_product<F, 1>, panel_product<F, 2>, panel_product<F, ROWS>},
 const Product ENCODINGS[][3] = {FORMATS(PRODUCTS)};
 
 // --- activation
@@ -717,7 +863,7 @@ class Pool {
         job.inner_stride = (experts.inner + MOST - 1) / MOST * MOST;
         job.x.assign(tokens * job.row_stride, 0), job.h.assign(job.rows.size() * job.inner_stride, 0);
         for (long token = 0; token < tokens; ++token) widen(x, token, experts.hidden);
-        job.first_panels = (experts.inner + LANES - 1) / LANES;
+        job.first_panels = (experts.inner + HALF_PANEL - 1) / HALF_PANEL;
         job.second_panels = (experts.hidden + PANEL - 1) / PANEL;
         job.num_tasks = count * (job.first_panels + job.second_panels);
         if ((long)job.panels_done.size() < count) job.panels_done = std::vector<std::atomic<long>>(count);
@@ -803,18 +949,18 @@ class Pool {
         const Experts& all = job.experts;
         long firsts = job.first_panels * (long)job.blocks.size(), rest = task - firsts;
         if (task < firsts) {
-            long expert = task / job.first_panels, start = task % job.first_panels * LANES;
+            long expert = task / job.first_panels, start = task % job.first_panels * HALF_PANEL;
             return {true, expert, start, all.inner + start, all.gate_up, job.blocks[expert] + all.gate_up.offset};
         }
         long expert = rest / job.second_panels, start = rest % job.second_panels * PANEL;
-        return {false, expert, start, start + LANES, all.down, job.blocks[expert] + all.down.offset};
+        return {false, expert, start, start + HALF_PANEL, all.down, job.blocks[expert] + all.down.offset};
     }
 
     Ahead ahead(long task) const {
         if (task >= job.num_tasks) return {};
         Place there = place(task);
         long row = there.matrix.row_bytes;
-        return {{there.data + there.start * row, there.data + there.second * row}, LANES * row, 0};
+        return {{there.data + there.start * row, there.data + there.second * row}, HALF_PANEL * row, 0};
     }
 
     void run(long task, long following) {
@@ -824,8 +970,8 @@ class Pool {
         Bytes rows[PANEL];
         long height = here.first ? all.inner : all.hidden, indices[PANEL];
         for (int i = 0; i < PANEL; ++i) {  // what lies behind the last row reads that row
-            long within = here.start + (here.first ? i % LANES : i);
-            indices[i] = (within < height ? within : height - 1) + (here.first ? i / LANES * all.inner : 0);
+            long within = here.start + (here.first ? i % HALF_PANEL : i);
+            indices[i] = (within < height ? within : height - 1) + (here.first ? i / HALF_PANEL * all.inner : 0);
             rows[i] = here.data + indices[i] * here.matrix.row_bytes;
         }
         Ahead fetched = ahead(following);
@@ -851,16 +997,17 @@ class Pool {
     }
 
     void finish(const Place& here, long row, float* sums) {
-        F one = rounded(load<F>(sums)), two = rounded(load<F>(sums + LANES));
-        if (here.first) {
-            F inner = gated(one, two, job.experts);
-            long left = job.experts.inner - here.start;  // behind the last column there are zeros
-            std::memcpy(job.h.data() + row * job.inner_stride + here.start, &inner, 4 * (left < LANES ? left : LANES));
+        for (int i = 0; i < PANEL; i += LANES) store(sums + i, rounded(load<F>(sums + i)));
+        if (!here.first) {
+            long left = job.experts.hidden - here.start;
+            store_results(sums, left < PANEL ? left : PANEL, job.y, job.rows[row] * job.experts.hidden + here.start);
             return;
         }
-        store(sums, one), store(sums + LANES, two);
-        long left = job.experts.hidden - here.start;
-        store_results(sums, left < PANEL ? left : PANEL, job.y, job.rows[row] * job.experts.hidden + here.start);
+        for (int i = 0; i < HALF_PANEL; i += LANES)
+            store(sums + i, gated(load<F>(sums + i), load<F>(sums + HALF_PANEL + i), job.experts));
+        long left = job.experts.inner - here.start;  // behind the last column there are zeros
+        float* h = job.h.data() + row * job.inner_stride + here.start;
+        std::memcpy(h, sums, 4 * (left < HALF_PANEL ? left : HALF_PANEL));
     }
 };
 
@@ -869,9 +1016,7 @@ class Pool {
 extern "C" {
 
 const char* experts_instructions() {
-#if defined(WITH_AVX512) && defined(__AVX512BF16__)
-    return "AVX-512 with BF16";
-#elif defined(WITH_AVX512)
+#if defined(WITH_AVX512)
     return "AVX-512";
 #elif defined(WITH_AVX2)
     return "AVX2";

@@ -3,9 +3,11 @@
 `experts_cpu.cpp` is compiled when it is first wanted, for one dtype, some encodings and the machine's instructions, and
 kept in a folder of the caller's. A library that does not give the bits of the reference is not used.
 
-Weights are read as they are stored, row after row. A thread decodes 16 or 32 rows at once, column by column and in
-registers, so that an output is still one chain over ascending columns; decoding them to a buffer in the nearest cache
-first took half as long again.
+Weights are read as they are stored, row after row. A thread multiplies 64 rows at once, or 32 by AVX2, column by column
+and decoded in registers, so that an output is still one chain over ascending columns; decoding them to a buffer in the
+nearest cache first took half as long again. An instruction that waits for the one before it takes four cycles, in which
+eight others could begin. On one core of a Xeon with AVX-512 at 3 GHz, which memory gives 18 GB/s, experts in MXFP4 come
+at 11.6 GB/s for one row and 6.8 for four, in Q4_K at 7.3 and 4.9.
 """
 
 from __future__ import annotations
@@ -188,7 +190,7 @@ class ExpertsLibrary:
 
     @property
     def instructions(self) -> str:
-        """What it makes use of: "AVX-512 with BF16", "AVX-512", "AVX2" or "plain C++"."""
+        """What it makes use of: "AVX-512", "AVX2" or "plain C++"."""
         return str(self.code.experts_instructions().decode())
 
 
@@ -292,6 +294,24 @@ def _described(where: HostMatrix, columns: int, code: int) -> _Matrix:
     return found
 
 
+def physical_first(cores: Sequence[int], folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """Return logical cores in ascending order, but behind all others those that share a physical one with an earlier
+    one, as `folder` says, where Linux describes them; what it does not describe shares none."""
+
+    def earlier(core: int) -> int:
+        try:
+            listed = (folder / f"cpu{core}/topology/thread_siblings_list").read_text()
+        except OSError:
+            return 0
+        siblings = set[int]()
+        for part in listed.strip().split(","):
+            first, _, last = part.partition("-")
+            siblings.update(range(int(first), int(last or first) + 1))
+        return sum(one < core for one in siblings.intersection(cores))
+
+    return sorted(cores, key=lambda core: (earlier(core), core))
+
+
 class ExpertsCpu:
     """Threads that compute experts, each pinned to a core: they stay awake for two milliseconds behind a layer, and
     sleep after that. One layer at a time. In a process that was forked there are none, and it may not be used there.
@@ -299,7 +319,7 @@ class ExpertsCpu:
     Args:
         library: What they run.
         threads: How many.
-        cores: A core for each; None: the first of those that this process may run on.
+        cores: A core for each; None: of those that this process may run on, physical ones of their own first.
 
     Raises:
         NoCpuShare: There are fewer cores than threads, or the system refuses threads.
@@ -307,7 +327,7 @@ class ExpertsCpu:
 
     def __init__(self, library: ExpertsLibrary, threads: int, cores: Sequence[int] | None = None) -> None:
         allowed = sorted(os.sched_getaffinity(0))
-        cores = allowed[:threads] if cores is None else cores
+        cores = physical_first(allowed)[:threads] if cores is None else cores
         if len(cores) < threads or not set(cores) <= set(allowed):
             raise NoCpuShare(f"{threads} threads need a core each, of the {len(allowed)} that this process may use")
         self.library, self._bytes = library, 0

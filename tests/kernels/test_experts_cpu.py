@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,31 @@ def test_bits_are_expected(
                 assert torch.equal(problem.solved(cpu, rows), expected[:rows])
 
 
+@pytest.mark.parametrize("instructions", ["native", pytest.param("avx2", marks=pytest.mark.slow)])
+def test_scales_and_rows_of_all_sizes_have_the_same_bits(libraries: Path, instructions: ops.Instructions) -> None:
+    if instructions not in ("native", *CPU.split()):
+        pytest.skip(f"this processor has no {instructions}")
+    library = ops.load_experts_library(libraries, FP32, ["MXFP4"], instructions)
+    problem = replace(Problem.random("MXFP4", FP32, 96, 160, limited=True), gate_up_bias=None, down_bias=None)
+    draw = torch.Generator().manual_seed(0)
+    for matrices in (problem.gate_up, problem.down):
+        blocks = FORMATS["MXFP4"].num_blocks(matrices.columns)
+        rows = matrices.data.view(6, matrices.rows, -1)
+        numbers, scales = rows[..., : blocks * 16], rows[..., blocks * 16 : blocks * 17]
+        numbers[1] = scales[1, :, 0] = 0
+        scales[2] = torch.randint(60, 150, scales[2].shape, generator=draw, dtype=torch.uint8)
+        scales[3] = torch.randint(94, 135, scales[3].shape, generator=draw, dtype=torch.uint8)
+        scales[4] = torch.randint(124, 135, scales[4].shape, generator=draw, dtype=torch.uint8)
+    problem.x[0] *= 2.0**-121  # sums of scaled weights are normal numbers, and others are none
+    problem.x[1, 7] = 1e30
+    problem.choices[:2] = torch.tensor([[1, 3], [2, 4]])
+    expected = problem.expected
+    assert expected.isfinite().all()
+    with ops.ExpertsCpu(library, threads=1) as cpu:
+        for rows_together in (1, 2, 16):
+            assert torch.equal(problem.solved(cpu, rows_together), expected[:rows_together])
+
+
 def test_matrices_may_be_stored_in_different_ways(simple: ops.ExpertsLibrary) -> None:
     one, other = (Problem.random(encoding, FP32, 40, 24) for encoding in ("F32", "F16"))
     mixed = Problem(one.shape, one.x, one.choices, one.gate_up, other.down)
@@ -189,6 +214,16 @@ def test_each_thread_has_a_core(simple: ops.ExpertsLibrary) -> None:
         ops.ExpertsCpu(simple, threads=CORES + 1)
     with pytest.raises(ops.NoCpuShare, match="a core each"):
         ops.ExpertsCpu(simple, threads=1, cores=[4096])
+
+
+def test_threads_share_a_physical_core_last(tmp_path: Path) -> None:
+    for core, siblings in enumerate(("0-1", "0-1", "2,6", "3", "", "5", "2,6")):
+        if siblings:
+            folder = tmp_path / f"cpu{core}" / "topology"
+            folder.mkdir(parents=True)
+            (folder / "thread_siblings_list").write_text(f"{siblings}\n")
+    assert ops.physical_first(range(7), tmp_path) == [0, 2, 3, 4, 5, 1, 6]
+    assert ops.physical_first([1, 2, 6, 7], tmp_path) == [1, 2, 7, 6]
 
 
 @pytest.mark.parametrize(("compiler", "message"), [
