@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import add
 from typing import NamedTuple
@@ -148,6 +148,13 @@ class DraftBudget:
     def drafts(self) -> bool:
         """Return whether a model computes the proposals: looking up takes no time."""
         return self.mode in ("chain", "tree")
+
+    def within(self, room: int) -> DraftBudget:
+        """Return the same where an answer has room for so many proposals in a row."""
+        if self.gamma + self.extra_nodes <= room:
+            return self
+        extra_nodes = max(0, min(self.extra_nodes, room - self.gamma))
+        return replace(self, gamma=min(self.gamma, room), extra_nodes=extra_nodes)
 
     def __str__(self) -> str:
         return f"{self.mode} {self.size}" if self.size else self.mode

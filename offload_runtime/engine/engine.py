@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import add, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -261,8 +262,9 @@ class Engine:
 
     def _next_step(self) -> tuple[list[Request], list[Request]]:
         """Return the requests whose prompts the next step reads, and the others that take part in it."""
-        unread = [request for request in self.running.values() if not request.new_tokens]
-        running = [request for request in self.running.values() if request.new_tokens]
+        unread, running = list[Request](), list[Request]()
+        for request in self.running.values():
+            (running if request.new_tokens else unread).append(request)
         runner = self.target.runner
         if not unread or not runner.cache.mixes:
             return unread[:1], [] if unread else running
@@ -301,14 +303,14 @@ class Engine:
 
     def _push(self, request: Request, result: StepOutput, now_s: float) -> RequestOutput:
         """Append the tokens of a step to a request, until one of them finishes it."""
-        request.last_token_s, events = now_s, list[TokenEvent]()
+        request.last_token_s, events, params = now_s, list[TokenEvent](), request.params
         for number, token in enumerate(result.tokens):
             logprobs = result.logprobs[number] if result.logprobs else None
             request.logprobs += result.logprobs[number : number + 1]
             text = request.push(token)
-            if request.new_tokens == request.params.min_tokens:  # from here on passes may be captured
+            if params.min_tokens and request.new_tokens == params.min_tokens:  # from here on passes may be captured
                 self.sampling.adjustments.first_ends.pop(request.slot, None)
-            is_first = request.new_tokens == 1 and request.params.prompt_logprobs is not None
+            is_first = params.prompt_logprobs is not None and request.new_tokens == 1
             source = result.proposal.sources[result.path[number]] if number < len(result.path) else TARGET
             events.append(TokenEvent(token, text, source, logprobs, request.prompt_logprobs if is_first else None))
             if request.finish_reason is not None:
@@ -334,7 +336,10 @@ class Engine:
                     self._leave(request, error)
             except errors.OffloadError as raised:
                 failure = raised
-        predicted_s = None if self.cost is None else sum(self.cost(*step) for step in request.steps)
+        predicted_s: float | None = None
+        if self.cost is not None:  # asked once for all steps of a kind, at their mean length, as it takes the host long
+            kinds = request.steps.items()
+            predicted_s = sum(count * self.cost(*kind, tokens // count) for kind, (count, tokens) in kinds)
         request.result = self._meter.result(request, predicted_s, peak_vram_bytes=self.peak_vram_bytes())
         if failure is not None:
             raise failure
@@ -378,7 +383,7 @@ class _Passes(NamedTuple):
 
     def grown(self, now: _Passes, before: _Passes) -> _Passes:
         """Return the same with what has come between two times."""
-        grown: Any = (mine + later - earlier for mine, later, earlier in zip(self, now, before, strict=True))
+        grown: Any = map(add, self, map(sub, now, before))
         return _Passes(*grown)
 
 
@@ -400,6 +405,7 @@ class PassMeter:
         self._links = [card.engines for card in streaming or target.cards]
         self._engines = [engine for card in target.cards for engine in card.engines]
         self._pools = [card.pool for card in target.cards if card.pool is not None]
+        self._laps = 0
         self._counters = self._read(0.0)
         # What there was when a request had its first token, and where the trace was.
         self._begun: dict[Request, tuple[_Passes, Any]] = {}
@@ -410,11 +416,11 @@ class PassMeter:
         return self._passes.passes
 
     def _read(self, now_s: float) -> _Passes:
-        """Return the bytes that were begun to be copied, seconds of stalls and of copies, so far."""
+        """Return the passes, the bytes that were begun to be copied, seconds of stalls and of copies, so far."""
         stall_s = sum(engine.stall_seconds() for engine in self._engines)
         copy_s = sum(engine.copy_seconds() for link in self._links for engine in link) / len(self._links)
         experts = [sum(counts) for counts in zip(*(pool.counts for pool in self._pools), strict=True)]
-        return _Passes(0, now_s, self._target.runner.streamer.bytes_begun, stall_s, copy_s, *experts)
+        return _Passes(self._laps, now_s, self._target.runner.streamer.bytes_begun, stall_s, copy_s, *experts)
 
     def begin(self, request: Request) -> None:
         """Begin to measure for a request that has its first token. What came since the last pass was its prefill."""
@@ -423,8 +429,9 @@ class PassMeter:
 
     def lap(self) -> float:
         """End a pass, now: what the link carries from here on is not counted unless another one follows."""
+        self._laps += 1
         before, self._counters = self._counters, self._read(time.perf_counter())
-        self._passes = self._passes.grown(self._counters._replace(passes=1), before)
+        self._passes = self._passes.grown(self._counters, before)
         return self._counters.seconds
 
     def _hidden_draft_share(self, since: Any) -> float | None:

@@ -144,14 +144,15 @@ class WindowChooser:
         for request in requests:
             budget = request.budget or self._chosen(request, chosen or PLAIN)
             budgets.append(budget)
-            extra_nodes = max(0, min(budget.extra_nodes, request.room - budget.gamma))
-            asked[request.slot] = replace(budget, gamma=min(budget.gamma, request.room), extra_nodes=extra_nodes)
+            asked[request.slot] = budget.within(request.room)
         return StepBudgets(requests, budgets, asked, chosen)
 
     def _chosen(self, request: Request, choice: DraftBudget) -> DraftBudget:
         """Return what a choice asks for; of what may branch so many in all, as many of them in a row as are likely."""
+        if choice == PLAIN:
+            return choice
         budget = replace(choice, cost_aware=True)
-        if _tree_nodes(self._plan, request.params) == 0 or choice == PLAIN or choice.mode == COPY:
+        if _tree_nodes(self._plan, request.params) == 0 or choice.mode == COPY:
             return budget
         if choice.mode == "chain":
             return replace(budget, extra_nodes=max(0, self._free_nodes - choice.size))
@@ -175,18 +176,20 @@ class WindowChooser:
             results: Of its requests, and perhaps of others.
             seconds: It took; None where it did something else as well.
         """
-        requests, own = step.requests, [results[request.slot] for request in step.requests]
-        if not requests:
+        if not step.requests:
             return
+        requests, own = step.requests, [results[request.slot] for request in step.requests]
         # At the end of all answers there is room for the target's own tokens alone.
         room = any(one.gamma for one in step.asked.values())
         labels = [str(budget if room else PLAIN) for budget in step.budgets]
         # Less is proposed than was asked for where the answer ends, or nothing more is likely.
         largest = step.chosen or max(step.budgets, key=lambda one: one.size)
-        actual = DraftBudget(largest.mode, min(largest.size, max(len(result.proposal) for result in own)))
-        taken = actual, len(requests), sum(len(one.sequence) for one in requests) // len(requests)
+        proposed = max([len(result.proposal.tokens) for result in own])
+        taken = DraftBudget(largest.mode, min(largest.size, proposed)), len(requests)
+        mean_tokens = sum([len(one.sequence) for one in requests]) // len(requests)
         for request, result, label in zip(requests, own, labels, strict=True):
-            request.steps.append(taken)
+            count, tokens = request.steps.get(taken, (0, 0))
+            request.steps[taken] = count + 1, tokens + mean_tokens
             request.tally.add(result.proposal.sources, result.accepted_sources, window=label)
         if self._recorder is not None:
             self._recorder.decided(

@@ -461,7 +461,8 @@ class Request:
         self.result: GenerationResult | None = None  # once it has left the engine
         # What it took so far: seconds on one clock, 0 for what has not come yet.
         self.started_s = self.first_token_s = self.last_token_s = 0.0
-        self.steps: list[tuple[DraftBudget, int, int]] = []  # of every step its choice, sequences and their mean length
+        # Steps by their choice and number of sequences: how many, and the sum of the sequences' mean lengths.
+        self.steps: dict[tuple[DraftBudget, int], tuple[int, int]] = {}
         self.tally = Tally()
         self.logprobs: list[TokenLogprobs] = []  # of the answer's tokens, where they are wanted
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens behind the first, likewise
@@ -522,7 +523,7 @@ class Request:
         piece, written, stopped = self._decoder.push(token), "", False
         if self._channels is not None:
             piece, written = self._channels.push(piece, token)
-        if self.new_tokens >= self.params.min_tokens:
+        if not self.params.min_tokens or self.new_tokens >= self.params.min_tokens:
             piece, stopped = self._stops.push(piece)
         if written and not stopped:  # no stop string is in what marks are written as, nor goes across one
             piece += self._stops.flush() + written
