@@ -21,7 +21,7 @@ from kernel_cases import attention, delta, encodings, experts, kv, linear, rows
 from kernel_cases.case import DEVICE, Case
 from timing import event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 
-from offload_runtime.errors import DeviceError
+from offload_runtime.errors import DeviceError, OptionError
 from offload_runtime.sizes import GB
 
 OPERATIONS = {
@@ -63,8 +63,15 @@ def measure_all(
     operation: str, only: str, *, copy_gbps: float, link_gbps: float, matmul_flops: float, fp32_flops: float
 ) -> Iterator[dict[str, Any]]:
     """A row a case, each printed when it is there; only one case's inputs are in memory. Cases are those whose
-    arguments have `only` in them."""
-    for make_case in (one for one in OPERATIONS[operation] if only in repr(one)):
+    arguments have `only` in them.
+
+    Raises:
+        OptionError: None has.
+    """
+    chosen = [one for one in OPERATIONS[operation] if only in repr((one.args, one.keywords))]
+    if not chosen:
+        raise OptionError(f"--only {only!r} is in the arguments of none of {operation}'s cases")
+    for make_case in chosen:
         case = make_case()
         row = measure(
             case, bytes_gbps=link_gbps if case.over_link else copy_gbps,

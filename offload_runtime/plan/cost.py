@@ -46,8 +46,9 @@ _PREFILL_ATTENTION_SHARE = 0.5
 # (64 rows of a 27B on an H200: 0.087 ms a layer) and in prompts (8192 tokens: 4.4 ms). A single row takes as long as
 # one kernel waits for another.
 _WINDOW_DELTA_FLOPS, _PREFILL_DELTA_FLOPS, _DELTA_S = 7e12, 12e12, 28e-6
-# Experts, too: in windows of 1 to 64 rows 3 to 7e12 (gpt-oss-120b in MXFP4, Qwen3-30B in Q4_K_M on an H200).
-_WINDOW_EXPERT_FLOPS, _PREFILL_EXPERT_FLOPS = 5e12, 35e12
+# Experts, too: in windows of 1 to 64 rows 3 to 7e12 (gpt-oss-120b in MXFP4, Qwen3-30B in Q4_K_M on an H200), in prompts
+# this share of what cuBLAS reaches in fp32, or of its peak, and where that is not known so much.
+_WINDOW_EXPERT_FLOPS, _PREFILL_EXPERT_SHARE, _PREFILL_EXPERT_FLOPS = 5e12, 0.6, 30e12
 # Queries of a KV head are worked on in tiles of so many rows.
 _ATTENTION_TILE_ROWS = 16
 # A streamed 7B pass: 21.5 ms of host work for 32 layers of 9 launches, 33.8 ms with 21.
@@ -557,6 +558,12 @@ class PrefillTime:
     seconds: float
     bound_by: str
     staging_s: float
+
+
+def _prefill_expert_flops(machine: MachineProfile) -> float:
+    """Operations a second of experts in prompts."""
+    tflops = machine.tflops.get("fp32")
+    return _PREFILL_EXPERT_FLOPS if tflops is None else _PREFILL_EXPERT_SHARE * tflops * 1e12
 
 
 def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> PrefillTime:

@@ -48,6 +48,10 @@ def listed(parts: Parts) -> str:
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
 
 
+# Rows of an expert beyond which more tokens together bring nothing but activations.
+_EXPERT_ROWS = 256
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where the layers of a model are that one card has, or all of them: which stay on the device, and how many buffers
@@ -116,7 +120,7 @@ class ModelPlan:
     embedding_on_host: bool = False
     hit_exponent: float = PUBLISHED_EXPONENT
     head_experts: tuple[ExpertBlocks, ...] = ()
-    most_expert_tokens: int = 0  # of prompts that go through experts together; 0: pieces do one by one
+    most_expert_tokens: int = 0  # of prompts that go through experts together; 0: experts are not decoded first
 
     @property
     def dtype(self) -> torch.dtype:
@@ -255,25 +259,32 @@ class ModelPlan:
         return (self.num_experts if buffers is None else buffers) * self.expert_bytes
 
     @cached_property
-    def _decoded_experts_bytes(self) -> int:
-        """Where prompts that go through experts together would have some decoded; 0 where that is not worth it. Over
-        several cards pieces go through experts one by one, which have too few rows of each."""
+    def expert_tokens(self) -> int:
+        """Tokens of prompts that go through a layer's experts together: as many as give each enough rows, where pieces
+        of prompts have fewer. 0: pieces go through them one by one, as they do over several cards."""
         if len(self.placements) > 1 or len(self.layers) < self.config.num_layers:
             return 0
-        tokens, mixers = min(self.most_expert_tokens, self.context_tokens), {layer.mlp for layer in self.config.layers}
-        experts = (one for one in mixers if isinstance(one, Experts))
-        return max((one.scratch_bytes(tokens, self.dtype.itemsize) for one in experts), default=0)
+        enough = [_EXPERT_ROWS * one.num_experts // one.chosen for one in self._mixers]
+        tokens = min(self.most_expert_tokens, max(enough, default=0))
+        return tokens if tokens > self.chunk_tokens and self._decoding_bytes(tokens) else 0
 
     @cached_property
     def expert_scratch_bytes(self) -> int:
         """Where prompts have experts of its layers decoded, unless all are elements."""
         stored = {place.encoding for one in self.layout.experts.values() for place in one.places.values()}
-        return self._decoded_experts_bytes if stored - KIND_DTYPES.keys() else 0
+        if not self.most_expert_tokens or not stored - KIND_DTYPES.keys():
+            return 0
+        return self._decoding_bytes(max(self.expert_tokens, self.chunk_tokens))
 
-    @property
-    def expert_tokens(self) -> int:
-        """Tokens of prompts that go through experts together, where that is worth it; 0: pieces do one by one."""
-        return self.most_expert_tokens if self._decoded_experts_bytes else 0
+    def _decoding_bytes(self, tokens: int) -> int:
+        """Of passes of up to so many tokens; 0 where decoding does not pay."""
+        rows = min(tokens, self.context_tokens)
+        return max((one.scratch_bytes(rows, self.dtype.itemsize) for one in self._mixers), default=0)
+
+    @cached_property
+    def _mixers(self) -> set[Experts]:
+        """The kinds of blocks of experts that the model has."""
+        return {layer.mlp for layer in self.config.layers if isinstance(layer.mlp, Experts)}
 
     @property
     def pool_share(self) -> float:

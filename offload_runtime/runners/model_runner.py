@@ -42,9 +42,8 @@ OnLayer = Callable[[int, int], None]  # called with (layers done, layers) as the
 
 # By kind of device: prompts are worked on in pieces of so many tokens, which bounds the activations and changes no bit.
 PREFILL_CHUNK_TOKENS = {"cuda": 1024, "cpu": 256}
-# Likewise pieces that go through a layer's experts together, once each has been attended to. Of 128 experts, of which a
-# token chooses four, one has 32 rows of 1024 tokens, and 256 of these: enough that decoding it first pays. 0: each by
-# itself.
+# Likewise the most that go through a layer's experts together, once each piece has been attended to. Of 128 experts, of
+# which a token chooses four, one has 32 rows of 1024 tokens, and 256 of these: enough that decoding it first pays.
 EXPERT_CHUNK_TOKENS = {"cuda": 8192, "cpu": 0}
 # Rows of passes that cut products in all ways: those of experts are others for one token, and for two.
 WARM_UP_ROWS = (1, 2, *TILE_ROWS)
@@ -292,12 +291,11 @@ class ModelRunner:
             decide(batch, sampling, committed)
         return batch
 
-    def go_ahead(self) -> None:
+    def go_ahead(self) -> bool:
         """Enqueue, where that is possible, the plain pass behind the one that is running, which `CapturedPasses` says
         more about: if the next `forward` is about it, the device has not waited for the host. Of the running pass
-        nothing but tokens may be looked at any more."""
-        if self.captured is not None and self.recorder is None:
-            self.captured.go_ahead()
+        nothing but tokens may be looked at any more. Returns whether it was enqueued."""
+        return self.captured is not None and self.recorder is None and self.captured.go_ahead()
 
     def _logits(self, batch: Batch, committed: Sequence[int], layers: Layers | None, *, alone: bool) -> torch.Tensor:
         """Return [N, V], a row for each token of the trees and for the last of each prompt, and note what is kept of
@@ -582,37 +580,33 @@ class CapturedPasses:
             batch.logits = torch.cat(_present(self._logits[: shape.num_rows], trees))
         return True
 
-    def go_ahead(self) -> None:
+    def go_ahead(self) -> bool:
         """Launch the pass behind the one that was run last, over the tokens that it chooses, which the host need not
         know yet: if the next one is about these, it has been launched already. What the last one has left on the
         device, but for its tokens, is overwritten.
 
         There is nothing to do where it has chosen other tokens than one of each sequence, where the host has to act
         within passes, where layers with states wait for what is committed, at the end of a context, and as long as
-        passes of the next one's shape are no graphs, so that it does not come late.
+        passes of the next one's shape are no graphs, so that it does not come late. Returns whether it was launched.
         """
         last, cache = self._last, self._cache
         alone = last is not None and last.sampling is not None and last.shape.width == 1
         if not alone or not self._streamer.has_all or self._taps is not None or cache.step_tokens is not None:
-            return
+            return False
         assert last is not None
         committed = [count + 1 for count in last.committed]
         if max(committed) >= min(cache.max_tokens_with_draft, cache.capacity_tokens):
-            return
+            return False
         trees = [TokenTree((-1,))] * len(committed)
         shape = captured_pass_shape(BatchShape.of(trees, committed), cache.max_tokens_with_draft)
         ahead = last._replace(committed=committed, shape=shape, half=1 - last.half)
         if not self.graphs.has((shape, last.sampling, last.half)):
-            return
+            return False
         self.graphs.capture((shape, last.sampling, ahead.half), partial(self._pass, shape, last.sampling, ahead.half))
         cache.begin_window(last.slots, [2] * len(committed))
         self._ahead = ahead
         self._launch(ahead, trees)
-
-    @property
-    def is_ahead(self) -> bool:
-        """Whether a pass was launched that nobody has asked for yet."""
-        return self._ahead is not None
+        return True
 
     def forget(self) -> None:
         """What was launched ahead is about nothing: other passes follow."""
