@@ -9,6 +9,7 @@ parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 8192], hel
 arguments = parser.parse_args()
 
 from offload_runtime.config import RuntimeConfig  # noqa: E402 (--help needs none of it)
+from offload_runtime.errors import OffloadError  # noqa: E402
 from offload_runtime.hardware import load_profile  # noqa: E402
 from offload_runtime.plan.report import Refusal, forecast, plan_or_refuse  # noqa: E402
 from offload_runtime.plan.sizes import describe_models  # noqa: E402
@@ -16,7 +17,11 @@ from offload_runtime.sizes import format_bytes  # noqa: E402 (--help needs none 
 
 figures = load_profile(arguments.profile)
 for context in arguments.contexts:
-    plan = plan_or_refuse(describe_models(RuntimeConfig(target=arguments.target, context=context)), figures)
+    try:
+        plan = plan_or_refuse(describe_models(RuntimeConfig(target=arguments.target, context=context)), figures)
+    except OffloadError as error:  # such as more tokens than the model knows
+        print(f"{context} tokens: {error}")
+        continue
     if isinstance(plan, Refusal):
         print(f"{context} tokens: {plan.error()}")
         continue
