@@ -880,7 +880,8 @@ class Pool {
     }
 
     double wait() {
-        for (int i = 0; i < 2000 && !done.load(std::memory_order_acquire); ++i) pause();
+        auto since = Clock::now();  // a layer's experts take less than it takes to wake up
+        for (int i = 0; !done.load(std::memory_order_acquire) && (i % 64 || Clock::now() - since < AWAKE); ++i) pause();
         std::unique_lock<std::mutex> lock(mutex);
         finished.wait(lock, [this] { return done.load(std::memory_order_acquire); });
         return std::chrono::duration<double>(ended - began).count();

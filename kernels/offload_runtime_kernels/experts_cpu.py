@@ -37,7 +37,7 @@ from offload_runtime_kernels.experts import (
 from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS, FORMATS, KIND_DTYPES, pack_rows
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRow, rows_apart
 
-Instructions = Literal["native", "avx512", "avx2", "plain"]
+Instructions = Literal["native", "avx2", "plain"]
 
 Stored = str | ScaledFormat  # an encoding of `StoredMatrices`
 ENCODINGS = (*DTYPE_KINDS.values(), "Q8_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
@@ -45,8 +45,7 @@ _SOURCE = Path(__file__).with_name("experts_cpu.cpp")
 _COMPILERS = ("g++", "clang++", "c++")
 _FLAGS = ("-O1", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-w")
 _TARGETS: dict[Instructions, tuple[str, ...]] = {
-    "native": ("-march=native",), "avx512": ("-march=skylake-avx512",), "avx2": ("-mavx2", "-mfma", "-mf16c"),
-    "plain": (),
+    "native": ("-march=native",), "avx2": ("-mavx2", "-mfma", "-mf16c"), "plain": (),
 }  # fmt: skip
 _DIGEST_BYTES = 32
 
