@@ -346,6 +346,9 @@ def test_tensor_cores_do_nothing_for_experts() -> None:
     passes = [pass_time(plan, one, length_tokens=4096, rows=1024).arithmetic_s for one in machines]
     for slow, fast in (prompts, passes):
         assert slow / 4 < fast < slow  # products with tensor cores would be ten times as fast
+    machines = [made_up_machine(tflops={"bf16": 165.0, "fp32": tflops}) for tflops in (40.0, 80.0)]
+    slow, fast = (prefill_time(plan, one, 4096).compute_s for one in machines)
+    assert fast < slow
 
 
 # --- against measurements

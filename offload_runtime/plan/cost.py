@@ -582,13 +582,11 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
             block.moved_bytes(slices, rows=prompt_tokens, passes=pieces, expert_passes=expert_pieces)
             for block in blocks
         )
-        flops, own_s = machine.flops(DTYPE_NAMES[own.dtype]), 0.0
+        flops, expert_flops, own_s = machine.flops(DTYPE_NAMES[own.dtype]), _prefill_expert_flops(machine), 0.0
         for layer, count in _kinds(own).items():
             work = _work(layer, prompt_tokens, prompt_tokens)
             around_s = _attention_s(layer, work.attention_operations, flops, in_prompt=True)
-            own_s += count * (
-                work.product_operations / flops + work.expert_operations / _PREFILL_EXPERT_FLOPS + around_s
-            )
+            own_s += count * (work.product_operations / flops + work.expert_operations / expert_flops + around_s)
         each_s = batch * moved_bytes / _hbm(machine), batch * own_s
         hbm_s, arithmetic_s, compute_s = hbm_s + each_s[0], arithmetic_s + each_s[1], compute_s + max(each_s)
         full_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
