@@ -172,8 +172,8 @@ class Batch:
         logits: [at least N, V] on the compute device, once the pass is enqueued and until the next one begins.
         firsts: The rows of the trees' first tokens, behind which those of their others follow, and of the prompts' last
             tokens.
-        tokens: Waits for the current stream, and gives the token behind each row, -1 for NaN; must be called before the
-            next pass. None where no tokens were asked for.
+        tokens: Waits for the pass, and gives the token behind each row, -1 for NaN; must be called before the next
+            `forward`. None where no tokens were asked for.
         hidden: By slot what was kept for a head of each of its rows, [n, width] on the compute device until the next
             pass begins: of a tree at once, of a prompt in several pieces. Nothing where nobody has asked for it.
     """

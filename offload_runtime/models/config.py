@@ -115,8 +115,12 @@ class ModelConfig:
     @cached_property
     def prompt_row_elements(self) -> int:
         """Elements that a row of a prompt takes in experts that many go through together, at most."""
-        mixers = (layer.mlp for layer in set(self.layers))
-        return max((one.prompt_row_elements for one in mixers if isinstance(one, Experts)), default=0)
+        return max((one.prompt_row_elements for one in self.mixtures), default=0)
+
+    @cached_property
+    def mixtures(self) -> set[Experts]:
+        """The kinds of blocks of experts that layers have."""
+        return {layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)}
 
     @cached_property
     def crossing_bytes(self) -> int:

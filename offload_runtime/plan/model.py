@@ -23,7 +23,6 @@ from offload_runtime.cache.saved_blocks import BlockLayout
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.dflash import DFlashConfig
-from offload_runtime.models.experts import Experts
 from offload_runtime.models.heads import HeadConfig
 from offload_runtime.runners.graphs import MOST_DELTA_DEPTH, MOST_DEPTH, tree_positions
 from offload_runtime.runners.model_runner import workspace_bytes
@@ -264,7 +263,7 @@ class ModelPlan:
         of prompts have fewer. 0: pieces go through them one by one, as they do over several cards."""
         if len(self.placements) > 1 or len(self.layers) < self.config.num_layers:
             return 0
-        enough = [_EXPERT_ROWS * one.num_experts // one.chosen for one in self._mixers]
+        enough = [_EXPERT_ROWS * one.num_experts // one.chosen for one in self.config.mixtures]
         tokens = min(self.most_expert_tokens, max(enough, default=0))
         return tokens if tokens > self.chunk_tokens and self._decoding_bytes(tokens) else 0
 
@@ -279,12 +278,7 @@ class ModelPlan:
     def _decoding_bytes(self, tokens: int) -> int:
         """Of passes of up to so many tokens; 0 where decoding does not pay."""
         rows = min(tokens, self.context_tokens)
-        return max((one.scratch_bytes(rows, self.dtype.itemsize) for one in self._mixers), default=0)
-
-    @cached_property
-    def _mixers(self) -> set[Experts]:
-        """The kinds of blocks of experts that the model has."""
-        return {layer.mlp for layer in self.config.layers if isinstance(layer.mlp, Experts)}
+        return max((one.scratch_bytes(rows, self.dtype.itemsize) for one in self.config.mixtures), default=0)
 
     @property
     def pool_share(self) -> float:

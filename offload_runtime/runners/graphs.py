@@ -300,13 +300,8 @@ def captured_pass_bytes(config: ModelConfig, element_bytes: int, batch: int) -> 
     inputs = 4 * (2 * packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * (config.num_angles + 1))
     activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
     logits = rows * config.vocab_size * element_bytes
-    return (
-        step_graph_bytes(config.num_layers, CAPTURED_GRAPHS)
-        + inputs
-        + logits
-        + activations
-        + batch * config.crossing_bytes
-    )
+    graphs = step_graph_bytes(config.num_layers, CAPTURED_GRAPHS)
+    return graphs + inputs + logits + activations + batch * config.crossing_bytes
 
 
 def step_graph_bytes(num_layers: int, most_graphs: int = MOST_GRAPHS) -> int:
