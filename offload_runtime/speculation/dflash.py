@@ -176,7 +176,8 @@ class DFlashRunner:
         layers = self._runner.streamer.layers(len(tokens))
         residual = window_residual(self._decoder, layers, self._runner.cache, rows)
         logits, normed = self._decoder.outputs(residual.view(batch, size, -1)[:, 1:].flatten(0, 1))
-        ahead, owners = (starts + positions)[:, 1:].flatten(), slots.repeat(1, self.places).flatten()
+        # Memory of its own with every number of sequences: kernels compile anew for a view's alignment.
+        ahead, owners = (starts + ends + steps[1:]).flatten(), slots.repeat(1, self.places).flatten()
         found, scores = self._choose(logits, normed, last, ahead, owners)
         graphs.show(found)
         graphs.show(scores, found.numel())
