@@ -51,19 +51,6 @@ def start_endless_answer(target: Path, tmp_path: Path, *others: str) -> subproce
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment(tmp_path))
 
 
-def test_help_needs_nothing_heavy(tmp_path: Path) -> None:
-    script = (
-        "import sys\nfrom offload_runtime.cli.app import app\n"
-        "try:\n    app(['generate', '--help'])\nexcept SystemExit as leaving:\n    assert not leaving.code\n"
-        "print('HEAVY', sorted({'torch', 'transformers', 'numpy', 'prompt_toolkit'} & set(sys.modules)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, env=environment(tmp_path), check=True
-    )
-    assert "--max-new-tokens" in done.stdout
-    assert done.stdout.splitlines()[-1] == "HEAVY []"
-
-
 def test_files_in_one_batch(target: Path, tmp_path: Path) -> None:
     """The first has the tokens that it has alone; so has each of them at temperature 0, in text and in JSON."""
     files = []

@@ -10,7 +10,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from offload_runtime.cli.app import app
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine import Runtime
@@ -214,26 +213,9 @@ def test_an_answer_that_breaks_off_leaves_the_pool_fit(mixture: Path, expected: 
         assert list(result.tokens) == expected[1]
 
 
-def test_a_conversation_goes_on_with_what_is_in_the_pool(mixture: Path) -> None:
-    found = []
-    for size in (None, 5 * EXPERT_BYTES):
-        with load(mixture, context=300, draft="ngram", expert_pool=size) as runtime:
-            chat = runtime.conversation()
-            for text in ("the quick brown fox", "and the lazy dog"):
-                found.append("".join(chat.say(text, max_new_tokens=12, ignore_eos=True)))
-    assert found[:2] == found[2:]
-
-
 def test_a_pool_too_small_for_a_token_is_refused_before_loading(mixture: Path) -> None:
     with pytest.raises(BudgetError, match=r"--expert-pool .* has no room for the 3 experts"):
         Runtime.load(mixture, device="cpu", expert_pool=2 * EXPERT_BYTES, on_progress=refuse_weights)
-
-
-def test_a_server_refuses_such_a_pool_before_it_listens(mixture: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        app(["serve", "--target", str(mixture), "--device", "cpu", "--port", "0", "--expert-pool", "1KB"])
-    said = capsys.readouterr().err
-    assert "--expert-pool 1.0 kB has no room" in said and "listening" not in said
 
 
 def test_a_share_of_a_cpu_without_a_compiler_is_refused(mixture: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,16 +88,6 @@ def test_a_small_model_in_the_cache_of_the_hub_drafts(family: Path, tmp_path: Pa
         assert runtime.plan.draft is not None and "drafting with org/small" in runtime.placement
 
 
-def test_nothing_that_lies_there_ends_the_loading(family: Path, tmp_path: Path, hub: Path) -> None:
-    hub.mkdir()
-    (hub / "models--org--half").write_text("no directory")
-    target = placed(family, tmp_path)
-    put_trouble_beside(target, family)
-    with engine.load(target) as runtime:
-        assert runtime.plan.draft is None
-        assert runtime.generate(engine.PROMPT, max_new_tokens=3).finish_reason == "length"
-
-
 def run_plan(capsys: pytest.CaptureFixture[str], target: Path, *options: str) -> dict[str, Any]:
     with pytest.raises(SystemExit) as ended:
         app(["plan", "--target", str(target), "--profile", "rtx4090", "--context", "4096", "--json", *options])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from offload_runtime import GenerationParams, Runtime
+from offload_runtime import Runtime
 from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers import engine as engines
@@ -18,7 +18,6 @@ from tests.helpers.dflash import config_of, random_tensors, settings, write_dfla
 from tests.helpers.families import VOCABULARY, family_model
 from tests.helpers.heads import Eagle3, Mtp, add_random_mtp, write_mtp
 from tests.helpers.native_drafts import counting_head, counting_target
-from tests.test_conversation import say
 from tests.test_prefix_cache import SLOTS, alone, block_bytes, check, make_tasks
 from tests.test_prefix_cache import say as answer
 from tests.test_sessions import check_goes_on
@@ -100,29 +99,6 @@ def test_sessions_and_prefixes_with_a_head(carrying: Path, dflash: Path, tmp_pat
     with engines.load(carrying, **options, **WAYS[way]) as runtime:
         tasks = make_tasks(7, seed=2)
         check(runtime, tasks, [alone(runtime, *task[:2]) for task in tasks], seed=2, stored_blocks=3)
-
-
-@pytest.mark.parametrize(("kind", "way"), KINDS[1:])
-def test_a_head_keeps_what_it_has_read(carrying: Path, dflash: Path, tmp_path: Path, kind: str, way: str) -> None:
-    with engines.load(carrying, draft=dflash if kind == "dflash" else kind, context=CONTEXT, **WAYS[way]) as runtime:
-        assert runtime.engine.draft is not None
-        held = runtime.engine.draft.runner.cache
-        conversation = runtime.conversation("be brief")
-        texts = ["the quick brown fox " * 8, "and then?", "and now?"]
-        for text in texts[:2]:
-            say(conversation, text)
-        conversation.save(tmp_path / "chat.json")
-        conversation.undo()
-        for number in range(3):
-            if number < 2:
-                say(conversation, texts[1 + number])
-            else:
-                for _ in conversation.regenerate(GenerationParams(12, ignore_eos=True)):
-                    pass
-            assert held.length(0) > 0.8 * conversation.num_tokens > 100
-        conversation = runtime.load_conversation(tmp_path / "chat.json")
-        say(conversation, texts[2])
-        assert held.length(0) > 0.8 * conversation.num_tokens > 100
 
 
 @pytest.mark.parametrize(("kind", "way"), KINDS[1:])

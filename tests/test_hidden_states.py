@@ -128,14 +128,6 @@ def test_a_captured_pass_keeps_what_another_does() -> None:
     assert torch.equal(*found) and found[0].isfinite().all() and len(found[0]) == 12
 
 
-def test_a_pass_about_some_layers_keeps_nothing() -> None:
-    made = make_runner(random_model("llama-gqa"))
-    made.runner.taps = tapping(made.runner.decoder.config, (0, 4))
-    layers = [*made.runner.streamer.layers(1)][:1]
-    assert not made.runner.forward(Batch({0: TokenTree((1,))}), layers=layers).hidden
-    made.close()
-
-
 GPU = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
 DEVICES = [pytest.param({}, id="cpu"), pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)]
 LENGTHS = (300, 41, 3)  # of the prompts; a block ends 256 - 44 tokens behind the first

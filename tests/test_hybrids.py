@@ -7,7 +7,6 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from offload_runtime.cache.saved_blocks import BlockLayout
 from offload_runtime.cli.app import app
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.core import TokenTree
-from offload_runtime.errors import CheckpointError, OptionError, SessionError, UnsupportedArchitectureError
+from offload_runtime.errors import CheckpointError, OptionError, UnsupportedArchitectureError
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.weights.sources import open_checkpoint
@@ -98,17 +97,6 @@ def test_a_prompt_that_breaks_off_leaves_no_states() -> None:
         one.close()
 
 
-def test_a_path_alone_leads_over_the_end_of_a_chunk() -> None:
-    #      0 - 1 - 2 - 3    and a path beside it: 4 - 5, which ends where the first goes on
-    tree = TokenTree(tuple(range(8)), (-1, 0, 1, 2, 0, 4, 5, 3), ("x",) * 8)
-    assert tree.through_gates(10, 64) == list(range(8))
-    assert tree.through_gates(62, 64) == [0, 1, 2, 3, 4, 7]  # nodes 1 and 4 end a chunk
-    assert tree.through_gates(63, 64) == list(range(8))  # the root does
-    assert tree.through_gates(64, 64) == list(range(8))
-    chain = TokenTree.chain(range(200), "x")
-    assert chain.through_gates(5, 64) == list(range(200))
-
-
 def _check_undo(runtime: Runtime) -> list[tuple[int, ...]]:
     """Return two answers, which are those of before when others were undone, and when the slot was another's."""
     chat = runtime.conversation()
@@ -158,20 +146,6 @@ def test_a_session_behind_other_answers_goes_on(hybrid: Path, runtime: Runtime, 
         loaded = other.load_conversation(tmp_path / "chat.json")
         reply = _say(loaded, "and then?")
     assert reply.tokens == expected.tokens and reply.stats.kept_tokens > 0
-
-
-def test_a_session_of_another_chunk_size_is_refused(runtime: Runtime, tmp_path: Path) -> None:
-    path, chat = tmp_path / "chat.json", runtime.conversation()
-    _say(chat, LONG)
-    chat.save(path)
-    record = json.loads(path.read_text())
-    del record["session"]["checksum"]
-    record["session"]["made_with"]["chunk size"] = "32 tokens"
-    content = json.dumps(record, sort_keys=True).encode()
-    record["session"]["checksum"] = blake2b(content, digest_size=16).hexdigest()
-    path.write_text(json.dumps(record))
-    with pytest.raises(SessionError, match=r"another chunk size \(32 tokens, and here it is 64 tokens\)"):
-        chat.load(path)
 
 
 SAMPLED = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 0.7, "seed": 3}

@@ -1,65 +1,22 @@
-"""Layers with experts: which are chosen, that a row's bits are its own, how files store them, and what plans count."""
+"""Layers with experts: how files store them, and what plans count."""
 
 import json
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
-from offload_runtime_kernels.attention import QueryRows
-from offload_runtime_kernels.experts import StoredMatrices
-from offload_runtime_kernels.kv_blocks import RopeRows
 from safetensors.torch import load_file, save_file
 
 from offload_runtime import Runtime
 from offload_runtime.errors import CheckpointError
-from offload_runtime.models.experts import Experts
-from offload_runtime.models.layers import ExpertStore, GatedMLP, LayerWeights, Rows
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.weights.encoding import Weight
 from offload_runtime.weights.layout import ModelLayout
 from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.families import family_config, family_model, write_family
 from tests.helpers.models import load_plain
-
-LAYER = Experts(GatedMLP(32, 16), 8, 3)
-
-
-def _weights(seed: int) -> tuple[LayerWeights, dict[str, torch.Tensor]]:
-    """Random ones, and of these the matrices of all experts, [E, rows, columns]."""
-    generator, parts = torch.Generator().manual_seed(seed), defaultdict[str, list[torch.Tensor]](list)
-    for tensor in LAYER.tensors():
-        parts[tensor.packed].append(torch.randn(tensor.shape, generator=generator))
-    weights = LayerWeights({"router": Weight(*parts.pop("router"))})
-    experts = {name: torch.cat(found).view(LAYER.num_experts, -1, found[0].shape[1]) for name, found in parts.items()}
-    stored, places = {name: StoredMatrices.of(one) for name, one in experts.items()}, torch.arange(8).int()
-    weights.experts = ExpertStore(stored, lambda *_: iter([places]))
-    return weights, experts
-
-
-def _forward(x: torch.Tensor, weights: LayerWeights) -> torch.Tensor:
-    count = torch.arange(len(x), dtype=torch.int32)
-    nothing = torch.empty(len(x), 0)
-    query = QueryRows(count[:, None], count, len(x))
-    return LAYER.forward(x, weights, Rows(count, query, RopeRows(nothing, nothing, count, count, count)))
-
-
-def test_of_experts_that_score_alike_the_first_ones_are_chosen() -> None:
-    (weights, experts), x = _weights(1), torch.randn(5, 32, generator=torch.Generator().manual_seed(2))
-    weights["router"].stored.zero_()
-    alike = _forward(x, weights)
-    for matrices in experts.values():
-        matrices[3:] = 0  # those that nothing chooses
-    assert torch.equal(_forward(x, weights), alike) and alike.abs().sum() > 0
-
-
-def test_what_a_row_becomes_is_its_own_whoever_is_in_the_pass() -> None:
-    (weights, _), x = _weights(3), torch.randn(40, 32, generator=torch.Generator().manual_seed(4))
-    together = _forward(x, weights)
-    assert all(torch.equal(_forward(x[row : row + 1], weights)[0], together[row]) for row in range(40))
 
 
 def _stack(tensors: dict[str, torch.Tensor]) -> None:

@@ -91,15 +91,6 @@ def test_known_tokens_do_not_change_between_releases():
     assert tokens.tolist() == [2, 24, 7, 25, 34, 0, 17, 10]
 
 
-def test_greedy_is_argmax_and_ignores_position_and_seed():
-    logits = torch.randn((6, 300), generator=torch.Generator().manual_seed(1)).bfloat16()
-    logits[0] = 1.0
-    for seed in (0, 99):
-        tokens = sample(logits, SamplingParams(seed=seed), torch.arange(6) * seed, torch.arange(6))
-        assert tokens.tolist() == logits.float().argmax(dim=1).tolist()
-    assert tokens[0] == 0
-
-
 @pytest.mark.parametrize("filters", [{}, *FILTERS], ids=str)
 def test_broken_rows_give_minus_one_and_excluded_tokens_never_come(filters):
     logits = torch.randn((5, 64), generator=torch.Generator().manual_seed(2))

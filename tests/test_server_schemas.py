@@ -21,7 +21,6 @@ from offload_runtime.engine import EndEvent, ErrorEvent, GenerationResult, Runti
 from offload_runtime.errors import UnavailableError
 from offload_runtime.params import GenerationParams
 from offload_runtime.server.app import Service, make_app
-from offload_runtime.server.parsers import AnswerParser
 from tests.helpers.engine import PROMPT, TEMPLATE, byte_level_tokenizer, load, with_template
 from tests.helpers.schemas import SCHEMAS, assert_valid, random_schema
 from tests.helpers.server import MODEL, Served, events_of, serving
@@ -185,45 +184,14 @@ def test_calls_that_cannot_be_forced_are_refused(calling: Served, fields: dict[s
     assert refused.value.param == "tool_choice"
 
 
-LLAMA, MISTRAL = "… <|python_tag|> …", "… [TOOL_CALLS] …"
-MARKS = {7: "<|python_tag|>", 8: "[TOOL_CALLS]", 9: "[ARGS]"}
-NAMES = ["weather", "time"]
 HOT, COLD = '{"city": "Rom", "days": 2}', '{"city": "Malmö"}'
-Calls = list[tuple[str, Any]]
-
-
-def tokenizer_with(template: str | None) -> Any:
-    """What a parser reads of a tokenizer."""
-    added = {number: SimpleNamespace(content=text, special=True) for number, text in MARKS.items()}
-    return SimpleNamespace(chat_template=template, added_tokens_decoder=added)
-
-
-def parse(template: str | None, pieces: Sequence[str | int], names: Sequence[str] = NAMES) -> tuple[str, Calls]:
-    """Text and calls of an answer in pieces; a number is a token that has no text."""
-    parser, text, calls = AnswerParser(tokenizer_with(template), tool_names=names), "", []
-    for piece in pieces:
-        said = parser.push("", piece) if isinstance(piece, int) else parser.push(piece, 1)
-        text += said[1]
-        calls += said[2]
-    _, rest, last = parser.finish()
-    calls += last
-    assert parser.num_calls == len(calls) == len({call.id for call in calls})
-    return text + rest, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 def hermes(name: str, arguments: str) -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-BOTH: Calls = [("weather", json.loads(HOT)), ("time", json.loads(COLD))]
-LISTED = f'[{{"name": "weather", "arguments": {HOT}}}, {{"name": "time", "arguments": {COLD}}}]'
-
-
-def test_marks_that_are_tokens_without_a_text_are_seen() -> None:
-    assert parse(LLAMA, [7, f'{{"name": "weather", "parameters": {HOT}}}']) == ("", BOTH[:1])
-    assert parse(MISTRAL, [8, LISTED]) == ("", BOTH)
-    assert parse(MISTRAL, ["Let me see. ", 8, "weather", 9, HOT, 8, "time", 9, COLD]) == ("Let me see.", BOTH)
-    assert parse(MISTRAL, [8, "weather", 9, "{"]) == ("[TOOL_CALLS]weather[ARGS]{", [])
+BOTH = [("weather", json.loads(HOT)), ("time", json.loads(COLD))]
 
 
 class Scripted:

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
 
 import bench_drafters
 import bench_streaming
@@ -18,14 +17,12 @@ import texts
 import torch
 import train_head
 from safetensors.torch import load_file, save_file
-from training.heads import Eagle3Head, unrolled
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from widening.shapes import WideShape
 
 from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.assembly import Assembled, make_runner
 from tests.helpers.engine import PROMPT, load, write_book, write_checkpoint
-from tests.helpers.heads import Eagle3, run_head, tapped
+from tests.helpers.heads import run_head, tapped
 
 pytestmark = pytest.mark.no_cover  # of the runtime it runs what others run
 ROOT = Path(__file__).resolve().parents[1]
@@ -287,7 +284,6 @@ def test_passes_of_a_trace_are_drawn(target: Path, tmp_path: Path, capsys: pytes
 
 
 DEPTHS, PROMPT_TOKENS, ANSWER = 3, 24, 24
-_OF_NO_TARGET = MagicMock()  # heads with an embedding of their own ask for nothing of it
 
 
 @pytest.fixture(scope="module")
@@ -325,29 +321,6 @@ def guessed(head: Assembled, model: Any, prompt: list[int], answer: list[int]) -
             text, hidden, count = [*text, wanted], torch.cat((hidden, given[-1:])), count + 1
         found.append(count)
     return found
-
-
-def test_rows_of_all_places_are_those_that_a_draft_makes_one_by_one() -> None:
-    generator, shape = torch.Generator().manual_seed(0), WideShape(32, 72, 3, 4, 2, 16)
-    embedding, states = torch.randn(60, 32, generator=generator), torch.randn(1, 14, 32, generator=generator)
-    head = Eagle3Head(shape, 1e-5, embedding, torch.arange(0, 60, 2), (0,))
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    angles = torch.outer(torch.arange(14.0), 1e4 ** -(torch.arange(0, 16, 2) / 16))
-    tokens = torch.randint(60, (1, 14), generator=generator)
-    rows = [one[0] for one in unrolled(head, tokens, (states,), torch.polar(torch.ones_like(angles), angles), DEPTHS)]
-    settings = {"rms_norm_eps": 1e-5, "num_attention_heads": 4, "head_dim": 16, "rope_theta": 1e4, "vocab_size": 60}
-    others = {"embed_tokens.weight": embedding, "d2t": head.ids - torch.arange(30)}
-    plain = Eagle3({**head.state_dict(), **others}, settings)
-    kept = head.fc(states[0]).detach()
-    for place in range(len(rows[0])):
-        hidden = kept[: place + 1]
-        for depth, of_depth in enumerate(rows):
-            text = tokens[0, 1 : place + 2 + depth].tolist()
-            logits, stream = plain.logits(_OF_NO_TARGET, text, hidden)
-            torch.testing.assert_close(head.all_logits(of_depth[place]), logits[-1], rtol=1e-4, atol=1e-4)
-            hidden = torch.cat((hidden, stream[-1:]))
 
 
 def test_agreement_of_copies(small: Path, book: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -317,19 +317,10 @@ def test_a_mixture_in_mxfp4_is_read_as_its_decoded_copy(tmp_path: Path) -> None:
 
 def test_a_mixture_whose_format_is_said_beside_its_configuration_is_what_the_formula_says(tmp_path: Path) -> None:
     """As ModelOpt's older checkpoints have it."""
-    family_model("qwen3_moe", 0, hidden_size=64, moe_intermediate_size=32, head_dim=16).save_pretrained(tmp_path)
-    form, stored, decoded = (
-        FORMATS["NVFP4 of ModelOpt"],
-        dict[str, torch.Tensor](),
-        load_file(tmp_path / "model.safetensors"),
-    )
-    for tensor in decoded:
-        if (module := tensor.removesuffix(".weight")).endswith("_proj"):
-            parts, decoded[tensor] = form.pack(decoded[tensor])
-            stored |= {f"{module}.{part}": each.contiguous() for part, each in parts.items()}
-        else:
-            stored[tensor] = decoded[tensor]
-    save_file(stored, tmp_path / "model.safetensors")
+    decoded = write_quantised(tmp_path, FORMATS["NVFP4 of ModelOpt"]._replace(config={}), small_mixture())
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     said = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.mlp.gate"]}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
     source = open_checkpoint(tmp_path)

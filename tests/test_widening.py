@@ -1,8 +1,6 @@
 """A small model inside a large shape says the same, so does a sparse fine-tune, and files are whole or not there, of
 safetensors, which transformers loads too, and of GGUF."""
 
-import json
-import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,6 @@ import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
-import widen_model
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from widening.checkpoint import WidenedCheckpoint, widened_head
 from widening.convert import convert_to_safetensors
@@ -29,7 +25,6 @@ from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.neighbours import stored_kinds
 from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.assembly import in_memory, make_runner
-from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.families import family_model
 from tests.helpers.heads import Eagle3, Mtp, run_head, tapped, write_mtp
 from tests.helpers.models import VOCAB_SIZE, all_logits, random_tokens
@@ -92,17 +87,6 @@ TOKENS = random_tokens(40)
 def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Largest difference relative to the largest logit."""
     return float((actual - expected).abs().max() / expected.abs().max())
-
-
-@pytest.fixture(scope="module")
-def source_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with SmolLM2's head dimension and a tokenizer that knows of 64 tokens."""
-    directory = tmp_path_factory.mktemp("source")
-    tokenizer = byte_level_tokenizer()
-    tokenizer.model_max_length = 64
-    small_model(vocab_size=len(tokenizer), head_dim=64, max_position_embeddings=64).save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
 
 
 @pytest.mark.parametrize(("shape", "tied"), [(MHA, True), (GQA, False), (SAME_HEADS, False)])
@@ -232,30 +216,3 @@ def test_nothing_half_written_stays(words: Path, tmp_path: Path, monkeypatch: py
     (tmp_path / "a.gguf").touch()
     with pytest.raises(OptionError, match="exists already"):
         write_gguf(made, tmp_path / "a.gguf", kinds, words=words)
-
-
-def test_the_command_writes_one_file(words: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    out = tmp_path / "tiny.gguf"
-    command = ["--source", str(words), "--shape", "tiny", "--random", "--stored", "q4_k_m", "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", ["widen_model.py", *command, "--out", str(out)])
-    assert widen_model.main() == 0
-    assert set(open_checkpoint(out).kinds.values()) == {"Q5_0", "Q8_0", "F32"}
-
-
-@pytest.mark.parametrize("max_shard_bytes", [2e9, 80_000])
-def test_transformers_loads_the_result_with_the_same_logits(source_dir, tmp_path, max_shard_bytes):
-    out = convert_to_safetensors(
-        open_checkpoint(source_dir), tmp_path / "deep" / "out", dtype=torch.float32, max_shard_bytes=max_shard_bytes
-    )
-    files = sorted(out.glob("*.safetensors"))
-    if max_shard_bytes < 1e6:
-        assert len(files) > 3
-        assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
-        assert all(path.stat().st_size < max_shard_bytes + 4096 for path in files)
-        index = json.loads((out / "model.safetensors.index.json").read_text())
-        assert index["metadata"]["total_size"] == sum(
-            p.numel() * 4 for p in transformers.AutoModelForCausalLM.from_pretrained(source_dir).parameters()
-        )
-    ids = torch.arange(20)[None]
-    logits = [transformers.AutoModelForCausalLM.from_pretrained(path)(ids).logits for path in (source_dir, out)]
-    assert torch.equal(*logits)

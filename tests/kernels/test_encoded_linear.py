@@ -167,14 +167,6 @@ def test_rows_of_scaled_w_may_be_the_second_operand(name: str) -> None:
     check_close(of_scaled(SCALED[name], SHORT, 544, FP32), 9, tile=TILES[1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "Q6_K"])
-def test_products_of_more_rows_than_eight(kind: str) -> None:
-    """Of the first operand with 16 rows of x, nothing added, and of the tile that the wrapper takes by itself."""
-    for tile in (TILES[0], None):
-        check_close(of_blocks(kind, SHORT, 256 if kind != "Q5_0" else 160, FP32), 9, tile=tile, fused=False)
-
-
 def check_bits(name: str, one: Stored, num_rows: int) -> None:
     """Of every way to cut them."""
     bias, add = name in FUSED and num_rows in (1, 8), name in FUSED and num_rows in (8, 9)

@@ -174,14 +174,6 @@ def test_greedy_takes_the_lowest_index_of_equal_logits(run):
     assert tokens.tolist() == [0, 1024, 699, 0]
 
 
-def test_a_row_does_not_depend_on_the_rest_of_the_batch_nor_on_the_vocabulary():
-    positions, slots = rows(64)
-    noise = ops.gumbel_noise_reference(positions, slots, keys(9), vocab_size=20_000)
-    for row in (0, 17, 63):
-        alone = ops.gumbel_noise_reference(positions[row, None], slots[row, None], keys(9), vocab_size=7_001)
-        assert_same_bits(alone[0], noise[row, :7_001])
-
-
 @pytest.mark.slow
 def test_everything_imports_and_samples_on_the_cpu_without_triton():
     program = """
