@@ -8,7 +8,7 @@ from offload_runtime.core import DraftBudget
 from offload_runtime.params import SamplingParams
 from offload_runtime.speculation.controller import PLAIN, Controller
 
-COUNT, ANSWERS, PARAMS = 128, 40, SamplingParams()
+COUNT, ANSWERS, PARAMS = 128, 24, SamplingParams()
 LIMITS = {"tree": {"tree": 64, "chain": 12}, "n-grams, too": {"ngram": 16, "tree": 64, "chain": 12}}
 
 

@@ -136,8 +136,9 @@ def of_all_experts(carrying: Path) -> dict[str, list[tuple[Any, ...]]]:
 @pytest.mark.parametrize(
     ("buffers", "way", "share"),
     [
-        (CHOSEN, "streamed", 0), (CHOSEN + 1, "chain", 1.0), (COUNT, "tree", 0), (2 * COUNT + 1, "cards", 0.4),
-        ((LAYERS + 1) * COUNT, "streamed", 0),
+        (CHOSEN + 1, "chain", 1.0), (COUNT, "tree", 0), ((LAYERS + 1) * COUNT, "streamed", 0),
+        pytest.param(CHOSEN, "streamed", 0, marks=pytest.mark.slow),
+        pytest.param(2 * COUNT + 1, "cards", 0.4, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_a_head_says_the_same_whatever_of_its_experts_is_in_the_pool(
@@ -331,7 +332,7 @@ def test_plans_have_memory_where_experts_of_long_prompts_are_decoded() -> None:
 
 
 def test_a_pool_finds_about_what_its_plan_expects(mixture: Path) -> None:
-    for buffers in (CHOSEN + 1, COUNT, 2 * COUNT + 2):
+    for buffers in (CHOSEN + 1, 2 * COUNT + 2):
         with load(mixture, context=300, draft="none", expert_pool=buffers * EXPERT_BYTES) as runtime:
             result = runtime.generate(PROMPTS[2], max_new_tokens=60, ignore_eos=True)
             missed = runtime.plan.streamed_bytes / (LAYERS * CHOSEN * EXPERT_BYTES)

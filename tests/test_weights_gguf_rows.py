@@ -344,7 +344,8 @@ def test_logits_are_plain_ones(dense: CheckpointSource, buffers: int, resident: 
 def test_biases_of_experts_are_not_coded() -> None:
     """Those of both matrices are needed at once, and what is decoded is gone with the next matrix."""
     shape = MixtureShape(256, 256, 1, 4, 2, 64, 4, 2, gpt_oss=True)
-    dense = stored_model(shape, "bf16", vocab_size=512, context_tokens=256, reference="random gpt-oss")
+    sizes = {"vocab_size": 512, "context_tokens": 256, "stretch_bytes": 65536}
+    dense = stored_model(shape, "bf16", reference="random gpt-oss", **sizes)
     plain, coded = (logits(dense, dtype=BF16, buffers=0, resident=None, coded=coded) for coded in (False, True))
     assert CODED in dense.layout(BF16, coded=True).bytes_by_kind and torch.equal(plain, coded)
 

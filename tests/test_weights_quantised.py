@@ -141,15 +141,9 @@ def mixture_logits(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> l
     return found
 
 
-_MIXTURES = [
-    pytest.param(name, marks=() if name == "FP8 of blocks" else pytest.mark.slow)
-    for name, form in FORMATS.items()
-    if "ordered" not in name and "head" not in name
-]
-
-
+@pytest.mark.slow  # for each a library is compiled
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
-@pytest.mark.parametrize("name", _MIXTURES)
+@pytest.mark.parametrize("name", [name for name in FORMATS if "ordered" not in name and "head" not in name])
 def test_experts_are_kept_and_multiplied_as_they_are_stored(name: str, tmp_path: Path) -> None:
     checkpoint = Checkpoint(tmp_path, f"{name} of a mixture")
     source, copy = checkpoint.source, checkpoint.copy
