@@ -121,15 +121,15 @@ def scaled_products(
     scale_ptrs, zero_ptrs = w_ptrs + ROW.numbers_bytes, w_ptrs + ROW.zeros_at
     first = ()  # type: tuple[object, ...]
     if ROW.group == 0:
-        first = shared_words_at(scale_ptrs, zero_ptrs, 0, ROW.bits, ROW.zeros, 0, scale, BLOCK, 128, True)
+        first = shared_words_at(scale_ptrs, zero_ptrs, 0, ROW.zero_bits, 0, scale, BLOCK, 128, True)
     for step in tl.range(0, (K + 127) // 128, num_stages=STAGES):
         units = units_at(w_ptrs, step, ROW.numbers_bytes, 16 * ROW.bits, K % 128 == 0, BLOCK, True)
         shared = first
         if ROW.group > 0:
             at = step // ROW.steps
-            shared = shared_words_at(scale_ptrs, zero_ptrs, at, ROW.bits, ROW.zeros, ROW.group, scale, BLOCK, 128, True)
+            shared = shared_words_at(scale_ptrs, zero_ptrs, at, ROW.zero_bits, ROW.group, scale, BLOCK, 128, True)
         w = decoded_half(
-            units, shared, 0, number, ROW.bits, ROW.zero, ROW.zeros, ROW.group, scale, tl.float32, BLOCK, False
+            units, shared, 0, number, ROW.bits, ROW.zero, ROW.zero_bits, ROW.group, scale, tl.float32, BLOCK, False
         )  # fmt: skip
         sums = _add_decoded(sums, x_ptrs, step * 128, w, DTYPE, K, BLOCK, BLOCK_K, 128)
     return _ended(sums, ROWS, BLOCK)

@@ -59,9 +59,9 @@ def _decode_kernel(
             units = units_at(w_ptrs, step, ROW.numbers_bytes, 16 * ROW.bits, K % COLUMNS == 0, ROWS)
             at = step // ROW.steps if ROW.group > 0 else 0
             scale_ptrs, zero_ptrs = w_ptrs + ROW.numbers_bytes, w_ptrs + ROW.zeros_at
-            shared = shared_words_at(scale_ptrs, zero_ptrs, at, ROW.bits, ROW.zeros, ROW.group, scale, ROWS, COLUMNS)
+            shared = shared_words_at(scale_ptrs, zero_ptrs, at, ROW.zero_bits, ROW.group, scale, ROWS, COLUMNS)
             w = decoded_half(
-                units, shared, 0, number, ROW.bits, ROW.zero, ROW.zeros, ROW.group, scale, dtype, ROWS, True
+                units, shared, 0, number, ROW.bits, ROW.zero, ROW.zero_bits, ROW.group, scale, dtype, ROWS, True
             )  # fmt: skip
         else:
             planes = load_tile(w_ptrs, step, BLOCKS, FORM, K % COLUMNS == 0, ROWS)

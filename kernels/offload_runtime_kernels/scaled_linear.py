@@ -27,7 +27,7 @@ from offload_runtime_kernels.scaled_rows import (
 def _scaled_linear_kernel(
     x_ptr, numbers_ptr, scales_ptr, zeros_ptr, bias_ptr, out_ptr, num_rows, height, stride, columns, row_bytes,
     scale_bytes, zero_bytes, rows_of_scale, tiles_of_scale, NUMBER: tl.constexpr, BITS: tl.constexpr,
-    ZERO: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, M: tl.constexpr,
+    ZERO: tl.constexpr, ZERO_BITS: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, W_FIRST: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -43,7 +43,7 @@ def _scaled_linear_kernel(
     first = ()  # type: tuple[object, ...]
     if GROUP == 0:  # one scale a row
         for part in tl.static_range(parts):
-            first += (shared_words_at(scale_ptrs[part], zero_ptrs[part], 0, BITS, ZEROS, GROUP, scale, rows),)
+            first += (shared_words_at(scale_ptrs[part], zero_ptrs[part], 0, ZERO_BITS, GROUP, scale, rows),)
     sums = no_sums(M, N, W_FIRST)
     for tile in tl.range(0, tl.cdiv(columns, 256), num_stages=STAGES):
         units, shared = (), first  # type: tuple[tuple[object, ...], tuple[object, ...]]
@@ -51,14 +51,14 @@ def _scaled_linear_kernel(
             units += (units_at(row_ptrs[part], tile, row_bytes, 32 * BITS, WHOLE, rows),)
             if GROUP > 0:
                 at = tile // tiles_of_scale
-                shared += (shared_words_at(scale_ptrs[part], zero_ptrs[part], at, BITS, ZEROS, GROUP, scale, rows),)
+                shared += (shared_words_at(scale_ptrs[part], zero_ptrs[part], at, ZERO_BITS, GROUP, scale, rows),)
         for half in tl.static_range(2):
             x = rows_of_x(x_ptr, (2 * tile + half) * 128, num_rows, columns, WHOLE, N, W_FIRST)
             weights = ()  # type: tuple[object, ...]
             for part in tl.static_range(parts):
                 weights += (
                     decoded_half(
-                        units[part], shared[part], half, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, rows, False
+                        units[part], shared[part], half, NUMBER, BITS, ZERO, ZERO_BITS, GROUP, scale, dtype, rows, False
                     ),
                 )
             sums = add_products(sums, x, weights, M, W_FIRST)
@@ -92,6 +92,6 @@ def scaled_linear_triton(
         _scaled_linear_kernel[grid](
             x, stored.numbers, stored.scales, stored.zeros, bias if bias is not None else x, out, num_rows, height,
             out.stride(0), k, stored.numbers.shape[1], scale_bytes, zero_bytes, form.rows, max(1, form.columns // TILE),
-            NUMBER=form.number, BITS=BITS[form.number], ZERO=form.zero, ZEROS=form.zeros, GROUP=group,
+            NUMBER=form.number, BITS=BITS[form.number], ZERO=form.zero, ZERO_BITS=form.zero_bits, GROUP=group,
             WHOLE=k % TILE == 0, **options,
         )  # fmt: skip

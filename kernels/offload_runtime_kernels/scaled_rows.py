@@ -1,13 +1,14 @@
 """Rows of small numbers with scales, as quantised safetensors checkpoints have them: FP8, int8, int4, NVFP4.
 
     w = ((q - z) * s rounded to the scales' dtype), rounded to the dtype of the result
+    w = ((q - 7.5) * s + c rounded to the scales' dtype), likewise, where groups have a centre c
 
 q is a number of 8 bits in two's complement (int8), without a sign (uint8) or as E4M3 (FP8: four bits of exponent with
 bias 7, three of mantissa, no infinity, 0x7F and 0xFF no number), or of 4 bits without a sign (uint4) or as E2M1 (two
 bits of exponent with bias 1, one of mantissa, neither infinity nor NaN). z is a constant,
 or is added to an integer that is stored like q beside every scale. q - z and its product with a scale of 16 bits are
 exact in fp32 (at most 9 + 11 bits), so that only what the formula names rounds; where scales are fp32, the product
-itself does.
+itself does. Centres are those of copies in 4 bits (`low_bit_copy`), which are chosen so that fp32 holds the sum, too.
 
 One scale is for a rectangle of weights: all, a row, a group of columns, or a block; or the columns say themselves
 which group they are of (the order of activations).
@@ -38,12 +39,14 @@ _REFERENCE_WEIGHTS = 1 << 18  # decoded at a time: 1 MB of fp32
 LARGEST_SCALE = 2.0**100  # which scales are below: kernels multiply them with up to 2^10
 _GROUPS = (32, 64, 128)  # columns of a scale, of which several are in a tile
 BITS = {"FP8": 8, "int8": 8, "uint8": 8, "uint4": 4, "E2M1": 4}
+MIDDLE = 7.5  # of the numbers that have centres
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 class ScaledFormat(NamedTuple):
     """How a matrix [M, K] is stored: numbers of a kind of `BITS`, whose `rows` x `columns` share one scale of a dtype;
-    `zero` is what is subtracted, beside the stored one with `zeros`; each column of an `ordered` one says its group."""
+    `zero` is what is subtracted, beside the stored one with `zeros`; each column of an `ordered` one says its group.
+    With `centres`, of uint4 and scales in bf16, each scale has one in place of a zero."""
 
     number: str
     rows: int
@@ -52,6 +55,12 @@ class ScaledFormat(NamedTuple):
     zero: int = 0
     zeros: bool = False
     ordered: bool = False
+    centres: bool = False
+
+    @property
+    def zero_bits(self) -> int:
+        """Bits that lie beside each scale: of its zero, of its centre, or none."""
+        return 8 * self.scale.itemsize if self.centres else BITS[self.number] if self.zeros else 0
 
     @property
     def tile_scales(self) -> int:
@@ -70,10 +79,14 @@ class ScaledFormat(NamedTuple):
         """How many scales a matrix has: down and across."""
         return -(-rows // self.rows), -(-columns // self.columns)
 
+    def zero_bytes(self, count: int) -> int:
+        """Bytes of so many zeros or centres that follow one another."""
+        return -(-count * self.zero_bits // 8)
+
     def scale_row_bytes(self, columns: int) -> tuple[int, int]:
         """Bytes from one row of scales to the next, and from one of zeros: of whole tiles and words."""
         count = -(-self.scales(1, columns)[1] // self.tile_scales) * self.tile_scales
-        scales, zeros = count * self.scale.itemsize, self.file_bytes(count) if self.zeros else 0
+        scales, zeros = count * self.scale.itemsize, self.zero_bytes(count)
         return -(-scales // _WORD_BYTES) * _WORD_BYTES, -(-zeros // _WORD_BYTES) * _WORD_BYTES
 
 
@@ -83,8 +96,8 @@ class ScaledRows(NamedTuple):
     Attributes:
         numbers: uint8 [M, row_bytes(K)], in units, contiguous.
         scales: [rows, columns] of scales, rows `scale_row_bytes` apart.
-        zeros: uint8 [rows of scales, file_bytes(columns of scales)], rows `scale_row_bytes` apart, the even one in the
-            lower half of a byte; empty without them.
+        zeros: uint8 [rows of scales, zero_bytes(columns of scales)], rows `scale_row_bytes` apart, the even one in the
+            lower half of a byte, or centres in the dtype of the scales; empty without either.
         groups: int32 [K], the group of each column; empty unless it is `ordered`.
     """
 
@@ -141,11 +154,11 @@ class ScaledRow:
 
     @classmethod
     def of(cls, form: ScaledFormat, columns: int) -> "ScaledRow | None":
-        """Return that of so many columns; None if groups do not divide steps, or columns say themselves which one they
-        are of."""
+        """Return that of so many columns; None if groups do not divide steps or have centres, or columns say
+        themselves which one they are of."""
         whole = form.columns >= columns
         small = form.columns in _STEP_GROUPS and (form.columns > 16 or BITS[form.number] == 4)
-        if form.ordered or not (whole or small or form.columns % STEP == 0):
+        if form.ordered or form.centres or not (whole or small or form.columns % STEP == 0):
             return None
         numbers_bytes, (scale_bytes, zero_bytes) = form.row_bytes(columns), form.scale_row_bytes(columns)
         end = numbers_bytes + scale_bytes + zero_bytes
@@ -162,6 +175,10 @@ class ScaledRow:
         return BITS[self.number]
 
     @property
+    def zero_bits(self) -> int:
+        return BITS[self.number] if self.zeros else 0
+
+    @property
     def scale_type(self) -> Any:
         return {"float32": tl.float32, "float16": tl.float16, "bfloat16": tl.bfloat16}[self.scale]
 
@@ -172,7 +189,7 @@ def rows_apart(stored: torch.Tensor, form: ScaledFormat, columns: int) -> Scaled
     row, across = ScaledRow.of(form, columns), form.scales(1, columns)[1]
     assert row is not None and stored.shape[1] == row.nbytes and stored.stride(1) == 1
     scales = stored[:, row.numbers_bytes : row.numbers_bytes + across * form.scale.itemsize].view(form.scale)
-    zeros = stored[:, row.zeros_at : row.zeros_at + (form.file_bytes(across) if form.zeros else 0)]
+    zeros = stored[:, row.zeros_at : row.zeros_at + form.zero_bytes(across)]
     groups = torch.empty(0, dtype=torch.int32, device=stored.device)
     return ScaledRows(stored[:, : row.numbers_bytes], scales, zeros, groups)
 
@@ -248,10 +265,12 @@ def decode_scaled_reference(stored: ScaledRows, form: ScaledFormat, start: int, 
         last = min(first + step, start + height)
         own = torch.arange(first, last, device=out.device) // form.rows
         numbers = unpack_numbers(stored.numbers[first:last], form, width)
-        w = _numbers_reference(numbers, width, form.number) - form.zero
+        w = _numbers_reference(numbers, width, form.number) - (MIDDLE if form.centres else form.zero)
         if form.zeros:
             w -= _numbers_reference(stored.zeros[own], stored.scales.shape[1], form.number)[:, groups]
         w *= stored.scales[own][:, groups].float()
+        if form.centres:
+            w += stored.zeros[own].view(form.scale)[:, groups].float()
         out[first - start : last - start] = w.to(form.scale).to(out.dtype)
 
 
@@ -261,8 +280,9 @@ def decode_scaled_reference(stored: ScaledRows, form: ScaledFormat, start: int, 
 
 
 @jit
-def _number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr):
-    """Two numbers of each word, in its halves, as 16 bits float each; those of 4 bits in bf16 where that is asked for.
+def _number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexpr, CENTRED: tl.constexpr):
+    """Two numbers of each word, in its halves, as 16 bits float each; those of 4 bits in bf16 where that is asked for,
+    beside 64 if centred, where bf16 has halves.
 
     Of 4 bits those of columns 8 P and 8 P + 1 behind the lane's first; of 8 bits of columns P and P + 8."""
     if NUMBER == "FP8":
@@ -272,6 +292,8 @@ def _number_bits(words, P: tl.constexpr, NUMBER: tl.constexpr, BF16: tl.constexp
     elif NUMBER == "E2M1":
         words = words >> (4 * P)
         found = ((words & 0x00080008) << 12) | ((words & 0x00070007) << 9)
+    elif CENTRED:
+        found = masked(words << 1 if P == 0 else words >> (4 * P - 1), 0x001E001E, 0x42804280)
     elif NUMBER == "uint4" and BF16:
         found = masked(words >> (4 * P), 0x000F000F, 0x43004300)
     elif NUMBER == "uint4":
@@ -318,6 +340,20 @@ def _in_columns(parts, BITS: tl.constexpr, ROWS: tl.constexpr):
 
 
 @jit
+def _centred_pairs(numbers, scale, centre):
+    """(numbers - 64 - 7.5) * scale + centre in bf16, whose multiply-add rounds once."""
+    if INTERPRETED:
+        found = ((numbers.to(tl.float32) - 71.5) * scale.to(tl.float32) + centre.to(tl.float32)).to(scale.dtype)
+    else:
+        found = tl.inline_asm_elementwise(
+            "{.reg .b32 q, c; mov.b32 c, 0xBF80BF80; mov.b32 q, 0x428F428F; fma.rn.bf16x2 q, q, c, $1; "
+            "fma.rn.bf16x2 $0, q, $2, $3;}", "=r,r,r,r", [numbers, scale, centre], dtype=scale.dtype, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    return found
+
+
+@jit
 def _scaled_pairs(numbers, offset, scale):
     """(numbers - offset) * scale, [R, 8, 2], in 16 bits, of which two lie in one word."""
     if INTERPRETED:
@@ -338,20 +374,23 @@ def _scaled_pairs(numbers, offset, scale):
 
 @jit
 def _weights(
-    words, scale, zero, P: tl.constexpr, NUMBER: tl.constexpr, ZERO: tl.constexpr, DTYPE: tl.constexpr,
-    EXACT: tl.constexpr,
+    words, scale, zero, P: tl.constexpr, NUMBER: tl.constexpr, ZERO: tl.constexpr, ZERO_BITS: tl.constexpr,
+    DTYPE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """[R, 8, 2]: numbers P of words, with scales and stored zeros [R, 1 or 8, 1 or 2].
+    """[R, 8, 2]: numbers P of words, with scales and stored zeros, or centres, [R, 1 or 8, 1 or 2].
 
     Unless this has to be exact, zeros may be positive whatever the sign of the scale, scales are below `LARGEST_SCALE`
     and all numbers are some."""
     IN_PAIRS: tl.constexpr = NUMBER == "uint4" and scale.dtype.primitive_bitwidth == 16
     BF16: tl.constexpr = IN_PAIRS and scale.dtype == tl.bfloat16
     FORM: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
-    bits = _number_bits(words, P, NUMBER, BF16)
+    CENTRED: tl.constexpr = ZERO_BITS == 16
+    bits = _number_bits(words, P, NUMBER, BF16, CENTRED)
     numbers = tl.join(_as_float(bits, FORM), _as_float(bits >> 16, FORM))
     offset = _as_float(_number_offset_bits(zero, ZERO, P, NUMBER, BF16), FORM)
-    if IN_PAIRS:
+    if CENTRED:
+        w = _centred_pairs(numbers, scale, _as_float(zero, FORM))
+    elif IN_PAIRS:
         w = _scaled_pairs(numbers, offset, scale)
     else:
         numbers, offset, s = numbers.to(tl.float32), offset.to(tl.float32), scale.to(tl.float32)
@@ -390,22 +429,22 @@ def _shared(words, UNIT: tl.constexpr, P: tl.constexpr, EACH: tl.constexpr, GROU
 
 @jit
 def shared_words_at(
-    scales_ptr, zeros_ptr, tile, BITS: tl.constexpr, ZEROS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
+    scales_ptr, zeros_ptr, tile, ZERO_BITS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr = 256, ALONE: tl.constexpr = False,
 ):  # fmt: skip
     """The words of the scales and zeros of a tile of so many columns."""
     COUNT: tl.constexpr = COLUMNS // GROUP if GROUP > 0 else 1
     scales = words_at(scales_ptr, tile, 0, COUNT * SCALE.primitive_bitwidth, True, 1, ROWS, ALONE)
     zeros = scales
-    if ZEROS:
-        zeros = words_at(zeros_ptr, tile, 0, COUNT * BITS, True, 1, ROWS, ALONE)
+    if ZERO_BITS > 0:
+        zeros = words_at(zeros_ptr, tile, 0, COUNT * ZERO_BITS, True, 1, ROWS, ALONE)
     return scales, zeros
 
 
 @jit
 def decoded_half(
     units, shared, HALF: tl.constexpr, NUMBER: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
-    ZEROS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
+    ZERO_BITS: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr,
     EXACT: tl.constexpr,
 ):  # fmt: skip
     """[R, 128]: half the weights of a tile, whose units are in registers, and what `shared_words_at` has of it."""
@@ -414,16 +453,18 @@ def decoded_half(
         for p in tl.static_range(16 // BITS):
             scale = _as_float(_shared(shared[0], unit, p, SCALE.primitive_bitwidth, GROUP, BITS), SCALE)
             zero = tl.full([1, 1], 0, tl.uint32)
-            if ZEROS:
-                zero = _shared(shared[1], unit, p, BITS, GROUP, BITS) & ((1 << BITS) - 1)
-            parts += (_weights(units[unit], scale[:, :, None], zero[:, :, None], p, NUMBER, ZERO, DTYPE, EXACT),)
+            if ZERO_BITS > 0:
+                zero = _shared(shared[1], unit, p, ZERO_BITS, GROUP, BITS) & ((1 << ZERO_BITS) - 1)
+            parts += (
+                _weights(units[unit], scale[:, :, None], zero[:, :, None], p, NUMBER, ZERO, ZERO_BITS, DTYPE, EXACT),
+            )
     return _in_columns(parts, BITS, ROWS)
 
 
 @jit
 def _gathered_half(
     units, scales_ptr, zeros_ptr, groups_ptr, columns, HALF: tl.constexpr, NUMBER: tl.constexpr, BITS: tl.constexpr,
-    ZERO: tl.constexpr, ZEROS: tl.constexpr, ORDERED: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
+    ZERO: tl.constexpr, ZERO_BITS: tl.constexpr, ORDERED: tl.constexpr, GROUP: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """The same, where each column loads its own scale."""
@@ -436,10 +477,11 @@ def _gathered_half(
             column = tl.minimum(column, columns - 1)  # what lies behind the last is not stored
             group = tl.load(groups_ptr + column) if ORDERED else column // GROUP
             zero = tl.full([1, 1, 1], 0, tl.uint32)
-            if ZEROS:
+            if ZERO_BITS > 0:
                 zero = tl.load(zeros_ptr + group * BITS // 8).to(tl.uint32) >> (group * BITS % 8).to(tl.uint32)
                 zero &= (1 << BITS) - 1
-            parts += (_weights(units[unit], tl.load(scales_ptr + group), zero, p, NUMBER, ZERO, DTYPE, True),)
+            scale = tl.load(scales_ptr + group)
+            parts += (_weights(units[unit], scale, zero, p, NUMBER, ZERO, ZERO_BITS, DTYPE, True),)
     return _in_columns(parts, BITS, ROWS)
 
 
@@ -447,7 +489,7 @@ def _gathered_half(
 def _decode_scaled_kernel(
     numbers_ptr, scales_ptr, zeros_ptr, groups_ptr, out_ptr, start, num_rows, columns, row_bytes, scale_bytes,
     zero_bytes, rows_of_scale, tiles_of_scale, NUMBER: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr,
-    ZEROS: tl.constexpr, ORDERED: tl.constexpr, GATHERED: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    ZERO_BITS: tl.constexpr, ORDERED: tl.constexpr, GATHERED: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     scale: tl.constexpr = scales_ptr.dtype.element_ty
@@ -462,16 +504,18 @@ def _decode_scaled_kernel(
     if GATHERED:
         scales_ptr, zeros_ptr = scales_ptr.to(tl.pointer_type(scale))[:, :, None], zeros_ptr[:, :, None]
         left = _gathered_half(
-            units, scales_ptr, zeros_ptr, groups_ptr, columns, 0, NUMBER, BITS, ZERO, ZEROS, ORDERED, GROUP, dtype, ROWS
+            units, scales_ptr, zeros_ptr, groups_ptr, columns, 0, NUMBER, BITS, ZERO, ZERO_BITS, ORDERED, GROUP, dtype,
+            ROWS,
         )  # fmt: skip
         right = _gathered_half(
-            units, scales_ptr, zeros_ptr, groups_ptr, columns, 1, NUMBER, BITS, ZERO, ZEROS, ORDERED, GROUP, dtype, ROWS
+            units, scales_ptr, zeros_ptr, groups_ptr, columns, 1, NUMBER, BITS, ZERO, ZERO_BITS, ORDERED, GROUP, dtype,
+            ROWS,
         )  # fmt: skip
     else:
         tile = tl.program_id(1) // tiles_of_scale if GROUP > 0 else 0
-        shared = shared_words_at(scales_ptr, zeros_ptr, tile, BITS, ZEROS, GROUP, scale, ROWS)
-        left = decoded_half(units, shared, 0, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, ROWS, True)
-        right = decoded_half(units, shared, 1, NUMBER, BITS, ZERO, ZEROS, GROUP, scale, dtype, ROWS, True)
+        shared = shared_words_at(scales_ptr, zeros_ptr, tile, ZERO_BITS, GROUP, scale, ROWS)
+        left = decoded_half(units, shared, 0, NUMBER, BITS, ZERO, ZERO_BITS, GROUP, scale, dtype, ROWS, True)
+        right = decoded_half(units, shared, 1, NUMBER, BITS, ZERO, ZERO_BITS, GROUP, scale, dtype, ROWS, True)
     w = tl.reshape(tl.permute(tl.join(left, right), (0, 2, 1)), [ROWS, 256])
     column = tl.program_id(1) * 256 + tl.arange(0, 256)[None, :]
     tl.store(out_ptr + row * columns + column, w, mask=(row < num_rows) & (column < columns))
@@ -482,11 +526,12 @@ def decode_scaled_triton(stored: ScaledRows, form: ScaledFormat, start: int, out
     require_triton("decoding quantised weights")
     height, width = out.shape
     group, (scale_bytes, zero_bytes) = columns_of_scale(form, width), form.scale_row_bytes(width)
+    assert not form.centres or (group is not None and form.number == "uint4" and form.scale == torch.bfloat16)
     with torch.cuda.device_of(out):
         _decode_scaled_kernel[(triton.cdiv(height, _DECODED_ROWS), triton.cdiv(width, TILE))](
             stored.numbers, stored.scales, stored.zeros, stored.groups, out, start, height, width,
             stored.numbers.shape[1], scale_bytes, zero_bytes, form.rows, max(1, form.columns // TILE),
-            NUMBER=form.number, BITS=BITS[form.number], ZERO=form.zero, ZEROS=form.zeros, ORDERED=form.ordered,
+            NUMBER=form.number, BITS=BITS[form.number], ZERO=form.zero, ZERO_BITS=form.zero_bits, ORDERED=form.ordered,
             GATHERED=group is None, GROUP=form.columns if group is None else group, WHOLE=width % TILE == 0,
             ROWS=_DECODED_ROWS, num_warps=4,
         )  # fmt: skip

@@ -437,7 +437,7 @@ _NAMES = {"FP8": "FP8", "int8": "INT8", "uint8": "INT8", "uint4": "INT4", "E2M1"
 def _tensors(form: ScaledFormat, rows: int, columns: int) -> list[tuple[tuple[int, ...], int, torch.dtype]]:
     """Return shape, bytes of a row and dtype of what is stored of a matrix, in the order of `ScaledRows`."""
     (down, across), (scale_bytes, zero_bytes) = form.scales(rows, columns), form.scale_row_bytes(columns)
-    zeros = (down, form.file_bytes(across)) if form.zeros else (0, 0)
+    zeros = (down, form.zero_bytes(across)) if form.zero_bits else (0, 0)
     return [
         ((rows, form.row_bytes(columns)), form.row_bytes(columns), torch.uint8),
         ((down, across), scale_bytes, form.scale),

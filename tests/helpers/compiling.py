@@ -37,6 +37,7 @@ from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.linear import default_tile, linear_triton
+from offload_runtime_kernels.low_bit_copy import COPY
 from offload_runtime_kernels.router import choose_experts_triton
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled_triton
@@ -204,8 +205,11 @@ def encoding_calls() -> Iterator[tuple[str, Call]]:
     for how in (of_groups, of_rows, squares):
         numbers = numbers_of(how, large, 4096)
         yield f"scaled_linear {how.number}", partial(scaled_linear_triton, x, numbers, how, out, bias=None, add=False)
+    copy = numbers_of(COPY, large, 4096)
+    yield "scaled_linear copy", partial(scaled_linear_triton, x, copy, COPY, out, bias=None, add=False)
     decoded = torch.empty(4096, 4096, dtype=FP32)
     yield "decode FP8", partial(decode_scaled_triton, numbers_of(squares, 4096, 4096), squares, 0, decoded)
+    yield "decode copy", partial(decode_scaled_triton, copy, COPY, 0, torch.empty(4096, 4096, dtype=BF16))
 
 
 def attention_calls() -> Iterator[tuple[str, Call]]:

@@ -4,23 +4,21 @@
 
 `scale` and `centre` are bf16. (q - …) has one bit more than the code, so its product with a scale is exact in fp32: a
 multiply-add and a multiplication with an addition give the same bits, on every device. A symmetric copy has no centre.
+Copies with centres and least squares are the runtime's, of any bits and groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from offload_runtime_kernels.low_bit_copy import CLIPPED_TO, LARGEST, fit, relative_weights
 from torch import Tensor
 
 ROUNDED, FITTED, WEIGHTED = "rounded", "fitted", "weighted"
 METHODS = (ROUNDED, FITTED, WEIGHTED)
-# Of a group's range; what lies outside is clipped. Least squares make up for what is between two of them.
-_CLIPPED_TO = (1.0, 0.9, 0.8, 0.7)
 _CHUNK_ELEMENTS = 1 << 17  # which are fitted together, in the cache
-_LARGEST = 2.0**125  # that a copy has; a sum of 2^126 and its half step is still finite
 
 
 @dataclass(frozen=True)
@@ -79,46 +77,36 @@ def _rounded(scales: Tensor, centres: Tensor, form: CopyFormat) -> tuple[Tensor,
     return scales.to(torch.bfloat16), kept.to(torch.bfloat16)
 
 
-def _least_squares(x: Tensor, codes: Tensor, form: CopyFormat, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales and centres with the least weighted squared error, given codes: [..., 1] each. NaN of a group whose
-    codes are all the same."""
-    a = codes - form.middle
-    weighted = a * weights
-    squares, products = (weighted * a).sum(-1, keepdim=True), (weighted * x).sum(-1, keepdim=True)
-    if form.symmetric:
-        return products / squares, torch.zeros_like(squares)
-    total, codes_sum = weights.sum(-1, keepdim=True), weighted.sum(-1, keepdim=True)
-    x_sum = (weights * x).sum(-1, keepdim=True)
-    scales = (total * products - codes_sum * x_sum) / (total * squares - codes_sum.square())
-    return scales, (x_sum - scales * codes_sum) / total
-
-
-def _fit(x: Tensor, form: CopyFormat, clips: Sequence[float], weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Scales and centres [..., 1] bf16 of groups `x` [R, K/G, G] within [-1, 1], refined by least squares where there
-    are `weights` [K/G, G]."""
+def _rounded_groups(x: Tensor, form: CopyFormat) -> tuple[Tensor, Tensor]:
+    """Scales and centres [..., 1] bf16 of groups `x`, from the least to the largest value."""
     high, low = x.amax(-1, keepdim=True), x.amin(-1, keepdim=True)
     if form.symmetric:
         high = torch.maximum(high, -low)
         low = -high
-    half, centre = (high - low) / 2, (high + low) / 2
-    best = _rounded(half / form.middle, centre, form)
-    if weights is None:
-        return best
+    return _rounded((high - low) / (2 * form.middle), (high + low) / 2, form)
+
+
+def _fit_symmetric(x: Tensor, form: CopyFormat, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """What `low_bit_copy.fit` does, without centres, of groups `x` [R, K/G, G] within [-1, 1]."""
+    half = x.abs().amax(-1, keepdim=True)
+    best = _rounded(half / form.middle, torch.zeros_like(half), form)
 
     def error(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         codes = _codes(x, form, *pair)
         return codes, (_values(codes, form, *pair) - x).square_().mul_(weights).sum(-1, keepdim=True)
 
     _, least = error(best)
-    for clip in clips:
-        tried = _rounded(half * (clip / form.middle), centre, form)
+    for clip in CLIPPED_TO:
+        tried = _rounded(half * (clip / form.middle), torch.zeros_like(half), form)
         for _ in range(2):
             codes, found = error(tried)
             # NaN is not less than anything: a group that cannot be refined stays as it is.
             better = (found < least) & (tried[0] > 0)
             least = torch.where(better, found, least)
-            best = torch.where(better, tried[0], best[0]), torch.where(better, tried[1], best[1])
-            tried = _rounded(*_least_squares(x, codes, form, weights), form)
+            best = torch.where(better, tried[0], best[0]), best[1]
+            a = codes - form.middle
+            squares = (a * a * weights).sum(-1, keepdim=True)
+            tried = _rounded((a * x * weights).sum(-1, keepdim=True) / squares, best[1], form)
     return best
 
 
@@ -156,15 +144,18 @@ def quantise(weight: Tensor, form: CopyFormat, method: str, importance: Tensor |
     parts = list[LowBitCopy]()
     weights: Tensor | None = None
     if method != ROUNDED:
-        # Scaled, so that sums of products stay far from the ends of fp32; never zero, which would leave codes free.
-        every = torch.ones(weight.shape[1]) if importance is None else importance.float() / importance.mean()
-        weights = every.clamp_min(1e-6).view(-1, form.group)
+        every = torch.ones(weight.shape[1]) if importance is None else relative_weights(importance)
+        weights = every.view(-1, form.group)
     for rows in weight.split(max(1, _CHUNK_ELEMENTS // weight.shape[1])):
-        x = rows.float().nan_to_num(0.0, 0.0, 0.0).clamp_(-_LARGEST, _LARGEST).unflatten(1, (-1, form.group))
+        groups = rows.unflatten(1, (-1, form.group))
+        if weights is not None and not form.symmetric:
+            parts.append(LowBitCopy(form, *fit(groups, weights, form.middle)))
+            continue
+        x = groups.float().nan_to_num(0.0, 0.0, 0.0).clamp_(-LARGEST, LARGEST)
         largest = x.abs().amax(-1, keepdim=True)
         inside = torch.where(largest > 0, x / largest, 0.0)  # squares of small weights would be zeros
-        relative = _fit(inside, form, _CLIPPED_TO, weights)
-        scales, centres = _rounded(relative[0].float() * largest, relative[1].float() * largest, form)
+        pair = _rounded_groups(inside, form) if weights is None else _fit_symmetric(inside, form, weights)
+        scales, centres = _rounded(pair[0].float() * largest, pair[1].float() * largest, form)
         parts.append(LowBitCopy(form, _codes(x, form, scales, centres).to(torch.uint8), scales, centres))
     joined = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales", "centres"))
     return LowBitCopy(form, *joined)

@@ -19,8 +19,14 @@ from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference, decode_blocks_triton
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import linear_triton
+from offload_runtime_kernels.low_bit_copy import COPY, quantise
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
-from offload_runtime_kernels.scaled_rows import ScaledFormat, decode_scaled_triton
+from offload_runtime_kernels.scaled_rows import (
+    ScaledFormat,
+    ScaledRows,
+    decode_scaled_reference,
+    decode_scaled_triton,
+)
 
 from offload_runtime.weights.encoding import scaled_bytes, scaled_rows
 
@@ -137,13 +143,45 @@ def make_scaled_linear(form: ScaledFormat, rows: int, m: int, k: int) -> Case:
     )  # fmt: skip
 
 
+def copies(m: int, k: int) -> tuple[torch.Tensor, list[ScaledRows]]:
+    """4-bit copies of matrices [m, k] of Gaussian weights, made on the device, more than the caches hold."""
+    nbytes = scaled_bytes(COPY, m, k)
+    stored = torch.empty(num_inputs(nbytes), nbytes, dtype=torch.uint8, device=DEVICE)
+    matrices = [scaled_rows(each, COPY, m, k) for each in stored]
+    quantise((0.02 * torch.randn(m, k, device=DEVICE)).bfloat16(), matrices[0])
+    stored[1:] = stored[0]
+    return stored, matrices
+
+
+def make_decode_copy(m: int, k: int) -> Case:
+    """The 4-bit copy of a matrix [m, k]."""
+    stored, _ = copies(m, k)
+    return decoding_case(
+        {"encoding": "copy"}, stored, m, k,
+        lambda one, out: decode_scaled_triton(scaled_rows(one, COPY, m, k), COPY, 0, out),
+        lambda one, out: decode_scaled_reference(scaled_rows(one, COPY, m, k), COPY, 0, out),
+    )  # fmt: skip
+
+
+def make_copy_linear(rows: int, m: int, k: int) -> Case:
+    """A product of `rows` rows with the 4-bit copy of a matrix [m, k]."""
+    stored, matrices = copies(m, k)
+    return product_case(
+        {"encoding": "copy"}, matrices, stored[0].nbytes, (rows, m, k),
+        lambda x, one, out: scaled_linear_triton(x, one, COPY, out),
+        lambda one, out: decode_scaled_triton(one, COPY, 0, out),
+    )  # fmt: skip
+
+
 CASES: Cases = {
     "decode_blocks": [partial(make_decode_blocks, kind, *shape) for kind in FORMATS for shape in _SHAPES],
+    "decode_copy": [partial(make_decode_copy, *shape) for shape in _SHAPES],
     "decode_coded": [partial(make_decode_coded, *shape) for shape in _SHAPES],
     "gguf_linear": [
         partial(make_gguf_linear, kind, rows, *shape)
         for kind, rows, shape in product(_PRODUCT_KINDS, _PRODUCT_ROWS, _PRODUCTS)
     ],
+    "copy_linear": [partial(make_copy_linear, rows, *shape) for rows, shape in product(_PRODUCT_ROWS, _PRODUCTS)],
     "coded_linear": [partial(make_coded_linear, rows, *shape) for rows, shape in product(_PRODUCT_ROWS, _PRODUCTS)],
     "scaled_linear": [
         partial(make_scaled_linear, form, rows, *shape)
