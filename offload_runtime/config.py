@@ -27,8 +27,8 @@ Dtype = Literal["auto", "bf16", "fp16", "fp32"]
 MOST_GAMMA_DRAFT = 24
 # Where a token may come from, by the names that statistics and the server's API have: what people call it.
 SOURCES = {
-    "ngram": "n-grams", "draft": "draft", "mtp": "MTP", "eagle3": "EAGLE-3", "dflash": "DFlash",
-    "retrieval": "TriForce", "target": "target",
+    "ngram": "n-grams", "draft": "draft", "self": "the model's own copy", "mtp": "MTP", "eagle3": "EAGLE-3",
+    "dflash": "DFlash", "retrieval": "TriForce", "target": "target",
 }  # fmt: skip
 
 
@@ -134,7 +134,7 @@ def _without_ngrams(draft: str) -> str:
     """
     names = [name.strip() for name in draft.split(",")]
     others = [name for name in names if name != "ngram"]
-    if len(names) == 1 or not {"ngram", "mtp", "auto", "none"}.intersection(names):
+    if len(names) == 1 or not {"ngram", "mtp", "self", "auto", "none"}.intersection(names):
         return draft
     fine = len(others) < 2 and "none" not in others
     require(fine, f"--draft {draft}: one drafts, and n-grams join it: name one, such as mtp or mtp,ngram")
@@ -154,10 +154,11 @@ class RuntimeConfig:
     target: Any = option(MISSING, "Directory, GGUF file or id on the hub.", MODEL, metavar="MODEL")
     draft: Any = option(
         "auto", "What proposes tokens: a small model, a head that was made for the target (EAGLE-3, DFlash), the MTP "
-        "layers that it carries (mtp), the text's own n-grams, or nothing. Never changes the output. auto: its MTP "
+        "layers that it carries (mtp), a copy of its streamed layers in 4 bits (self), the text's own n-grams, or "
+        "nothing. Never changes the output. auto: its MTP "
         "layers, or a head or a small model beside the target or in the hub's cache that fits it, where that is "
         "predicted to be faster, else n-grams, which join whatever drafts (mtp,ngram).", MODEL,
-        metavar="MODEL|auto|mtp|ngram|none",
+        metavar="MODEL|auto|mtp|self|ngram|none",
     )  # fmt: skip
     _: KW_ONLY  # itself, not its name, which `get_type_hints` of Python 3.10 would refuse
     context: int | None = option(
@@ -240,7 +241,7 @@ class RuntimeConfig:
             object.__setattr__(self, "draft", _without_ngrams(self.draft))
         wanted = {
             "target": "a directory, a GGUF file or a hub id such as org/name",
-            "draft": "a model, mtp, ngram or none",
+            "draft": "a model, mtp, self, ngram or none",
         }
         for name, what in wanted.items():
             value = getattr(self, name)
@@ -261,6 +262,8 @@ class RuntimeConfig:
         draft, mode, gamma, nodes = self.proposed_by, self.speculation.mode, self.gamma, self.tree_nodes
         ngrams = mode == "triforce" and draft == "ngram"
         require(not ngrams, "TriForce does not draft with n-grams: name a model with --draft, or take --draft none")
+        fine = mode != "triforce" or not self.drafts_itself
+        require(fine, "--draft self has no step over retrieved tokens: drop --speculation triforce, or name a model")
         idle = mode == "none" and draft == "the draft"
         require(not idle, "--speculation none would leave the draft model idle: drop one of the two")
         idle = mode == "chain" and draft == "none"
@@ -300,9 +303,19 @@ class RuntimeConfig:
 
     @property
     def proposed_by(self) -> str:
-        """Say who proposes: `ngram`, `none`, or `the draft` for a model that is named, and for `mtp`."""
+        """Say who proposes: `ngram`, `none`, or `the draft` for a model that is named, for `mtp` and for `self`."""
         own = {"auto": "ngram", "ngram": "ngram", "none": "none"}  # of auto as long as no model was found
         return own.get(self.draft, "the draft") if isinstance(self.draft, str) else "the draft"
+
+    @property
+    def drafts_itself(self) -> bool:
+        """Return whether copies of the target's own layers draft."""
+        return isinstance(self.draft, str) and self.draft == "self"
+
+    @property
+    def drafter(self) -> str:
+        """Return what stands for the draft until its checkpoint is opened; what is none stays as it is."""
+        return "self" if self.drafts_itself else self.proposed_by
 
     @property
     def finds_draft(self) -> bool:

@@ -89,7 +89,7 @@ def test_a_context_may_be_typed() -> None:
      (RuntimeConfig, {"kv": ["gpu"]}, r"kv must be auto, gpu or host, not \['gpu'\]"),
      (RuntimeConfig, {"speculation": "chain"}, "speculation must be of type SpeculationOptions, not 'chain'"),
      (RuntimeConfig, {"trace": 5}, r"trace must be of type pathlib\S*Path \| None, not 5"),
-     (RuntimeConfig, {"draft": None}, "draft must be a model, mtp, ngram or none, not None"),
+     (RuntimeConfig, {"draft": None}, "draft must be a model, mtp, self, ngram or none, not None"),
      (RuntimeConfig, {"pace": 25.0}, r"pace must be a function of a device, not 25\.0"),
      (RuntimeConfig, {"target": 5}, "target must be a directory, .* not 5"),
      (SamplingParams, {"temperature": "0.6"}, "temperature must be of type float, not '0.6'"),

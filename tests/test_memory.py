@@ -65,6 +65,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "a draft's chain": {"kv": "gpu", "speculation": SpeculationOptions("chain", "full", **LEVELS)},
     "a draft's trees": {"kv": "gpu", "tree_nodes": 200, "speculation": SpeculationOptions("chain", "full", **LEVELS)},
     "a draft that retrieves": {"kv": "host", "speculation": SpeculationOptions("chain", "retrieval", **LEVELS)},
+    "a copy's trees": {"draft": "self", "kv": "gpu", "resident_layers": 2, "tree_nodes": 200},
     "TriForce": {"kv": "host", "speculation": SpeculationOptions("triforce", "streaming", **LEVELS)},
     "TriForce for three": {
         "kv": "gpu", "max_batch": 3, "speculation": SpeculationOptions("triforce", "full", **LEVELS),
@@ -100,7 +101,10 @@ def test_a_run_at_its_limit_stays_within_it(target: Path, draft: Path, name: str
 def test_a_closed_runtime_leaves_no_device_memory(target: Path, draft: Path) -> None:
     left = []
     # With everything that a runtime may have. The others are parts of these.
-    names = ("both streamed, n-grams", "a draft's trees", "a draft that retrieves", "TriForce", "TriForce for three")
+    names = (
+        "both streamed, n-grams", "a draft's trees", "a copy's trees", "a draft that retrieves", "TriForce",
+        "TriForce for three",
+    )  # fmt: skip
     for _ in range(2):  # what libraries take once for all stays after the first time
         for run in (RUNS[name] for name in names):
             options = {"draft": draft, "device": "cuda", "dtype": "bf16", "context": CONTEXT, **run}

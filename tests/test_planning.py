@@ -108,7 +108,8 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
         assert not plan.has_verifier  # which reads them where they lie
     assert not plan.has_verifier or target.pool_share == 1  # it asks for nothing
     if plan.draft is not None:
-        assert parts["draft weights"] == ModelLayout.of(plan.draft.config, plan.draft.dtype).total_bytes
+        whole_bytes = ModelLayout.of(plan.draft.config, plan.draft.dtype).total_bytes
+        assert parts["draft weights"] == (target.copied_bytes(placement.streamed_layers) or whole_bytes)
         assert plan.draft.is_head == (parts.get("hidden states for the draft", 0) > 0)
     # Keys and values of the whole context as well.
     kept = parts.get("KV cache", parts.get("KV of resident layers", 0))

@@ -84,6 +84,14 @@ RUNS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "blocks for three": (
         {"draft": "dflash", "tree_nodes": 96, "max_batch": 3}, [{"tree_nodes": 96}, {"gamma": 6, "tree_nodes": 0}],
     ),
+    "a copy of its own": (
+        {"draft": "self", "kv": "gpu", "resident_layers": 2, "tree_nodes": 96},
+        [{"tree_nodes": 96}, {"tree_nodes": 7}, {"gamma": 6, "tree_nodes": 0}, {}],
+    ),
+    "a copy of its own for three": (
+        {"draft": "self", "kv": "gpu", "resident_layers": 2, "tree_nodes": 96, "max_batch": 3},
+        [{"tree_nodes": 96}, {"gamma": 6, "tree_nodes": 0}],
+    ),
     "TriForce for three": (
         {"kv": "gpu", "max_batch": 3, "speculation": SpeculationOptions("triforce", "full", **LEVELS)}, [{"gamma": 12}],
     ),
@@ -111,12 +119,16 @@ def write_mixture(directory: Path) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("cache", ["streaming", "retrieval", "of a head", "of a head of taps", "of blocks"])
+@pytest.mark.parametrize(
+    "cache", ["streaming", "retrieval", "of a head", "of a head of taps", "of blocks", "of the target"]
+)
 def test_no_traces(two_layer_target: Path, noisy_copy_of: Callable[[Path], Path], tmp_path: Path, cache: str) -> None:
     """On a CPU, where loading has nothing to warm up."""
     small: dict[str, Any] = {"recent_tokens": 64, "budget_tokens": 64, "chunk_size": 8}
     target, options = two_layer_target, {"resident_layers": 1, "context": 1500, "tree_nodes": 0}
-    if cache.startswith("of"):
+    if cache == "of the target":
+        options |= {"draft": "self", "tree_nodes": 20}
+    elif cache.startswith("of"):
         kind = {"of a head": "mtp", "of a head of taps": "eagle3", "of blocks": "dflash"}[cache]
         target, draft = with_head(target, kind, tmp_path)
         options |= {"draft": draft, "context": 512}  # whole blocks

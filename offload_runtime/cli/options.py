@@ -272,7 +272,7 @@ def refuse_early(config: RuntimeConfig) -> None:
     if config.profile is not None:
         load_profile(config.profile)
     for model in (config.target, config.draft):
-        if model not in ("mtp", "ngram", "none", "auto"):
+        if model not in ("mtp", "self", "ngram", "none", "auto"):
             refuse_model(model)
 
 
@@ -372,7 +372,7 @@ def _settled(given: dict[str, Any]) -> dict[str, Any]:
         if given.get("tree_nodes") == "auto":  # a gamma alone asks for chains, and room for trees would be of no use
             given["tree_nodes"] = 0
     if "draft_cache" in given:
-        has_draft = given["draft"] not in ("auto", "ngram", "none")
+        has_draft = given["draft"] not in ("auto", "self", "ngram", "none")
         for name, why in idle_options(has_draft, given["mode"], given["draft_cache"]).items():
             require(given[name] == "auto", f"--{name.replace('_', '-')} {given[name]} does nothing {why}")
     return given

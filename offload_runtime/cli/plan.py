@@ -100,7 +100,8 @@ def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: flo
     if plan.draft is not None or plan.has_verifier:
         who = "its pass over retrieved tokens" if plan.draft is None else plan.drafter_in_words
         without = "plain" if plan.draft is None else "without a draft"
-        how = "which is assumed, not measured" if plan.draft is not None and plan.draft.is_head else "as is usual"
+        assumed = plan.draft is not None and plan.draft.acceptance_is_assumed
+        how = "which is assumed, not measured" if assumed else "as is usual"
         share = f"if the model accepts {usual.acceptance:.0%} of what {who} proposes, {how}"
         lines.append(f"That is {share}; {rounded(undrafted_tok_per_s)} tokens/s {without}.")
     if plan.streamed_bytes:
@@ -266,7 +267,7 @@ def time_tables(plan: RunPlan, predicted: RunForecast) -> list[Table | str]:
     plain = predicted.plain
     speeds.add_row("plain", "1.00", "", "", _ms(plain.seconds), f"{predicted.plain_tok_per_s:.2f}", plain.bound_by)
     rows = {row.acceptance: row for row in (*predicted.steps, predicted.usual)}  # the usual one may be among them
-    usual = "assumed" if plan.draft is not None and plan.draft.is_head else "usual"
+    usual = "assumed" if plan.draft is not None and plan.draft.acceptance_is_assumed else "usual"
     for row in sorted(rows.values(), key=lambda row: row.acceptance):
         name = f"{row.acceptance:.2f}" + (f" ({usual})" if row is predicted.usual else "")
         times = map(_ms, (row.drafting_s, row.hidden_s, row.seconds))

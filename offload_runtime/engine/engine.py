@@ -46,8 +46,8 @@ class TokenEvent:
     Attributes:
         token: The token.
         text: What may be shown now; nothing while a character is incomplete or a stop string may follow.
-        source: Who proposed it: `ngram`, `draft`, a head such as `mtp`, or `retrieval` (the verifier over retrieved
-            chunks); `target` where it is the target's own.
+        source: Who proposed it: `ngram`, `draft`, `self` (a copy of the target), a head such as `mtp`, or `retrieval`
+            (the verifier over retrieved chunks); `target` where it is the target's own.
         logprobs: Its log-probability and the likeliest tokens', where they are wanted.
         prompt_logprobs: With the first token, where they are wanted: those of the prompt's tokens behind the first.
     """

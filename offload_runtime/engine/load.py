@@ -23,6 +23,7 @@ from offload_runtime import hardware
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine.channels import has_channels
 from offload_runtime.engine.engine import Engine, device_errors
+from offload_runtime.engine.load_copies import load_copies
 from offload_runtime.engine.load_model import LoadedModel, LoadProgress, OpenCard, load_models
 from offload_runtime.engine.proposing import largest_windows, make_drafter
 from offload_runtime.engine.request import PromptRoom
@@ -167,7 +168,7 @@ def _opened(model: str | Path | CheckpointSource) -> CheckpointSource:
 
 def _opened_draft(config: RuntimeConfig, target: CheckpointSource, name: object) -> CheckpointSource | None:
     """Open the draft that a user has named beside a target of this name; None where that is none."""
-    if config.proposed_by != "the draft":
+    if config.proposed_by != "the draft" or config.drafts_itself:
         return None
     found = draft_beside(config.draft, target, open_checkpoint, name)
     assert isinstance(found, CheckpointSource), "what a checkpoint carries is read as it is"
@@ -209,7 +210,7 @@ def _load(
                     raise DeviceError(f"{name_of_gpu} does not compute in bf16: use --dtype fp16")
             own_figures = _known_figures(profile, device, dtype)
             figures = own_figures or common_figures()  # what plans are compared by
-            draft = draft_source or config.proposed_by
+            draft = draft_source or config.drafter
             others = [
                 device_memory_used_by_others(one.index, in_use) if one.type == "cuda" else None for one in devices
             ]
@@ -257,6 +258,8 @@ def _load(
             target_source, draft_source, plan, open_cards, shared=shared, registrar=registrar, on_progress=on_progress,
             undo=undo,
         )  # fmt: skip
+        if plan.draft is not None and plan.draft.is_copy:
+            target = replace(target, copies=load_copies(target, plan.draft, open_cards[0]))
         free_s, free_rows, batch = 0.0, 0, plan.target.batch
         if target.link_peak_gbps is not None:  # of what is streamed, or of experts
             pairs = zip(plan.cards, target.cards, strict=True)

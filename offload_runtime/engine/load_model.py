@@ -27,7 +27,7 @@ from offload_runtime.files import user_directory
 from offload_runtime.hardware.bench import usable_cores
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.experts import Experts
-from offload_runtime.models.layers import ExpertStore, LayerWeights, Weight
+from offload_runtime.models.layers import ExpertStore, LayerWeights, Weight, Weights
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.options import require
 from offload_runtime.plan.model import ModelPlan, Placement
@@ -270,6 +270,7 @@ class LoadedModel:
     plan: ModelPlan  # as it turned out
     cpu: CpuThreads
     shared: SharedVocabulary | None = None  # of a draft, with its target; None where that was not compared
+    copies: ModelRunner | None = None  # of a target that drafts with copies of its own layers
 
     @property
     def config(self) -> ModelConfig:
@@ -558,8 +559,13 @@ def lent_to_head(target: Decoder, scratch: torch.Tensor | None) -> dict[str, Wei
     """Return what a head shares of its target. What has to be decoded goes through the head's own `scratch`: it drafts
     while the target's passes use theirs."""
     found = {"embedding": target.embedding, "lm_head": target.lm_head, "target_norm": target.shared["final_norm"]}
+    return through_scratch(found, scratch)
+
+
+def through_scratch(weights: Weights, scratch: torch.Tensor | None) -> dict[str, Weight]:
+    """Return the same weights, of which what has to be decoded goes through this scratch."""
     return {
-        name: replace(one, scratch=scratch) if isinstance(one, StackedWeight) else one for name, one in found.items()
+        name: replace(one, scratch=scratch) if isinstance(one, StackedWeight) else one for name, one in weights.items()
     }
 
 

@@ -314,18 +314,30 @@ def make_drafter(
     if retrieved is not None:
         hierarchy = _make_triforce(plan, target, draft, retrieved, budget, recorder)
         return WithNgrams(hierarchy, NgramDrafter(), alone=False) if free_rows > 1 else hierarchy
-    if draft is None:
-        return Drafter() if plan.drafter == "none" else NgramDrafter()
     steps: DFlashRunner | DraftRunner
     drafter: Drafter
-    ngrams, shared = NgramDrafter(), draft.shared or SharedVocabulary(target.config.vocab_size)
+    ngrams, shared = NgramDrafter(), SharedVocabulary(target.config.vocab_size)
+    if target.copies is not None:
+        steps = own = DraftRunner(target.copies, vocab_size=shared.size, batch=batch, shares_kv=True)
+        drafter = ModelDrafter(own, ngrams=ngrams, worth=StepWorth(free_s))
+        return _ready(steps, drafter, ngrams, recorder)
+    if draft is None:
+        return Drafter() if plan.drafter == "none" else ngrams
+    shared = draft.shared or shared
     if draft.plan.block_rows:
         steps = blocks = DFlashRunner(draft.runner, batch=batch)
         drafter = DFlashDrafter(blocks, ngrams=ngrams)
     else:
         steps = drafts = DraftRunner(draft.runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
         drafter = ModelDrafter(drafts, ngrams=ngrams, worth=StepWorth(free_s))
-    if budget.device.type == "cuda":
+    return _ready(steps, drafter, ngrams, recorder)
+
+
+def _ready(
+    steps: DFlashRunner | DraftRunner, drafter: Drafter, ngrams: NgramDrafter, recorder: TraceRecorder | None
+) -> Drafter:
+    """Return a drafter, with n-grams, whose steps are warmed up on a GPU and tell a trace."""
+    if steps.device.type == "cuda":
         steps.warm_up()
     steps.recorder = recorder
     return WithNgrams(drafter, ngrams)

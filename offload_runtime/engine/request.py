@@ -65,8 +65,8 @@ class GenerationStats:
         hidden_draft_share: Share of the drafting in which a pass of the target was running or a link, of whichever
             card, brought what passes need; None without drafting, and without a trace (see `Runtime.load`).
         accepted_by_depth: In how many passes the target accepted a first proposal, a second one behind it, and so on.
-        accepted_by_source: Proposals that the target accepted by who made them first: `ngram`, `draft`, `retrieval`
-            or a head, such as `mtp`.
+        accepted_by_source: Proposals that the target accepted by who made them first: `ngram`, `draft`, `self` (a
+            copy of the target), `retrieval` or a head, such as `mtp`.
         windows: Passes by what was asked for, the most frequent first: `tree 256`, `chain 8`, `ngram 16`, `plain`. The
             number is that of proposals, n-grams beside a chain not counted.
         kept_tokens: Tokens of the prompt that were not read again, as the cache still held them.

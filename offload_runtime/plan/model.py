@@ -13,6 +13,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.gguf_blocks import DTYPE_KINDS, KIND_DTYPES
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
@@ -97,9 +98,11 @@ class ModelPlan:
 
     `cache` is `full` (on the device), `host` (in host memory, but for the layers that the placement keeps) or, of a
     draft, `retrieval` or `streaming`, whose sizes are those of `options`, as are those of what a retrieval verifier
-    reads of a target's. A prefill that `borrows` may take the memory of retrieved chunks. An `embedding_on_host`, which
-    is not the head too, is page-locked, and passes read its rows there. `hit_exponent` is of `expected_hits`. The pool
-    of a target's first card also has the `head_experts`, of the layers of a head, which are numbered behind its own.
+    reads of a target's, or `target`: keys, values and whatever lies around the layers are the target's, and of the
+    layers that are streamed it reads the `copies` that this has on the device. A prefill that `borrows` may take the
+    memory of retrieved chunks. An `embedding_on_host`, which is not the head too, is page-locked, and passes read its
+    rows there. `hit_exponent` is of `expected_hits`. The pool of a target's first card also has the `head_experts`, of
+    the layers of a head, which are numbered behind its own.
     """
 
     config: ModelConfig
@@ -120,6 +123,7 @@ class ModelPlan:
     hit_exponent: float = PUBLISHED_EXPONENT
     head_experts: tuple[ExpertBlocks, ...] = ()
     most_expert_tokens: int = 0  # of prompts that go through experts together; 0: experts are not decoded first
+    copies: ModelLayout | None = None  # of all layers of a target that drafts by itself
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,6 +183,16 @@ class ModelPlan:
         return self.config.is_head
 
     @property
+    def is_copy(self) -> bool:
+        """Whether it drafts with copies of its target's layers, and all else of the target."""
+        return self.cache == "target"
+
+    @property
+    def acceptance_is_assumed(self) -> bool:
+        """Whether no run has measured what is usually accepted of such drafts."""
+        return self.is_head or self.is_copy
+
+    @property
     def head(self) -> HeadConfig | None:
         """Its configuration, if it does."""
         return self.config if isinstance(self.config, HeadConfig) else None
@@ -190,7 +204,8 @@ class ModelPlan:
 
     @property
     def tree_positions(self) -> int:
-        """Places in the cache of a draft that grows trees for what may become part of a sequence."""
+        """Places in the cache of a draft that grows trees, or of a target whose copy does, for what may become part of
+        a sequence."""
         with_states, grows = bool(self.config.deltas), self.tree_nodes and not self.block_rows
         return tree_positions(self.tree_nodes, with_states=with_states) if grows else 0
 
@@ -210,6 +225,15 @@ class ModelPlan:
         """Add up some packed layers."""
         return sum(map(self.layout.layer_bytes.__getitem__, layers))
 
+    def copied_bytes(self, layers: Iterable[int]) -> int:
+        """Add up the copies of some layers."""
+        return 0 if self.copies is None else sum(map(self.copies.layer_bytes.__getitem__, layers))
+
+    def copying(self, target: ModelPlan) -> ModelPlan:
+        """The same of a copy beside a target that is placed so: of what is streamed it reads the copies."""
+        assert target.copies is not None
+        return replace(self, layout=target.layout.with_layers(target.copies, target.placement.streamed_layers))
+
     def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Add up some packed layers in host memory, which is given out in whole pages."""
         return sum(-(-self.layout.layer_bytes[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
@@ -217,6 +241,8 @@ class ModelPlan:
     @property
     def head_parts(self) -> Parts:
         """What lies around the layers takes of the device."""
+        if self.is_copy:
+            return Parts()
         nbytes, own_bytes = self.layout.shared.total_bytes, self.layout.embedding.total_bytes
         parts = {"head": nbytes} if self.embedding_on_host else {"embedding and head": nbytes + own_bytes}
         return Parts(parts if self.has_head else {})
@@ -230,10 +256,19 @@ class ModelPlan:
         """The largest matrix that is decoded before a product, or the experts that are decoded together."""
         return max(self.expert_scratch_bytes, self.layout.scratch_bytes(device_type, self.layers, head=self.has_head))
 
+    def copy_scratch_bytes(self, device_type: str, rows: int) -> int:
+        """The same of a copy that drafts in steps of so many rows, whichever layers it is of."""
+        assert self.copies is not None
+        layouts = [self.layout, self.copies]
+        if device_type == "cuda" and rows <= MOST_ROWS:
+            layouts = [one.without_register_reads for one in layouts]
+        return max(one.scratch_bytes(device_type, self.layers, head=True) for one in layouts)
+
     def held_bytes(self, placement: Placement) -> int:
-        """What a placement takes of the device: the layers that stay, the ring, and the pool of experts."""
+        """What a placement takes of the device: the layers that stay, the ring, copies of the others, and the pool of
+        experts."""
         held_bytes = self.bytes_of_layers(placement.resident_layers) + placement.num_buffers * self.layer_bytes
-        return held_bytes + self.pool_bytes(placement.pool_buffers)
+        return held_bytes + self.copied_bytes(placement.streamed_layers) + self.pool_bytes(placement.pool_buffers)
 
     # --- experts
 
@@ -376,8 +411,9 @@ class ModelPlan:
     @property
     def pass_rows(self) -> int | None:
         """Most rows that a pass has of a sequence, and as many again as may be taken back; None for caches that keep
-        all that they are given, as those of drafts."""
-        return self.chunk_tokens + self.window_tokens if self.step_rows is None else None
+        all that they are given, as those of drafts, and those in which trees grow."""
+        keeps_all = self.is_draft or self.tree_positions
+        return None if keeps_all else self.chunk_tokens + self.window_tokens
 
     def kv_bytes_of(self, layers: Iterable[int], tokens: int) -> int:
         """What some layers keep of so many tokens of a sequence."""
@@ -481,6 +517,8 @@ class ModelPlan:
         """What the KV cache takes of the device."""
         if len(self.placements) > 1:
             return sum((card.kv_parts for card in self.cards), Parts())
+        if self.is_copy:
+            return Parts()
         if not self.on_host:
             chosen_bytes = self.retrieved_bytes if self.cache == "retrieval" else 0
             return Parts({"KV cache": self.whole_kv_bytes + chosen_bytes, "states": self.state_bytes})
@@ -555,8 +593,10 @@ class ModelPlan:
         # A tree's step keeps its logits beside those that the pass makes.
         rows = self.batch * self.window_tokens if self.step_rows is None else 2 * self.step_rows
         sampled_rows = min(rows, max(MOST_FILTERED_ROWS, self.step_rows or 0))
+        # A copy reads no prompts.
+        context_tokens = rows if self.is_copy else self.context_tokens
         return workspace_bytes(
-            self.config, self.dtype.itemsize, chunk_tokens=self.chunk_tokens, context_tokens=self.context_tokens,
+            self.config, self.dtype.itemsize, chunk_tokens=self.chunk_tokens, context_tokens=context_tokens,
             batch=self.batch, rows=rows, sampled_rows=sampled_rows, expert_tokens=self.expert_tokens,
             has_head=self.has_head, mixes=self.mixes,
         )  # fmt: skip

@@ -110,7 +110,8 @@ def rounded(figure: float) -> str:
 def _speculation_in_words(plan: RunPlan) -> str:
     """One phrase: who proposes, and why."""
     drafter = {"ngram": "n-grams", "none": "nobody"}.get(plan.drafter, plan.drafter_in_words)
-    phrase, why = f"proposals from {drafter}", f" (not TriForce: {plan.reason})" if plan.reason else ""
+    size = f" ({format_bytes(plan.draft_weight_bytes)})" if plan.draft is not None and plan.draft.is_copy else ""
+    phrase, why = f"proposals from {drafter}{size}", f" (not TriForce: {plan.reason})" if plan.reason else ""
     if plan.has_verifier:
         budget, why = plan.request.speculation.budget_tokens, f" ({plan.reason})" if plan.reason else ""
         phrase = f"TriForce: {drafter}, then the target over {budget} retrieved tokens a head"
@@ -394,7 +395,7 @@ def with_found_draft(request: RuntimeConfig, reference: str, machine: MachinePro
 
 def note_on_draft(request: RuntimeConfig) -> str:
     """What has to be said of a draft model that the user named: that nothing tells its tokens; else empty."""
-    named = request.proposed_by == "the draft" and not request.draft.config().is_head
+    named = request.proposed_by == "the draft" and not (request.drafts_itself or request.draft.config().is_head)
     if not named or all(model.vocabulary() is not None for model in (request.target, request.draft)):
         return ""
     return "that the draft's tokens are the target's is taken for granted: one of the two has no tokenizer.json here"

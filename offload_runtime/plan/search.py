@@ -24,7 +24,15 @@ from offload_runtime.options import require
 from offload_runtime.plan import model
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.model import ModelPlan, Placement
-from offload_runtime.plan.sizes import TREE_ROOMS, MemoryLimits, RunPlan, ShortageError, limits_of, make_plan
+from offload_runtime.plan.sizes import (
+    TREE_ROOMS,
+    MemoryLimits,
+    RunPlan,
+    ShortageError,
+    check_copy,
+    limits_of,
+    make_plan,
+)
 from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.stream.arena import PAGE_BYTES
 from offload_runtime.stream.staging import FEWEST_PIECES, RingShape, ring_shape
@@ -200,17 +208,19 @@ def _candidates(plan: RunPlan) -> Iterator[RunPlan]:
     keys and values, and for an embedding that is not the head: it is on the host where passes bring less of a model
     that the device has no room for. Nothing is placed yet."""
     draft, mode, kv, nodes = plan.draft, plan.request.speculation.mode, plan.request.kv, plan.tree_room
-    drafts = [draft]
+    drafts, copies = [draft], draft is not None and draft.is_copy
     if draft is not None:
         most = max(TREE_ROOMS[0], plan.target.context_tokens // 2) if plan.request.tree_nodes is None else nodes
         if nodes > most:
             return  # a tree has to fit behind the text: room for more than half of the context is hardly ever used
-        is_open = draft.options.draft_cache == "auto" and not nodes and draft.cache != "streaming" and not draft.is_head
-        if is_open and draft.streaming_tokens < draft.context_tokens:  # all of it takes memory from the target
+        is_open = draft.options.draft_cache == "auto" and not (nodes or copies or draft.is_head)
+        # All of it takes memory from the target.
+        if is_open and draft.cache != "streaming" and draft.streaming_tokens < draft.context_tokens:
             drafts.append(replace(draft, cache="streaming"))
-    decided = mode != "auto" or draft is None or draft.is_head or nodes
+    decided = mode != "auto" or draft is None or draft.is_head or copies or nodes
     verified = (mode == "triforce",) if decided else (False, True)
     places, untied = ("gpu", "host") if kv == "auto" else (kv,), bool(plan.target.layout.embedding.tensors)
+    places = ("gpu",) if copies else places  # where the copy reads what the target has committed
     for one, verifies, place, on_host in product(drafts, verified, places, (False, True) if untied else (False,)):
         borrows = verifies and plan.target.batch == 1  # else another sequence may be decoding
         cache = "host" if place == "host" else "full"
@@ -228,6 +238,7 @@ def _placed(plan: RunPlan) -> RunPlan:
     if asked is not None and not 0 <= asked <= layers:
         raise OptionError(f"resident layers must be between 0 and {layers}, the model's layers, not {asked}")
     placed = _deal(plan) if len(plan.limits.cards) > 1 else _place(plan, asked)
+    check_copy(placed)
     if not plan.has_verifier:
         return _stage(placed)
     _check_verifier(placed)

@@ -28,6 +28,7 @@ from offload_runtime.speculation.triforce import most_guess_rows, verifier_step_
 from offload_runtime.speculation.window import MOST_LEVELS
 from offload_runtime.stream.device import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
 from offload_runtime.weights.checkpoint import DescribedModel, share_vocabulary
+from offload_runtime.weights.copies import COPY_BITS, MAKING_BYTES, copied
 from offload_runtime.weights.expert_hits import PUBLISHED_EXPONENT
 from offload_runtime.weights.layout import ModelLayout
 from offload_runtime.weights.loader import passing_bytes
@@ -54,7 +55,7 @@ class ShortageError(BudgetError):
 def describe_models(config: RuntimeConfig) -> RuntimeConfig:
     """The same request, of models that are known by their configuration files. Errors as of `describe_model` and
     `share_vocabulary`."""
-    request = replace(config, target=describe_model(config.target), draft=config.proposed_by)
+    request = replace(config, target=describe_model(config.target), draft=config.drafter)
     if request.draft != "the draft":
         return request
     draft = draft_beside(config.draft, request.target, describe_model, config.target)
@@ -224,7 +225,9 @@ class RunPlan:
 
     def with_placements(self, *placements: Placement) -> RunPlan:
         """The same with the target's layers elsewhere, of each card."""
-        return replace(self, target=replace(self.target, placements=placements))
+        target = replace(self.target, placements=placements)
+        copies = self.draft is not None and self.draft.is_copy
+        return replace(self, target=target, draft=self.draft.copying(target) if self.draft and copies else self.draft)
 
     @property
     def placement(self) -> Placement:
@@ -234,6 +237,8 @@ class RunPlan:
     @property
     def drafter_in_words(self) -> str:
         """Who drafts, for people."""
+        if self.draft is not None and self.draft.is_copy:
+            return f"a copy of its streamed layers in {COPY_BITS} bits"
         head = self.draft.head if self.draft else None
         return f"the {head.title} head" if head else "the draft"
 
@@ -282,11 +287,11 @@ class RunPlan:
                 "experts": target.pool_bytes(placement.pool_buffers),
                 **target.kv_parts,
                 "retrieval cache": self.verifier_bytes if self.has_verifier else 0,
-                "draft weights": 0 if draft is None else draft.held_bytes(draft.placement) + draft.head_parts.total(),
+                "draft weights": self.draft_weight_bytes,
                 "draft KV cache": 0 if draft is None else draft.kv_parts.total(),
                 "hidden states for the draft": self.hidden_bytes,
                 "CUDA graphs": self.graph_bytes,
-                "decoded matrices": sum(one.scratch_bytes(self.request.device_type) for one in self.models),
+                "decoded matrices": self.scratch_bytes,
                 "workspace": self.workspace_bytes,
             }
         )
@@ -302,10 +307,32 @@ class RunPlan:
         return [model for model in (self.target, self.draft) if model is not None]
 
     @property
+    def scratch_bytes(self) -> int:
+        """What matrices are decoded into, of both models, which work side by side."""
+        draft, device_type = self.draft, self.request.device_type
+        if draft is not None and draft.is_copy:
+            own_bytes = self.target.copy_scratch_bytes(device_type, draft.step_rows or 0)
+        else:
+            own_bytes = 0 if draft is None else draft.scratch_bytes(device_type)
+        return self.target.scratch_bytes(device_type) + own_bytes
+
+    @property
+    def draft_weight_bytes(self) -> int:
+        """What the draft has of its own."""
+        draft = self.draft
+        if draft is None:
+            return 0
+        if draft.is_copy:
+            return self.target.copied_bytes(self.placement.streamed_layers)
+        return draft.held_bytes(draft.placement) + draft.head_parts.total()
+
+    @property
     def workspace_bytes(self) -> int:
         """Activations of both models on a card. They take turns on one stream and share the allocator's blocks, unless
         the draft runs beside a pass."""
         each = [model.workspace_bytes for model in self.models]
+        if self.draft is not None and self.draft.is_copy and not self.on_cpu:
+            return each[0] + max(each[1], MAKING_BYTES)
         return sum(each) if self.draft is not None and self.draft.tree_positions else max(each)
 
     @property
@@ -399,7 +426,9 @@ class RunPlan:
     def loading(self) -> Parts:
         """Host memory while the target's weights are read, part by part, or the draft's, if that is more."""
         streamed = self.placement.streamed_layers
-        held_bytes = sum(model.layout.total_bytes for model in self.models) - self.target.bytes_of_layers(streamed)
+        held_bytes = self.target.layout.total_bytes - self.target.bytes_of_layers(streamed)
+        if self.draft is not None:
+            held_bytes += self.draft_weight_bytes if self.draft.is_copy else self.draft.layout.total_bytes
         held_bytes -= self.target.host_embedding_bytes
         held_bytes -= sum(one.total_bytes for one in self.target.host_experts.values())
         return +Parts(
@@ -486,12 +515,19 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
         hit_exponent=request.target.hit_exponent or PUBLISHED_EXPONENT,
         most_expert_tokens=EXPERT_CHUNK_TOKENS[request.device_type],
     )  # fmt: skip
-    draft = _plan_draft(request, target, tree_nodes) if request.proposed_by == "the draft" else None
+    draft = None
+    if request.drafts_itself:
+        target = replace(target, copies=copied(layout), tree_nodes=tree_nodes)
+        draft = _plan_copy(request, target, limits)
+    elif request.proposed_by == "the draft":
+        draft = _plan_draft(request, target, tree_nodes)
     # A head's experts join the target's where its buffers hold them; larger ones would leave room for fewer of all.
     if draft is not None and draft.is_head and 0 < draft.expert_bytes <= target.expert_bytes:
         target = replace(target, head_experts=tuple(draft.experts.values()))
         draft = replace(draft, placements=(replace(draft.placement, pool_buffers=0),))
-    plans = [(request.target, target), *([] if draft is None else [(request.draft, draft)])]
+    plans = [(request.target, target)]
+    if draft is not None and not draft.is_copy:
+        plans.append((request.draft, draft))
     passing = max(passing_bytes(source, plan.layout) for source, plan in plans)
     return RunPlan(request, limits, target, draft, tree_room=tree_nodes, passing_bytes=passing)
 
@@ -524,6 +560,37 @@ def _layout(request: RuntimeConfig, model: DescribedModel, dtype: torch.dtype, *
     which has no link and would decode for every token what it can decode once."""
     decoded = request.weights == "decoded" or (request.weights == "auto" and request.device_type == "cpu")
     return (model.as_decoded if decoded else model).layout(dtype, coded=coded)
+
+
+def _plan_copy(request: RuntimeConfig, target: ModelPlan, limits: MemoryLimits) -> ModelPlan:
+    """Plan of copies of the target's layers that draft. Raises `OptionError` where there cannot be any."""
+    _check_idle_options("a copy of the target", "shares its KV cache", target.options)
+    named = "--draft self"
+    for fine, why, remedy in (
+        (not target.layout.experts, "a copy of experts would be far larger than what a token needs of them",
+         "take --draft auto"),
+        (not target.config.deltas, "it shares the keys of the target, and gated delta layers have states in their "
+         "place", "take --draft auto, or mtp if it has MTP layers"),
+        (request.kv != "host", "the copy reads the target's KV cache on the card, not in host memory",
+         "drop --kv host, or take --draft auto"),
+        (len(limits.cards) == 1, f"the copy drafts on one card, not on {len(limits.cards)}",
+         "name one with --device, or take --draft auto"),
+        (request.resident_layers != target.config.num_layers, _NOTHING_STREAMED,
+         f"lower --resident-layers (now {request.resident_layers}), or take --draft auto"),
+    ):  # fmt: skip
+        require(fine, f"{named}: {why}: {remedy}")
+    rows = max(graphs.COPY_STEP_ROWS, target.batch)
+    draft = replace(target, cache="target", copies=None, most_expert_tokens=0, step_rows=rows)
+    return draft.copying(target)
+
+
+_NOTHING_STREAMED = "all layers are on the card as they are, and there is nothing to copy"
+
+
+def check_copy(plan: RunPlan) -> None:
+    """Refuse copies where nothing is streamed. Raises `OptionError`."""
+    idle = plan.draft is not None and plan.draft.is_copy and not plan.placement.streamed_layers
+    require(not idle, f"--draft self: {_NOTHING_STREAMED}: take --draft auto")
 
 
 def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> ModelPlan:
@@ -576,10 +643,16 @@ def _plan_draft(request: RuntimeConfig, target: ModelPlan, tree_nodes: int) -> M
 
 def _check_head_options(head: HeadConfig, options: SpeculationOptions) -> None:
     """Refuse what a head cannot do, and what nothing would look at beside one. Raises `OptionError`."""
-    usual, name = SpeculationOptions(), f"the {head.title} head"
+    name = f"the {head.title} head"
     why = "drafts from what passes of the target keep, and those of a retrieval verifier keep nothing"
     require(options.mode != "triforce", f"--speculation triforce: {name} {why}: take --speculation chain")
-    why = "has few layers, whose keys and values all have room"
+    _check_idle_options(name, "has few layers, whose keys and values all have room", options)
+
+
+def _check_idle_options(name: str, why: str, options: SpeculationOptions) -> None:
+    """Refuse options about a cache of few tokens, and about TriForce, beside a draft that has neither. Raises
+    `OptionError`."""
+    usual = SpeculationOptions()
     require(options.draft_cache in ("auto", "full"), f"--draft-cache {options.draft_cache}: {name} {why}: drop it")
     for one in ("sink_tokens", "recent_tokens", "chunk_size", "budget_tokens", "gamma_draft", "refresh_steps"):
         fine = getattr(options, one) == getattr(usual, one)

@@ -206,3 +206,50 @@ class DraftKVState:
         """Return tokens as the draft knows them: the target's padded vocabulary may be the longer one; what is
         guessed behind such a token is no matter."""
         return [min(token, self.last_token) for token in tokens]
+
+
+class TargetKVState(DraftKVState):
+    """Knows texts by the KV cache of the target, which a drafter of the same layers shares: there is nothing to catch
+    up with.
+
+    A text's last token, the root, has no keys there before a pass has read it, which writes them while the drafter goes
+    on. So trees have all of theirs in spare positions, and committed keys are only read. The rows of a chain are behind
+    the committed tokens: it grows between passes, and the next one writes them before it reads them.
+
+    Args:
+        runner: Of the copies.
+        batch: Sequences.
+    """
+
+    def __init__(self, runner: ModelRunner, *, batch: int) -> None:
+        super().__init__(runner, batch=batch)
+        # Of every sequence the tokens of the text whose last one has keys in the root's spare position.
+        self._lengths_at_root = [0] * batch
+
+    def text_to_warm_up(self, slot: int, length: int) -> list[int]:
+        cache = self._runner.cache
+        cache.truncate(slot, 0)
+        cache.commit(slot, length - 1)
+        return [0] * length
+
+    def join(self, slot: int) -> None:
+        self._lengths_at_root[slot] = 0
+
+    def knows(self, slot: int, tokens: Sequence[int]) -> bool:
+        return self._runner.cache.length(slot) == len(tokens) - 1
+
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        """Do nothing: the target reads the prompt."""
+
+    def catch_up(self, slot: int, tokens: Sequence[int], most: int = REWRITTEN_TOKENS) -> Sequence[int]:
+        """Return the last token: the target has all others. Empties the cache where there are none."""
+        if not tokens:
+            self._runner.cache.truncate(slot, 0)
+        return tokens[-1:]
+
+    def holds(self, slot: int, tokens: Sequence[int]) -> bool:
+        return self._lengths_at_root[slot] == len(tokens)
+
+    def learned(self, slot: int, newest: Sequence[int]) -> None:
+        """Note that a step has put the keys of a text's last token into the root's position."""
+        self._lengths_at_root[slot] = self._runner.cache.length(slot) + len(newest)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.copy_words import copy_words
+from offload_runtime_kernels.encoded_linear import MOST_ROWS
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.core import BatchShape
@@ -32,6 +33,8 @@ _MOST_REACHES = 5
 _LEAST_REACH = 4 * BLOCK_TOKENS
 # Rows of a step: what the products of few rows take.
 STEP_ROWS = 32
+# The same of copies of few bits, which are larger than most drafts: what products of few rows decode in registers.
+COPY_STEP_ROWS = MOST_ROWS
 _PRODUCT_ROWS = 8
 # Rows of a target's pass up to which it is captured: graphs take memory by their rows, and windows over what is on the
 # card rarely have more.

@@ -10,6 +10,9 @@ others of the cache, for as long as the node lives. So a tree that grows and a t
 survive are never written again, and a path that came true is copied to its positions in one launch (`adopt`), or read
 again where layers have states. What is known of a text but has no keys yet rides along in the first step behind it.
 
+A copy of the target's own layers shares the target's cache and writes to no position that a pass may write: the text's
+last token, the root, has its keys in the first of the spare positions, where they are written anew with every new root.
+
 A head is a draft whose rows read hidden states, too: those of the target as far as the text is known, and behind it
 what the row before has given, which a store on the device keeps for every node. So a node can only be asked about once
 its parent has been, and a path that came true is read again with what the target made of it.
@@ -33,7 +36,7 @@ from offload_runtime.models.layers import Rows
 from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import graphs
-from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState
+from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, TargetKVState
 from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, HeadKVState
 from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_residual
@@ -111,13 +114,15 @@ class DraftRunner:
         batch: Sequences of the draft's cache that it serves; each has the number of the target's.
         window: Where known tokens come from and guesses of `grow` go; by default one of its own.
         max_tokens_with_draft: Of a sequence with what is only tentative; by default what the cache was reserved for.
+        shares_kv: Whether the model is the target with copies of its layers, and the cache the target's.
 
     Attributes:
         texts: What the cache holds of every sequence: before steps all of the tokens but those that a first step feeds
             itself, and afterwards also those whose keys the steps have written.
         num_places: Nodes of a sequence's tree that can have keys at a time; 0 where there are only chains.
         graphs: Its steps.
-        rereads: Whether a path that came true is read again, as layers have states, or hidden states are the target's.
+        rereads: Whether a path that came true is read again, as layers have states, or hidden states or committed keys
+            are the target's.
         name: What its proposals are counted as.
         hidden: What a head's rows read; None of other drafts, whose nodes may be asked about with their parents.
         most_depth: Deepest node of a tree.
@@ -127,9 +132,9 @@ class DraftRunner:
 
     def __init__(
         self, runner: ModelRunner, *, vocab_size: int, excluded: Sequence[int] = (), batch: int = 1,
-        window: DeviceWindow | None = None, max_tokens_with_draft: int | None = None,
+        window: DeviceWindow | None = None, max_tokens_with_draft: int | None = None, shares_kv: bool = False,
     ) -> None:  # fmt: skip
-        self._runner, self._batch = runner, batch
+        self._runner, self._batch, self.shares_kv = runner, batch, shares_kv
         cache = runner.cache
         self._choosing = cache if isinstance(cache, RetrievedDraftCache) else None
         self._capacity_tokens: int = cache.capacity_tokens
@@ -140,9 +145,10 @@ class DraftRunner:
         self._sampling = SlotSampling(batch, device)
         self.window, self._own_window = window or DeviceWindow(device, batch=batch), window is None
         self._spare = cache.spare_positions if self._own_window else range(0)
+        self._root_positions, self._spare = self._spare[:shares_kv], self._spare[shares_kv:]  # the former at most one
         self.num_places, self._has_states = len(self._spare), cache.step_tokens is not None
-        self.name, self.hidden = runner.decoder.config.name, None
-        self.texts = DraftKVState(runner, batch=batch)
+        self.name, self.hidden = "self" if shares_kv else runner.decoder.config.name, None
+        self.texts = (TargetKVState if shares_kv else DraftKVState)(runner, batch=batch)
         if isinstance(runner.decoder, HeadDecoder):
             self.texts = of_head = HeadKVState(runner, batch=batch)
             self.hidden = of_head.hidden
@@ -153,17 +159,18 @@ class DraftRunner:
         self._slots = torch.arange(batch, dtype=torch.int32, device=device)
         self._frequencies = RowFrequencies(runner.rope, batch)
         self._rotation = StepRotation(self._frequencies.tensor, runner.rope.scaling)
-        self._first_rows = REWRITTEN_TOKENS if self.hidden is None else HEAD_CATCH_UP_TOKENS
+        self._first_rows = 1 if shares_kv else REWRITTEN_TOKENS if self.hidden is None else HEAD_CATCH_UP_TOKENS
         self._least = 1 if self.hidden is None else 2  # tokens of a text that there is a row about
         self._first = Level(StepLayout.chain(-self._first_rows, self._first_rows, device))
         self._next = Level(StepLayout.chain(-1, 1, device), follows=True)
         self._place = torch.zeros(batch, 2, dtype=torch.int32, device=device)  # start and RoPE shift
         self._place_host = [(0, 0)] * batch
         # What steps over trees write; a draft that only grows what is known in advance has none of it.
-        self.rereads = self._has_states or self.hidden is not None
+        self.rereads = self._has_states or self.hidden is not None or shares_kv
+        self._step_rows = graphs.COPY_STEP_ROWS if shares_kv else graphs.STEP_ROWS
         self._depth = graphs.MOST_DELTA_DEPTH if self._has_states else graphs.MOST_DEPTH  # of paths in a step
         self.most_depth = self._depth - self._most_fed(self.width(1))
-        rows = max(graphs.STEP_ROWS, batch) if self.num_places else 0
+        rows = max(self._step_rows, batch) if self.num_places else 0
         self._children = min(graphs.CHILDREN, vocab_size, runner.decoder.config.vocab_size)
         self._greedy = SlotSampling(batch, device)
         self._row_frequencies = RowFrequencies(runner.rope, rows)
@@ -235,7 +242,7 @@ class DraftRunner:
             (make, shape)
             for shape in graphs.captured_shapes(count, **sizes)
             for make in (self._nodes_step, self._greedy_step)
-            if make == self._nodes_step or shape.width <= graphs.NARROW_ROWS or self.rereads
+            if make == self._nodes_step or self._may_be_greedy(shape.width)
         ]
         with self.graphs.eager():  # compiles
             for params in WARM_UP_SAMPLINGS:
@@ -290,7 +297,7 @@ class DraftRunner:
 
     def width(self, num_sequences: int) -> int:
         """Return the most rows of each sequence in a step over trees that serves so many."""
-        return max(1, graphs.STEP_ROWS // num_sequences)
+        return max(1, self._step_rows // num_sequences)
 
     def chains(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Return so many tokens behind each of some texts, at least one of each and no more than there is `room` for;
@@ -307,7 +314,8 @@ class DraftRunner:
         outputs, found = self.window.read(), dict[int, list[int]]()
         for slot, one in inputs.items():
             guesses = outputs[slot].between(one.end, one.stop)
-            self.texts.learned(slot, known[slot] if self.hidden is not None else [*known[slot], *guesses[:-1]])
+            if not self.shares_kv:  # where the next pass writes the rows of its own
+                self.texts.learned(slot, known[slot] if self.hidden is not None else [*known[slot], *guesses[:-1]])
             found[slot] = guesses[: guesses.index(-1)] if -1 in guesses else guesses
         return found
 
@@ -451,7 +459,14 @@ class DraftRunner:
 
     def _most_fed(self, width: int) -> int:
         """Return the most tokens of a text that a step feeds besides nodes: a pass of their own would take as long."""
+        if self.shares_kv:
+            return 1
         return max(1 + min(_MOST_FED, width - 1), width - graphs.NARROW_ROWS if self.rereads else 0)
+
+    def _may_be_greedy(self, width: int) -> bool:
+        """Return whether steps of so many rows may have greedy paths: narrow ones, and those that feed more of a text
+        than these."""
+        return width <= graphs.NARROW_ROWS or self._most_fed(width) > 1 + _MOST_FED
 
     def _line(self, slot: int, asked: Asked, width: int) -> StepLine:
         """Return the rows of one sequence, after the cache has caught up with most of its text."""
@@ -466,13 +481,16 @@ class DraftRunner:
         sources, destinations = self._hidden_of(slot, len(text) - len(fed), len(fed), [places for _, places in nodes])
         assert all(path and len(path) <= self.most_depth for path in paths)
         end = len(text) - self.texts.starts[slot]
+        committed = end - 1 if self.shares_kv else end - len(fed)
         indices = list(range(end - len(fed), end))
+        # Where the keys of the text behind these are: its last token's, wherever they may lie, before the nodes'.
+        own = [*self._root_positions] if self.shares_kv else indices
         return StepLine(
             slot, tokens=[min(token, self.texts.last_token) for token in (*fed, *(token for token, _ in nodes))],
             positions=[*indices, *(end - 1 + len(path) for path in paths)],
-            cache_positions=[*indices, *(path[-1] for path in paths)],
-            paths=[*(indices[: row + 1] for row in range(len(fed))), *([*indices, *path] for path in paths)],
-            fed=len(fed), first=len(fed) - asks_root, committed=end - len(fed), sources=sources,
+            cache_positions=[*own[: len(fed)], *(path[-1] for path in paths)],
+            paths=[*(own[: row + 1] for row in range(len(fed))), *([*own, *path] for path in paths)],
+            fed=len(fed), first=len(fed) - asks_root, committed=committed, sources=sources,
             destinations=destinations,
         )  # fmt: skip
 

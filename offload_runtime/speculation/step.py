@@ -52,7 +52,8 @@ class Acceptance:
     """Counts what one level decided about the proposals of another.
 
     Attributes:
-        proposed_by: `ngram`, `draft`, `retrieval` (the target over retrieved chunks) or the name of a head (`mtp`).
+        proposed_by: `ngram`, `draft`, `self` (a copy of the target), `retrieval` (the target over retrieved chunks) or
+            the name of a head (`mtp`).
         verified_by: `retrieval` or `target`.
         verifications: Windows of at least one proposal that were verified.
         proposed: Proposals in them, all branches of trees included.

@@ -311,9 +311,10 @@ class ModelDrafter(Drafter):
     them, and chains for the others.
 
     Where trees grow all of the draft's work on CUDA is on a stream of its own, which waits for the target's only when a
-    request joins: draft and target share nothing that either of them writes. If they share a pool of experts the draft
-    is on the target's stream, and does not go on beside a pass: that one has ended for the host, which acts in all of
-    its layers, when it has ended for the device but for a layer.
+    request joins: draft and target share nothing that either of them writes. A copy that shares the target's cache also
+    waits, before it proposes, for the keys that the last pass has moved to their places. If they share a pool of
+    experts the draft is on the target's stream, and does not go on beside a pass: that one has ended for the host,
+    which acts in all of its layers, when it has ended for the device but for a layer.
 
     Args:
         runner: Of the draft.
@@ -383,6 +384,8 @@ class ModelDrafter(Drafter):
         budgets = {slot: budget for slot, budget in budgets.items() if self.runner.texts.knows(slot, texts[slot])}
         chains = {slot: budget for slot, budget in budgets.items() if budget.tree_nodes is None or not grows}
         self._verified, proposals = [], dict[int, TokenTree]()
+        if self.runner.shares_kv and self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.runner.device))
         with self._at_work():
             grown = [slot for slot in budgets if slot in self.trees]
             self._worth.begin(sum(len(texts[slot]) - len(self.trees[slot].text) for slot in grown))

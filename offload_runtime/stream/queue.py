@@ -498,6 +498,11 @@ class LayerStreamer:
             # later one.
             schedule.release(WEIGHTS)
 
+    @property
+    def resident(self) -> Mapping[int, LayerViews]:
+        """Return the weights of the layers that stay on the device."""
+        return self._resident
+
     def resident_layers(self) -> list[tuple[int, LayerViews]] | None:
         """Return what `layers` hands out, for passes that take no part in the streaming; None when some are
         streamed. Such passes fetch the experts that they miss."""

@@ -314,6 +314,17 @@ class ModelLayout:
         """Return `bytes_by_kind` in words."""
         return ", ".join(f"{format_bytes(nbytes)} in {kind}" for kind, nbytes in self.bytes_by_kind.items())
 
+    @cached_property
+    def without_register_reads(self) -> ModelLayout:
+        """Return it without the matrices of layers that a GPU's products of few rows decode in registers."""
+        return replace(self, layers=tuple(layer.without_register_reads for layer in self.layers))
+
+    def with_layers(self, other: ModelLayout, layers: Iterable[int]) -> ModelLayout:
+        """Return it with some layers as another layout has them."""
+        taken = {*layers}
+        pairs = zip(self.layers, other.layers, strict=True)
+        return replace(self, layers=tuple(pair[number in taken] for number, pair in enumerate(pairs)))
+
     def scratch_bytes(self, device_type: str, layers: Iterable[int], *, head: bool) -> int:
         """Return bytes of the largest matrix of some layers, and of the head, that is decoded before a product; a GPU
         decodes the head in slices."""

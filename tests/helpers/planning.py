@@ -46,9 +46,10 @@ def models(draw: st.DrawFn, *, most_layers: int = 48) -> DescribedModel:
 @st.composite
 def requests(draw: st.DrawFn) -> RuntimeConfig:
     """What somebody might ask for; most of it makes sense."""
-    target, who = draw(models()), draw(st.sampled_from(["ngram", "a model", "a model", "a head"]))
-    mode = draw(st.sampled_from(["auto", "none"] if who == "ngram" else ["auto", "chain", "triforce"]))
-    draft: Any = draw(models(most_layers=4)) if who == "a model" else "ngram"
+    target, who = draw(models()), draw(st.sampled_from(["ngram", "a model", "a model", "a head", "self"]))
+    modes = {"ngram": ["auto", "none"], "self": ["auto", "chain"]}
+    mode = draw(st.sampled_from(modes.get(who, ["auto", "chain", "triforce"])))
+    draft: Any = draw(models(most_layers=4)) if who == "a model" else who
     return RuntimeConfig(
         target=target,
         draft=DescribedModel(MtpConfig.of(target.config()), target.native_dtype) if who == "a head" else draft,

@@ -1,0 +1,253 @@
+"""Drafting with a copy of the target's own streamed layers: tokens are the target's, an exact copy is never wrong
+however trees and texts grow, and it takes the memory that was planned."""
+
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from offload_runtime import Runtime
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.core import DraftBudget
+from offload_runtime.engine.conversation import Conversation
+from offload_runtime.errors import OptionError
+from offload_runtime.params import SamplingParams
+from offload_runtime.speculation.ngram import WithNgrams
+from offload_runtime.speculation.step import StepOutput
+from tests.helpers import native_drafts as natives
+from tests.helpers.engine import PROMPT, byte_level_tokenizer, load, write_checkpoint
+from tests.helpers.families import family_model
+from tests.test_weights_gguf import write
+
+COUNT = 24
+NOISY = {"temperature": 0.8, "seed": 5}
+GROUP = 64
+
+
+def on_a_grid(weight: torch.Tensor) -> torch.Tensor:
+    """A matrix near another one that its copy in 4 bits is equal to: in groups of columns the numbers 0 to 15, of which
+    the least and the largest are there, times a power of two."""
+    groups = weight.float().view(len(weight), -1, GROUP)
+    step = 2.0 ** math.ceil(math.log2(float(groups.std()) / 3))
+    numbers = (groups / step + 7.5).round().clamp(0, 15)
+    numbers[..., 0], numbers[..., 1] = 0, 15
+    return ((numbers - 7.5) * step).view(weight.shape).to(weight.dtype)
+
+
+def write_exact(directory: Path) -> Path:
+    """A checkpoint whose copy is equal to it."""
+    write_checkpoint(directory, hidden_size=GROUP, context=1024)
+    path = directory / "model.safetensors"
+    weights = {name: on_a_grid(one) if "proj" in name else one for name, one in load_file(path).items()}
+    save_file(weights, path, metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def exact_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_exact(tmp_path_factory.mktemp("exact") / "target")
+
+
+def answers(runtime: Runtime, **asked: Any) -> list[list[int]]:
+    """Of three prompts, of which one goes on from another."""
+    prompts = [runtime.encode(PROMPT), [5 + (3 * i * i + i // 7) % 280 for i in range(270)]]
+    prompts.append(prompts[1] + [7, 8, 9])
+    asked = {"max_new_tokens": COUNT, "ignore_eos": True, **asked}
+    if runtime.plan.target.batch == 1:
+        return [runtime.generate(prompt, **asked).tokens for prompt in prompts]
+    return [one.tokens for one in runtime.generate_batch(prompts[:2], **asked)]
+
+
+WINDOWS: dict[str, dict[str, Any]] = {
+    "trees": {"tree_nodes": 12}, "deep trees": {"tree_nodes": 20, "gamma": 20}, "chains": {"gamma": 5}, "chosen": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("windows", WINDOWS)
+def test_tokens_are_those_of_plain_decoding(short_target: Path, windows: str, batch: int) -> None:
+    options = {"resident_layers": batch, "max_batch": batch}
+    samplings: list[dict[str, Any]] = [{}, NOISY, {**NOISY, "top_k": 40, "top_p": 0.9, "presence_penalty": 0.5}]
+    with load(short_target, draft="none", **options) as runtime:
+        expected = [answers(runtime, **asked) for asked in samplings]
+    with load(short_target, draft="self", **options, **WINDOWS[windows]) as runtime:
+        for asked, tokens in zip(samplings, expected, strict=True):
+            assert answers(runtime, **asked) == tokens
+
+
+@pytest.mark.parametrize("kind", ["bf16", "Q8_0", "12 bits", "sliding windows", "gemma2", "phi3"])
+def test_whatever_the_target_is(exact_target: Path, windowed_target: Path, kind: str, tmp_path: Path) -> None:
+    path, options = exact_target, {"dtype": "bf16" if kind in ("bf16", "12 bits") else "fp32"}
+    if kind == "Q8_0":
+        model = transformers.LlamaForCausalLM.from_pretrained(exact_target)
+        path, options["weights"] = write(tmp_path / "model.gguf", model, kind=kind, vocabulary={}), "stored"
+        byte_level_tokenizer().save_pretrained(tmp_path)
+    elif kind == "12 bits":
+        options["encode"] = "always"
+    elif kind == "sliding windows":
+        path = windowed_target
+    elif kind != "bf16":
+        family_model(kind, 1).save_pretrained(tmp_path)
+        byte_level_tokenizer().save_pretrained(tmp_path)
+        path = tmp_path
+    prompt, found = [3 + 7 * i % 90 for i in range(60)], []
+    for draft in ({"draft": "none"}, {"draft": "self", "tree_nodes": 12}, {"draft": "self", "gamma": 4}):
+        with load(path, resident_layers=1, context=500, **options, **draft) as runtime:
+            result = runtime.generate(prompt, max_new_tokens=COUNT, ignore_eos=True, **NOISY)
+        found.append(result.tokens)
+        assert draft["draft"] == "none" or result.stats.accepted_by_source.get("self", 0) > 0
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.fixture(scope="module")
+def exact(exact_target: Path) -> Iterator[Runtime]:
+    with load(exact_target, draft="self", resident_layers=1, tree_nodes=24, max_batch=3) as runtime:
+        yield runtime
+
+
+CHAIN, TREE = DraftBudget("chain", 5), DraftBudget("tree", 8, tree_nodes=12)
+OTHERS = [DraftBudget("plain", 0), DraftBudget("tree", 4, tree_nodes=24), DraftBudget("ngram", 6)]
+BUDGETS = [CHAIN, CHAIN, TREE, TREE, TREE, *OTHERS]
+
+
+def was_wrong(output: StepOutput) -> bool:
+    """Whether the copy has proposed something else behind what was accepted."""
+    last, proposal = output.path[-1] if output.path else -1, output.proposal
+    return any(
+        parent == last and source == "self" for parent, source in zip(proposal.parents, proposal.sources, strict=True)
+    )
+
+
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 3)) for seed in range(12)])
+def test_a_copy_that_is_exact_is_never_wrong(exact: Runtime, seed: int) -> None:
+    """Texts begin, grow by all kinds of budgets with steps ahead of passes, end and go on otherwise."""
+    draw, params = random.Random(seed), [natives.PLAIN, SamplingParams(temperature=0.8, seed=7)][seed % 2]
+    target, drafter = exact.engine.target.runner, exact.engine.drafter
+    assert isinstance(drafter, WithNgrams)
+    for slot in range(3):
+        drafter.leave(slot)
+        target.cache.truncate(slot, 0)
+    prompts = {slot: [3 + (slot + i * i) % 280 for i in range(draw.choice((2, 40, 250)))] for slot in (0, 1)}
+    expected = {slot: natives.plainly(target, prompt, 40, params) for slot, prompt in prompts.items()}
+    slow = natives.SlowRunner(target, drafter, draw.choice((0, 1, 5)))
+    decoding, accepted = natives.Decoding.of(slow, drafter, {}, params), 0
+    for _ in range(14):
+        for slot in {0, 1} - {*decoding.texts}:
+            if draw.random() < 0.7:
+                start = draw.randint(len(prompts[slot]), len(prompts[slot]) + 20)
+                decoding.join({slot: expected[slot][:start]}, params)
+        running = {slot for slot in decoding.texts if len(decoding.texts[slot]) < len(expected[slot])}
+        if running:
+            for output in decoding.step({slot: draw.choice(BUDGETS) for slot in sorted(running)}).values():
+                assert not was_wrong(output)
+                accepted += len(output.path)
+        for slot, text in [*decoding.texts.items()]:
+            most = min(len(text), len(expected[slot]))
+            assert text[:most] == expected[slot][:most]
+            if draw.random() < 0.15 or most == len(expected[slot]):
+                decoding.leave(slot)
+                target.cache.truncate(slot, draw.randint(0, len(prompts[slot]) - 1))
+    assert accepted > 30
+
+
+def test_a_copy_brings_many_tokens_a_pass(exact: Runtime) -> None:
+    for asked, least in (({"gamma": 7, "tree_nodes": 0}, 5.0), ({"tree_nodes": 24}, 4.0)):
+        stats = exact.generate(PROMPT, max_new_tokens=41, ignore_eos=True, **NOISY, **asked).stats
+        assert stats.tokens_per_pass >= least
+        assert [(level.proposed_by, level.verified_by) for level in stats.acceptance] == [("self", "target")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_on_a_gpu(exact_target: Path, dtype: str) -> None:
+    """Where it drafts while passes run."""
+    options: dict[str, Any] = {"device": "cuda", "dtype": dtype, "kv": "gpu", "resident_layers": 1}
+    for batch in (1, 2):
+        with Runtime.load(exact_target, draft="none", max_batch=batch, **options) as runtime:
+            expected = [answers(runtime), answers(runtime, **NOISY)]
+        with Runtime.load(exact_target, draft="self", tree_nodes=24, max_batch=batch, **options) as runtime:
+            for asked in ({"tree_nodes": 24}, {"gamma": 6, "tree_nodes": 0}, {}):
+                assert [answers(runtime, **asked), answers(runtime, **asked, **NOISY)] == expected
+            text = runtime.encode(PROMPT)
+            for asked in ({"tree_nodes": 24}, {"gamma": 7, "tree_nodes": 0}):
+                stats = runtime.generate(text, max_new_tokens=41, ignore_eos=True, **NOISY, **asked).stats
+                assert stats.tokens_per_pass >= 4.0
+
+
+def test_a_conversation_goes_on_and_is_saved(exact_target: Path, tmp_path: Path) -> None:
+    said = list[list[list[int]]]()
+
+    def say(conversation: Conversation, text: str) -> list[int]:
+        reply = conversation.say(text, max_new_tokens=12, ignore_eos=True, **NOISY)
+        for _ in reply:
+            pass
+        return reply.result.tokens
+
+    for draft in ({"draft": "none"}, {"draft": "self", "tree_nodes": 12}):
+        path = tmp_path / str(draft["draft"])
+        with load(exact_target, resident_layers=1, **draft) as runtime:
+            conversation = runtime.conversation()
+            said.append([say(conversation, text) for text in ("the quick " * 40, "brown fox")])
+            conversation.save(path)
+        with load(exact_target, resident_layers=1, **draft) as runtime:
+            said[-1].append(say(runtime.load_conversation(path), "and on"))
+    assert said[0] == said[1]
+
+
+def test_the_context_can_be_filled(exact_target: Path) -> None:
+    for more in ({"tree_nodes": 12}, {"gamma": 9}):
+        found = []
+        for draft in ({"draft": "none"}, {"draft": "self", **more}):
+            with load(exact_target, resident_layers=0, context=280, **draft) as runtime:
+                found.append(runtime.generate([5 + i % 280 for i in range(240)], max_new_tokens=40, ignore_eos=True))
+        assert found[0].tokens == found[1].tokens and len(found[1].tokens) == 40
+
+
+def test_memory_is_what_was_planned(wide_target: Path) -> None:
+    options: dict[str, Any] = {"resident_layers": 2, "context": 600}
+    with load(wide_target, draft="self", tree_nodes=24, **options) as runtime:
+        plan, (budget,) = runtime.plan, runtime.engine.budgets
+        shapes = [spec.shape for spec in plan.target.layout.layers[0].tensors]
+        bits = 3 * 4.5 * sum(math.prod(shape) for shape in shapes if len(shape) == 2)
+        assert bits / 8 <= budget.reservations["draft: copies"] == plan.device["draft weights"] <= 1.01 * bits / 8
+        assert budget.reserved_bytes == plan.device_bytes and not plan.device["draft KV cache"]
+    with load(wide_target, draft="none", **options) as runtime:  # behind a text there is room for trees
+        token_bytes = plan.target.kv_bytes_of(plan.target.layers, 1)
+        more_bytes = plan.device["KV cache"] - runtime.plan.device["KV cache"]
+        assert 12 * 24 * token_bytes <= more_bytes <= 12 * 24 * token_bytes + 256 * token_bytes
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"resident_layers": 5}, "all layers are on the card as they are, and there is nothing to copy: lower"),
+    ({}, "all layers are on the card as they are, and there is nothing to copy: take --draft auto"),
+    ({"resident_layers": 1, "kv": "host"}, "reads the target's KV cache on the card, not in host memory: drop --kv"),
+    ({"resident_layers": 2, "device": "cpu,cpu"}, "the copy drafts on one card, not on 2: name one with --device"),
+    ({"speculation": SpeculationOptions("triforce")}, "--draft self has no step over retrieved tokens"),
+    ({"speculation": SpeculationOptions("none")}, "--speculation none would leave the draft model idle"),
+    ({"speculation": SpeculationOptions("chain", "streaming")}, "a copy of the target shares its KV cache: drop it"),
+    ({"speculation": SpeculationOptions(recent_tokens=64)}, "--recent-tokens does nothing with a copy of the target"),
+])  # fmt: skip
+def test_what_cannot_be_is_refused_before_loading(short_target: Path, options: dict[str, Any], message: str) -> None:
+    def refuse(stage: str, *_: int) -> None:
+        raise AssertionError(f"{stage} were read before the mistake was seen")
+
+    with pytest.raises(OptionError, match=message):
+        Runtime.load(short_target, **{"draft": "self", "device": "cpu", "on_progress": refuse, **options})
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "olmo_hybrid"])
+def test_experts_and_states_are_refused(family: str, tmp_path: Path) -> None:
+    path = tmp_path / "target"
+    family_model(family, 1).save_pretrained(path)
+    with pytest.raises(OptionError, match=r"--draft self: (a copy of experts|it shares the keys of the target)"):
+        Runtime.load(path, draft="self", device="cpu", resident_layers=0)
+
+
+def test_ngrams_join_it() -> None:
+    assert RuntimeConfig("m", "self,ngram").draft == "self"
