@@ -38,6 +38,7 @@ from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.linear import default_tile, linear_triton
 from offload_runtime_kernels.low_bit_copy import COPY
+from offload_runtime_kernels.low_bit_rest import decode_rest_triton, rest_bytes
 from offload_runtime_kernels.router import choose_experts_triton
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled_triton
@@ -210,6 +211,8 @@ def encoding_calls() -> Iterator[tuple[str, Call]]:
     decoded = torch.empty(4096, 4096, dtype=FP32)
     yield "decode FP8", partial(decode_scaled_triton, numbers_of(squares, 4096, 4096), squares, 0, decoded)
     yield "decode copy", partial(decode_scaled_triton, copy, COPY, 0, torch.empty(4096, 4096, dtype=BF16))
+    rest = ints(rest_bytes(large, 4096), dtype=torch.uint8)
+    yield "decode rest", partial(decode_rest_triton, rest, copy, 0, torch.empty(large, 4096, dtype=BF16))
 
 
 def attention_calls() -> Iterator[tuple[str, Call]]:

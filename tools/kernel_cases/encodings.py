@@ -20,6 +20,13 @@ from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import linear_triton
 from offload_runtime_kernels.low_bit_copy import COPY, quantise
+from offload_runtime_kernels.low_bit_rest import (
+    decode_rest_reference,
+    decode_rest_triton,
+    encode_rest,
+    rest_bytes,
+    used_bytes,
+)
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import (
     ScaledFormat,
@@ -149,7 +156,7 @@ def copies(m: int, k: int) -> tuple[torch.Tensor, list[ScaledRows]]:
     stored = torch.empty(num_inputs(nbytes), nbytes, dtype=torch.uint8, device=DEVICE)
     matrices = [scaled_rows(each, COPY, m, k) for each in stored]
     quantise((0.02 * torch.randn(m, k, device=DEVICE)).bfloat16(), matrices[0])
-    stored[1:] = stored[0]
+    stored[1:] = stored[0]  # fitting takes longer
     return stored, matrices
 
 
@@ -160,6 +167,24 @@ def make_decode_copy(m: int, k: int) -> Case:
         {"encoding": "copy"}, stored, m, k,
         lambda one, out: decode_scaled_triton(scaled_rows(one, COPY, m, k), COPY, 0, out),
         lambda one, out: decode_scaled_reference(scaled_rows(one, COPY, m, k), COPY, 0, out),
+    )  # fmt: skip
+
+
+def make_decode_rest(m: int, k: int) -> Case:
+    """A matrix [m, k] of Gaussian weights out of its 4-bit copy and what is left; told by the bytes of the latter."""
+    values = (0.02 * torch.randn(m, k, device=DEVICE)).bfloat16()
+    (stored, matrices), out = copies(m, k), torch.empty_like(values)
+    rests = torch.empty(len(matrices), rest_bytes(m, k), dtype=torch.uint8, device=DEVICE)
+    quantise(values, matrices[0])
+    stored[1:] = stored[0]
+    assert encode_rest(values, matrices[0], rests[0]), "there is no room for what is left"
+    rests[1:] = rests[0]
+    used = used_bytes(rests[0], m)
+    return Case(
+        configuration={"encoding": "copy and rest", "m": m, "k": k},
+        kernel=lambda i: decode_rest_triton(rests[i], matrices[i], 0, out),
+        reference=lambda i: decode_rest_reference(rests[i], matrices[i], 0, out), num_inputs=len(rests),
+        moved_bytes=scaled_bytes(COPY, m, k) + used + out.nbytes, stored_bytes=used, reference_in_graph=False,
     )  # fmt: skip
 
 
@@ -176,6 +201,7 @@ def make_copy_linear(rows: int, m: int, k: int) -> Case:
 CASES: Cases = {
     "decode_blocks": [partial(make_decode_blocks, kind, *shape) for kind in FORMATS for shape in _SHAPES],
     "decode_copy": [partial(make_decode_copy, *shape) for shape in _SHAPES],
+    "decode_rest": [partial(make_decode_rest, *shape) for shape in _SHAPES],
     "decode_coded": [partial(make_decode_coded, *shape) for shape in _SHAPES],
     "gguf_linear": [
         partial(make_gguf_linear, kind, rows, *shape)

@@ -1,0 +1,94 @@
+"""`encode_rest` and `decode_rest`: every bit comes back, by the reference and by the kernel."""
+
+import pytest
+import torch
+from offload_runtime_kernels.low_bit_rest import (
+    decode_rest_reference,
+    decode_rest_triton,
+    encode_rest,
+    rest_bytes,
+    used_bytes,
+)
+from offload_runtime_kernels.scaled_rows import ScaledRows
+
+from tests.helpers.kernel_conditions import KERNEL_DEVICE
+from tests.kernels.test_coded_bf16 import MATRICES, assert_same_bits, gaussian
+from tests.kernels.test_low_bit_copy import copy_of
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# A group, shorter ones, tiles that end within one and within a group, several tiles.
+SHAPES = ((5, 64), (3, 40), (4, 200), (3, 576), (2, 1280))
+
+
+def coded(values: torch.Tensor, nbytes: int | None = None) -> tuple[torch.Tensor, ScaledRows]:
+    """In so many bytes, or as many as a plan has."""
+    copy = copy_of(values)
+    stored = torch.full((nbytes or rest_bytes(*values.shape),), 255, dtype=torch.uint8, device=values.device)
+    assert encode_rest(values, copy, stored)
+    return stored, copy
+
+
+def check(values: torch.Tensor, nbytes: int | None = None) -> None:
+    """By the reference and by the kernel, all rows and those behind the first; what lies behind the result stays."""
+    stored, copy = coded(values.to(KERNEL_DEVICE), nbytes)
+    for decode in (decode_rest_reference, decode_rest_triton):
+        for start in (0, 1):
+            out = torch.full(values.shape, 7.0, dtype=BF16, device=KERNEL_DEVICE)
+            decode(stored, copy, start, out[: len(values) - start])
+            assert_same_bits(out[: len(values) - start].cpu(), values[start:])
+            assert bool((out[len(values) - start :] == 7.0).all())
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", MATRICES)
+def test_every_bit_comes_back(name: str, shape: tuple[int, int]) -> None:
+    """Whatever room it takes: each weight at most 32 bits."""
+    check(MATRICES[name](*shape), rest_bytes(*shape) + 4 * shape[0] * shape[1])
+
+
+@pytest.mark.parametrize("name", ["Gaussian", "heavy-tailed", "constant", "zero"])
+def test_what_a_plan_has_room_for(name: str) -> None:
+    values = MATRICES[name](8, 1024)
+    stored, _ = coded(values)
+    check(values, used_bytes(stored, 8))
+    assert rest_bytes(4096, 4096) < 8.6 / 8 * 4096 * 4096
+
+
+def test_what_has_no_room_is_said_to() -> None:
+    for name in ("infinite", "NaN payloads"):
+        values = MATRICES[name](8, 256)
+        assert not encode_rest(values, copy_of(values), torch.empty(rest_bytes(8, 256), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16])
+def test_decoded_to_other_dtypes(dtype: torch.dtype) -> None:
+    values = gaussian(5, 200)
+    stored, copy = coded(values.to(KERNEL_DEVICE))
+    for decode in (decode_rest_reference, decode_rest_triton):
+        out = torch.full(values.shape, 7.0, dtype=dtype, device=KERNEL_DEVICE)
+        decode(stored, copy, 0, out)
+        assert torch.equal(out.cpu(), values.to(dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_gpu_writes_what_a_cpu_does(name: str) -> None:
+    """Given the same copy."""
+    values = MATRICES[name](130, 4096)
+    copy, stored = copy_of(values), torch.empty(5 * 130 * 4096, dtype=torch.uint8)
+    assert encode_rest(values, copy, stored)
+    moved, found = copy_of(values.to(KERNEL_DEVICE)), stored.to(KERNEL_DEVICE)
+    for to, one in zip(moved, copy, strict=True):
+        to.copy_(one)
+    found.fill_(255)
+    assert encode_rest(values.to(KERNEL_DEVICE), moved, found)
+    used = used_bytes(stored, 130)
+    assert torch.equal(found[:524].cpu(), stored[:524]) and torch.equal(found[768:used].cpu(), stored[768:used])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "columns"), [(4096, 11008), (57344, 8192)])
+def test_matrices_of_real_models(rows: int, columns: int) -> None:
+    values = (0.02 * torch.randn(rows, columns, device=KERNEL_DEVICE)).bfloat16()
+    check(values)
