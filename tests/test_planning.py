@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from widening.shapes import shape_named
+from widening.stored import stored_model
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.core import TokenTree
@@ -19,7 +21,7 @@ from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP, RowNorm
 from offload_runtime.models.registry import model_config_from_json
-from offload_runtime.plan.cost import pass_time, prefill_time
+from offload_runtime.plan.cost import draft_step_s, pass_time, prefill_time
 from offload_runtime.plan.report import Refusal, forecast, plan_or_refuse
 from offload_runtime.plan.search import plan_run
 from offload_runtime.plan.sizes import RunPlan, common_figures
@@ -398,6 +400,42 @@ def test_long_contexts_as_measured(kv: str) -> None:
     prefill = prefill_time(plan, machine, tokens)
     assert prefill.link_bytes == found["prefill"]["link_bytes"]
     assert prefill.seconds == pytest.approx(found["prefill"]["s"], rel=0.1)
+
+
+# By result: shape, how weights are stored, what is asked for, tokens before the passes, and by what a pass took longer
+# than a plan says, as it waited for the tokens of the one before.
+RESIDENT: dict[str, tuple[str, str, dict[str, Any], int, float]] = {
+    **{f"resident-8b-{name}": ("llama3-8b", name.replace("-", "_"), {"context": 928}, 520, 0.0)
+       for name in ("bf16", "q4-k-m", "q8-0")},
+    "experts-qwen3-30b-a3b": ("qwen3-30b-a3b", "q4_k_m", {}, 96, 0.6e-3),
+    "experts-gpt-oss-120b-resident": ("gpt-oss-120b", "mxfp4", {}, 96, 0.6e-3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESIDENT)
+def test_resident_models_as_measured(name: str) -> None:
+    shape, how, asked, tokens, waited_s = RESIDENT[name]
+    found, layers = measured(f"{name}-h200.json"), 12 if "gpt-oss" in name else None
+    sizes = {"vocab_size": 128256 if "8b" in name else 32768, "context_tokens": 16384, "stretch_bytes": 65536}
+    model = stored_model(shape_named(shape, layers), how, reference=name, **sizes)
+    target = DescribedModel(model.config(), torch.bfloat16, kinds=model.kinds)
+    plan = plan_run(RuntimeConfig(target, "none", dtype="bf16", weights="stored", **asked), load_profile("h200"))
+    pools, windows = found.get("pools", ()), found["results"]["ours"]["windows"] if "results" in found else ()
+    passes = [(1, one["token_s"]) for one in pools]
+    passes += [(window["window_tokens"], window["pass_s"]["median"]) for window in windows]
+    for rows, seconds in passes:
+        predicted = pass_time(plan, load_profile("h200"), length_tokens=tokens, rows=rows)
+        assert not predicted.bytes_streamed and predicted.seconds == pytest.approx(seconds - waited_s, rel=0.15)
+
+
+def test_steps_of_a_small_draft_as_measured() -> None:
+    sizes = {"hidden_size": 576, "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3}
+    sizes |= {"intermediate_size": 1536, "vocab_size": 32000, "max_position_embeddings": 131072}
+    config = model_config_from_json({"model_type": "llama", "tie_word_embeddings": True, **sizes}, "SmolLM2-135M's")
+    draft, speculation = DescribedModel(config, torch.bfloat16), SpeculationOptions("triforce", "streaming")
+    plan = plan_of_7b(context=121024, kv="gpu", draft=draft, speculation=speculation)
+    found = measured("long-context-gpu-h200.json")["steps"]
+    assert draft_step_s(plan, load_profile("h200")) == pytest.approx(found["draft_step_ms"] / 1e3, rel=0.15)
 
 
 def test_tokens_of_a_tree_by_hand() -> None:

@@ -39,6 +39,9 @@ _HBM_SHARE = 0.8
 # Of the rate at which products decode back to back, what they reach in a pass, between other kernels. With it an 8B in
 # Q4_K_M and in Q8_0, whole on an H200, is predicted to take 5 % less and 2 % more time than it did.
 _DECODE_SHARE = 0.9
+# But one of them takes so long at least, behind a kernel before it: the three of Qwen3-30B-A3B's attention, of 2048 and
+# 4096 columns in Q4_K and Q6_K, took 26 us of an H200.
+_DECODED_PRODUCT_S = 6e-6
 # Window-invariant attention: 72 to 80 of 650 TFLOP/s, whatever the heads. A prefill's: 325.
 _WINDOW_ATTENTION_SHARE = 0.115
 _PREFILL_ATTENTION_SHARE = 0.5
@@ -46,9 +49,10 @@ _PREFILL_ATTENTION_SHARE = 0.5
 # (64 rows of a 27B on an H200: 0.087 ms a layer) and in prompts (8192 tokens: 4.4 ms). A single row takes as long as
 # one kernel waits for another.
 _WINDOW_DELTA_FLOPS, _PREFILL_DELTA_FLOPS, _DELTA_S = 7e12, 12e12, 28e-6
-# Experts, too: in windows of 1 to 64 rows 3 to 7e12 (gpt-oss-120b in MXFP4, Qwen3-30B in Q4_K_M on an H200), in prompts
-# this share of what cuBLAS reaches in fp32, or of its peak, and where that is not known so much.
-_WINDOW_EXPERT_FLOPS, _PREFILL_EXPERT_SHARE, _PREFILL_EXPERT_FLOPS = 5e12, 0.6, 30e12
+# Experts, too: in windows of 1 to 64 rows 3 to 7e12 (gpt-oss-120b in MXFP4, Qwen3-30B in Q4_K_M on an H200), a single
+# row 11 and 13 us more, since its chains have no others beside them; in prompts this share of what cuBLAS reaches in
+# fp32, or of its peak, and where that is not known so much.
+_WINDOW_EXPERT_FLOPS, _EXPERTS_S, _PREFILL_EXPERT_SHARE, _PREFILL_EXPERT_FLOPS = 5e12, 12e-6, 0.6, 30e12
 # Queries of a KV head are worked on in tiles of so many rows.
 _ATTENTION_TILE_ROWS = 16
 # A streamed 7B pass: 21.5 ms of host work for 32 layers of 9 launches, 33.8 ms with 21.
@@ -57,8 +61,10 @@ _HOST_LAUNCH_S = 32e-6
 # Touching and locking new host memory beside a prefill: 63 GB in at most 14 s.
 _GROWTH_GBPS = 4.5
 # Launches of a layer: norms, rotation, attention in two; four products. Of many rows each is done in slices, which
-# read the weights once each, with sums and gates of their own.
+# read the weights once each, with sums and gates of their own. Around experts: the router's product, its choice, their
+# sum, and what is added.
 _LAYER_LAUNCHES = 5
+_EXPERT_LAUNCHES = 4
 _PRODUCTS = 4
 _SLICE_ROWS, _FEWEST_SLICED_ROWS = LIBRARY_ROWS["cuda"]
 _SLICED_PRODUCTS = 8
@@ -67,6 +73,9 @@ _STEP_LAUNCHES = 12  # head, sampling, moving the window
 _CHOICE_LAUNCHES = 4
 # A third of the chunks change from step to step, half of them are kept by the margin of what is held.
 _FETCHED_SHARE = 1 / 6
+# A kernel that has little to do, however fast one is launched behind another within a CUDA graph: a step of a 135M
+# draft takes 0.6 to 0.66 ms for 282 of them.
+_KERNEL_US = 2.0
 # Assumed where a profile does not say: a kernel within a CUDA graph; a few rows through mapped page-locked memory,
 # written by a kernel of one card and read by one of the other.
 _GRAPH_LAUNCH_US, _TRANSFER_US = 2.5, 30.0
@@ -128,7 +137,7 @@ def _demand(plan: RunPlan, machine: MachineProfile) -> float:
 
 def _launch_s(machine: MachineProfile) -> float:
     """Return the seconds from kernel to kernel of a CUDA graph."""
-    return (machine.graph_launch_us or _GRAPH_LAUNCH_US) * 1e-6
+    return max(machine.graph_launch_us or _GRAPH_LAUNCH_US, _KERNEL_US) * 1e-6
 
 
 def _decode_rate(machine: MachineProfile, kind: str) -> float:
@@ -242,7 +251,7 @@ def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, row
     exposed_bytes = sum(max(0, nbytes - target.kv_ring_bytes) for nbytes in streamed.values())
     expert_bytes = target.missed_bytes(batch * rows)  # none for rows that fill up a graph
     # What computes: the longer of HBM and arithmetic, of the matrices and of each layer's attention.
-    stages, decodings = _matrix_stages(plan, target, machine, height)
+    stages, others = _matrix_stages(plan, target, machine, height)
     for layer, count in _kinds(target).items():
         work = _work(layer, rows, length_tokens + rows)
         operations = batch * work.attention_operations * _filled_up(layer, rows)
@@ -250,7 +259,7 @@ def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, row
         stages.append((count, kv_s, _attention_s(layer, operations, machine.flops(DTYPE_NAMES[target.dtype]))))
     layers = len(target.layers)
     products = _PRODUCTS if height < _FEWEST_SLICED_ROWS else _SLICED_PRODUCTS * -(-height // _SLICE_ROWS)
-    launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces + decodings
+    launches = layers * (_LAYER_LAUNCHES + products) + _PIECE_LAUNCHES * pieces + others
     stages.append((launches, _launch_s(machine), 0.0))  # of the device, from kernel to kernel
     return PassTime(
         weight_bytes, kv_bytes, staged_bytes, link_s,
@@ -291,25 +300,25 @@ def _matrix_stages(
 
     Returns:
         How often, and each time the seconds of HBM and of arithmetic, of which the longer one counts: what few rows
-        decode in registers takes as long as reading what is stored, or as decoding it. And how many kernels decode
-        matrices into memory.
+        decode in registers takes as long as reading what is stored, or as decoding it. And how many kernels there are
+        beside those of dense layers in elements: what decodes matrices into memory, and what is around experts.
     """
     slices, hbm = -(-height // _SLICE_ROWS), _hbm(machine)
     element_s = 2 * height / machine.flops(DTYPE_NAMES[model.dtype])
     in_registers = height <= MOST_ROWS and not plan.on_cpu
-    stages, decodings = list[tuple[int, float, float]](), 0
+    stages, others = list[tuple[int, float, float]](), 0
     for block, count in model.layout.multiplied(model.layers, head=model.has_head):
         for read in block.register_reads if in_registers else ():
-            decoding_s = read.weights / _decode_rate(machine, read.kind)
+            decoding_s = max(read.weights / _decode_rate(machine, read.kind), read.products * _DECODED_PRODUCT_S)
             stages.append((count, read.nbytes / hbm, max(decoding_s, read.weights * element_s)))
         rest = block.without_register_reads if in_registers else block
         arithmetic_s = rest.matrix_elements * element_s
         if block.experts:
             products = height * block.experts.chosen * block.experts.block.matrix_elements
-            arithmetic_s += 2 * products / _WINDOW_EXPERT_FLOPS
+            arithmetic_s += _EXPERTS_S + 2 * products / _WINDOW_EXPERT_FLOPS
         stages.append((count, rest.moved_bytes(slices, rows=height) / hbm, arithmetic_s))
-        decodings += count * rest.num_decodings
-    return stages, decodings
+        others += count * (rest.num_decodings + (_EXPERT_LAUNCHES if block.experts else 0))
+    return stages, others
 
 
 def _kinds(model: ModelPlan) -> Counter[DecoderLayer]:
@@ -377,9 +386,9 @@ def _step_s(
     plan: RunPlan, model: ModelPlan, machine: MachineProfile, *, rows: int, kv_bytes: int, choice_launches: int = 0
 ) -> float:
     """Seconds of a step of `rows` tokens, which is one CUDA graph."""
-    stages, decodings = _matrix_stages(plan, model, machine, rows)
+    stages, others = _matrix_stages(plan, model, machine, rows)
     compute_s = sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages)
-    launches = len(model.layers) * (_LAYER_LAUNCHES + _PRODUCTS + choice_launches) + _STEP_LAUNCHES + decodings
+    launches = len(model.layers) * (_LAYER_LAUNCHES + _PRODUCTS + choice_launches) + _STEP_LAUNCHES + others
     deltas_s = _DELTA_S * sum(layer in model.config.deltas for layer in model.layers)
     return compute_s + kv_bytes / _hbm(machine) + deltas_s + launches * _launch_s(machine)
 

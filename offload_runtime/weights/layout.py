@@ -57,11 +57,13 @@ class TensorSpec:
 
 
 class RegisterRead(NamedTuple):
-    """Weights stored as one `kind` that a GPU's products of few rows read as stored and decode in registers."""
+    """Weights stored as one `kind` that so many of a GPU's products of few rows read as stored and decode in
+    registers."""
 
     kind: str
     nbytes: int
     weights: int
+    products: int
 
 
 @dataclass(frozen=True)
@@ -111,12 +113,13 @@ class PackedLayout:
     @cached_property
     def register_reads(self) -> tuple[RegisterRead, ...]:
         """Return what a GPU's products of few rows decode in registers, by kind."""
-        weights, nbytes = Counter[str](), Counter[str]()
+        weights, nbytes, products = Counter[str](), Counter[str](), Counter[str]()
         for spec in self.tensors:
             if found := spec.encoding.weights_in_registers(spec.shape):
                 weights.update(found)
                 nbytes.update(spec.encoding.bytes_by_kind(spec.shape))
-        return tuple(RegisterRead(kind, nbytes[kind], count) for kind, count in weights.items())
+                products.update(found.keys())
+        return tuple(RegisterRead(kind, nbytes[kind], count, products[kind]) for kind, count in weights.items())
 
     @cached_property
     def without_register_reads(self) -> PackedLayout:
