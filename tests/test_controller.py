@@ -19,17 +19,23 @@ def expected(choice: DraftBudget, num_sequences: int = 1, context_tokens: int = 
     )
 
 
-def answer(controller: Controller, limits: dict[str, int], *, right: float, longer: float, seed: int) -> float:
-    """Tokens a second of an answer, each of whose proposals is right so often if those before it are, and whose windows
-    take so many times as long as is expected."""
-    chance, tokens, seconds = random.Random(seed), 0, 0.0
+def answer(
+    controller: Controller, limits: dict[str, int], *, right: float, longer: float, seed: int, between_s: float = 0.0
+) -> float:
+    """Tokens a second of an answer, each of whose proposals is right so often if those before it are, whose windows
+    take so many times as long as is expected, and between whose passes the device waits for the host, but for plain
+    ones that are known before."""
+    chance, tokens, seconds, launched = random.Random(seed), 0, 0.0, False
     controller.begin(PARAMS)
     while tokens < COUNT:
         at = {"context_tokens": 100 + tokens}
-        choice, accepted = controller.choose(PARAMS, limits, **at), 0
+        choice, accepted = controller.choose(PARAMS, {} if launched else limits, launched=launched, **at), 0
+        assert choice == PLAIN or not launched
         while accepted < choice.size and chance.random() < right:
             accepted += 1
         took_s = expected(choice) * (1.0 if choice == PLAIN else longer) * chance.uniform(0.98, 1.02)
+        took_s += 0.0 if launched else between_s
+        launched = between_s > 0 and choice == PLAIN and controller.rests(PARAMS)
         controller.observe(PARAMS, choice, [range(accepted)], tokens=accepted + 1, seconds=took_s, **at)
         tokens, seconds = tokens + accepted + 1, seconds + took_s
     return tokens / seconds
@@ -53,6 +59,19 @@ def test_answers_are_hardly_slower_than_plain_ones_and_faster_where_proposals_ar
                 for seed in range(first, first + 4)
             ]
         assert min(found) > least and sum(found) / ANSWERS > mean, (right, longer)
+
+
+def test_the_host_hardly_delays_answers_that_gain_nothing() -> None:
+    """Where plain decoding without a draft never waits for it."""
+    limits, found = LIMITS["n-grams, too"], list[float]()
+    for first in range(0, ANSWERS, 4):
+        controller = Controller(tuple(limits))
+        found += [
+            answer(controller, limits, right=0.2, longer=1.5, seed=seed, between_s=0.25)
+            for seed in range(first, first + 4)
+        ]
+    assert min(found) > 0.93 and sum(found) / ANSWERS > 0.96, found
+    assert answer(controller, limits, right=0.95, longer=1.0, seed=9, between_s=0.25) > 2
 
 
 def test_a_text_that_becomes_easy_is_drafted_soon() -> None:

@@ -146,7 +146,9 @@ def captured_by(request: pytest.FixtureRequest, device: dict[str, Any]) -> Itera
 
 
 def captured(captured_by: ModelRunner) -> CapturedPasses:
-    return CapturedPasses(captured_by.decoder, captured_by.streamer, captured_by.cache, captured_by.rope)
+    return CapturedPasses(
+        captured_by.decoder, captured_by.streamer, captured_by.cache, captured_by.rope, captured_by.taps
+    )
 
 
 def read_prompts(captured_by: ModelRunner) -> None:
@@ -241,7 +243,8 @@ def test_captured_passes_choose_what_their_logits_say(device: dict[str, Any], pa
 @pytest.mark.parametrize("params", WAYS[:2], ids=["greedy", "sampled"])
 def test_passes_that_are_launched_ahead_change_nothing(captured_by: ModelRunner, params: SamplingParams) -> None:
     """Of all that may follow a pass: the one that was launched, one with another token or other sequences, a window, a
-    sequence that was cut, a prompt; and over the end of a block."""
+    sequence that was cut, a prompt; and over the end of a block. What a head reads stays there, too."""
+    captured_by.taps = tapping(captured_by.decoder.config, (1, captured_by.decoder.num_layers))
     sampling = SlotSampling.of(numbered(params, 3), captured_by.rope.device)
     launched = 0
 
@@ -258,7 +261,7 @@ def test_passes_that_are_launched_ahead_change_nothing(captured_by: ModelRunner,
                 launched += captured_by.go_ahead()
             assert batch.tokens is not None
             tokens = [batch.tokens()[first] for first in batch.firsts]
-            found.extend(tokens)
+            found.extend([*tokens, *(kept(batch, slot).clone() for slot in slots)])
             for slot, token in zip(slots, tokens, strict=True):
                 last[slot] = token
                 captured_by.cache.commit_path(slot, [0])

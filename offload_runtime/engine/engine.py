@@ -134,7 +134,7 @@ class Engine:
             self.prefix_cache = PrefixCache(self.target, self._num_slots, stores, caches)
         self.owner = owner
         self._chooser = WindowChooser(
-            self.plan, self.free_nodes, self.drafter, self.controller, self.target.runner.cache, self.recorder
+            self.plan, self.free_nodes, self.drafter, self.controller, self.target.runner, self.recorder
         )
         self._passes_before = self._meter.passes
         self._has_read = False  # the last step was that of prompts alone, where they cannot share one
@@ -226,7 +226,7 @@ class Engine:
 
     def _goes_on(self, request: Request) -> bool:
         """Say whether another plain step of a request follows the next one, unless its text ends."""
-        return request.room > 0 and not self._chooser.speculates(request)
+        return request.room > 0 and self._chooser.rests(request)
 
     def _admit(self) -> list[RequestOutput]:
         """Give requests that wait the free slots that hold most of their prompts; return those that failed at that."""

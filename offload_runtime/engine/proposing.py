@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 
-from offload_runtime.cache.device import KVCache
 from offload_runtime.cache.host import HostKVCache
 from offload_runtime.cache.retrieval import RetrievalCache
 from offload_runtime.core import Batch, DraftBudget
@@ -117,16 +116,16 @@ class WindowChooser:
         free_nodes: Proposals of a window that make no pass longer, as the link takes longer than all of them.
         drafter: Guesses.
         controller: Chooses windows.
-        cache: The target's.
+        runner: Of the target.
         recorder: Of a trace, if there is one.
     """
 
     def __init__(
-        self, plan: RunPlan, free_nodes: int, drafter: Drafter, controller: Controller, cache: KVCache,
+        self, plan: RunPlan, free_nodes: int, drafter: Drafter, controller: Controller, runner: ModelRunner,
         recorder: TraceRecorder | None,
     ) -> None:  # fmt: skip
         self._plan, self._free_nodes, self._drafter, self._controller = plan, free_nodes, drafter, controller
-        self._cache, self._recorder = cache, recorder
+        self._runner, self._recorder = runner, recorder
 
     def drafter_of(self, request: Request) -> Drafter:
         """Return the drafter of a request, which has no idea where that is decoded plainly."""
@@ -135,6 +134,11 @@ class WindowChooser:
     def speculates(self, request: Request) -> bool:
         """Say whether anything will be proposed to a request."""
         return request.params.max_new_tokens > 1 and self.drafter_of(request).name is not None
+
+    def rests(self, request: Request) -> bool:
+        """Say whether nothing need be proposed to a request in the step behind the one that was chosen last."""
+        open_ = request.budget is None and bool(request.steps)
+        return not self.speculates(request) or (open_ and self._controller.rests(request.params.sampling))
 
     def choose(self, requests: Sequence[Request]) -> StepBudgets:
         """Return what the next step of these requests proposes, of which all have a token and none is finished."""
@@ -166,7 +170,8 @@ class WindowChooser:
         # At the end of an answer there may be room for the target's own token alone.
         if not any(request.room for request in open_):
             return PLAIN
-        return controller.choose(sampling, self._largest(open_), **_sizes_of(requests))
+        limits = {} if (launched := self._runner.is_ahead) else self._largest(open_)
+        return controller.choose(sampling, limits, launched=launched, **_sizes_of(requests))
 
     def observe(self, step: StepBudgets, results: Mapping[int, StepOutput], seconds: float | None) -> None:
         """Tell what came of a step, before its tokens join the requests.
@@ -253,7 +258,7 @@ class WindowChooser:
 
     def _most_nodes(self, request: Request) -> int:
         """Return how many proposals the target's cache has room for."""
-        return self._cache.max_tokens_with_draft - len(request.sequence)
+        return self._runner.cache.max_tokens_with_draft - len(request.sequence)
 
     def _was_whole(self, request: Request, result: StepOutput, window: DraftBudget) -> bool:
         """Say whether nothing cut a window short: neither the end of the answer nor that of a cache."""

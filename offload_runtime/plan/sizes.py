@@ -344,7 +344,7 @@ class RunPlan:
         if draft is None or draft.head is None:
             return 0
         window_rows = target.batch * target.window_tokens
-        rows = window_rows + graphs.CAPTURED_ROWS + hidden_store_rows(target.batch, draft.tree_positions)
+        rows = window_rows + 2 * graphs.CAPTURED_ROWS + hidden_store_rows(target.batch, draft.tree_positions)
         rows += (target.batch + 1) * MOST_UNTOLD_TOKENS
         if not draft.head.taps_in_place:
             rows += most_prompt_tokens(target.chunk_tokens, target.context_tokens) + window_rows

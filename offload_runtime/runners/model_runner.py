@@ -294,8 +294,13 @@ class ModelRunner:
     def go_ahead(self) -> bool:
         """Enqueue, where that is possible, the plain pass behind the one that is running, which `CapturedPasses` says
         more about: if the next `forward` is about it, the device has not waited for the host. Of the running pass
-        nothing but tokens may be looked at any more. Returns whether it was enqueued."""
+        nothing but tokens and what a head reads may be looked at any more. Returns whether it was enqueued."""
         return self.captured is not None and self.recorder is None and self.captured.go_ahead()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the pass of a next plain step of the same slots has been enqueued."""
+        return self.captured is not None and self.captured.is_ahead
 
     def _logits(self, batch: Batch, committed: Sequence[int], layers: Layers | None, *, alone: bool) -> torch.Tensor:
         """Return [N, V], a row for each token of the trees and for the last of each prompt, and note what is kept of
@@ -539,7 +544,7 @@ class CapturedPasses:
         self._frequencies = RowFrequencies(rope, CAPTURED_ROWS)
         self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
         self._taps = taps
-        self._hidden = decoder.final_norm.new_empty(CAPTURED_ROWS, 0 if taps is None else taps.width)
+        self._hidden = decoder.final_norm.new_empty(2, CAPTURED_ROWS, 0 if taps is None else taps.width)
         self._chosen = torch.zeros(CAPTURED_ROWS, dtype=torch.int32, device=rope.device)  # by the last pass
         self._done = [torch.cuda.Event() if rope.device.type == "cuda" else None for _ in range(2)]
         self._last: _Launched | None = None  # the pass that was run last, and the tokens that it has told
@@ -572,7 +577,7 @@ class CapturedPasses:
         self._last = wanted
         batch.logits = self._logits
         if self._taps is not None:
-            batch.hidden = _of_trees(self._hidden[: shape.num_rows], batch.trees)
+            batch.hidden = _of_trees(self._hidden[wanted.half, : shape.num_rows], batch.trees)
         if plain is not None:
             batch.firsts = range(0, shape.num_rows, shape.width)
             batch.tokens = partial(self._tokens, wanted)
@@ -583,7 +588,7 @@ class CapturedPasses:
     def go_ahead(self) -> bool:
         """Launch the pass behind the one that was run last, over the tokens that it chooses, which the host need not
         know yet: if the next one is about these, it has been launched already. What the last one has left on the
-        device, but for its tokens, is overwritten.
+        device, but for its tokens and what a head reads, is overwritten.
 
         There is nothing to do where it has chosen other tokens than one of each sequence, where the host has to act
         within passes, where layers with states wait for what is committed, at the end of a context, and as long as
@@ -591,7 +596,7 @@ class CapturedPasses:
         """
         last, cache = self._last, self._cache
         alone = last is not None and last.sampling is not None and last.shape.width == 1
-        if not alone or not self._streamer.has_all or self._taps is not None or cache.step_tokens is not None:
+        if not alone or not self._streamer.has_all or cache.step_tokens is not None:
             return False
         assert last is not None
         committed = [count + 1 for count in last.committed]
@@ -607,6 +612,11 @@ class CapturedPasses:
         self._ahead = ahead
         self._launch(ahead, trees)
         return True
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether a pass was launched ahead that has not been asked for."""
+        return self._ahead is not None
 
     def forget(self) -> None:
         """What was launched ahead is about nothing: other passes follow."""
@@ -639,7 +649,7 @@ class CapturedPasses:
             tokens.copy_(torch.where(tokens < 0, self._chosen[:count], tokens))
         rows = device_rows(shape, self.graphs.inputs, self._rope, self._frequencies.tensor[:count])
         rows = replace(rows, host_action=self.graphs.host_action)
-        taps, hidden = self._taps, self._hidden[:count]
+        taps, hidden = self._taps, self._hidden[half, :count]
         kept = None if taps is None else KeptRows(taps, self._decoder.partition, [hidden])
         logits = window_pass(self._decoder, self._layers, self._cache, rows, kept)
         self._logits[:count].copy_(logits)

@@ -49,8 +49,11 @@ _MARGIN = 0.02
 # plain steps were thought to be as slow (simulated: the worst of 240 answers was 0.964 x plain, and is 0.988).
 _CLEAR = 1.5
 # Plain steps behind one that was found to be best before the same modes are looked at again: that takes 0.1 ms, in
-# which the device is idle.
-_REST = 3
+# which the device is idle. More of them, where it is found so each time, if their passes are launched ahead: where the
+# host had to decide in between a 13B took 8.9 ms a token with a head that did not help, and plainly 7.1 (H200).
+_REST, _MOST_REST = 3, 12
+# Tokens a step that proposals have brought of late, where they do well enough for each step to be asked about.
+_LITTLE_GAIN = 0.1
 # Contexts shorter than this take a pass equally long; beyond, every doubling is timed anew.
 _SHORT_TOKENS = 1024
 
@@ -266,6 +269,27 @@ class _Standing:
     upper_bound: float
 
 
+@dataclass
+class _Rest:
+    """Says of which modes plain decoding was last found to be best, by which times, and for how many of `length` steps
+    that is not asked again; and whether passes of the last ones were launched ahead."""
+
+    latency: LatencyModel | None = None
+    modes: Set[str] = frozenset()
+    left: int = 0
+    length: int = 0
+    launched: bool = False
+
+    def begin(self, latency: LatencyModel, modes: Collection[str]) -> None:
+        """Rest; for longer than the last time, where that was of any use."""
+        self.latency, self.modes = latency, frozenset(modes)
+        self.length = self.left = min(2 * self.length, _MOST_REST) if self.launched and self.length else _REST
+
+    def end(self) -> None:
+        """Note that something was better than plain decoding."""
+        self.left = self.length = 0
+
+
 class _Account:
     """Holds what is known of texts that are sampled in one way, and what may be lost to finding out more."""
 
@@ -274,8 +298,8 @@ class _Account:
         self._credits: dict[LatencyModel, float] = {}
         self._newest = _FIRST_LOSS
         self.probing = _MOST_CREDIT  # against the best
-        # Of which modes plain decoding was last found to be best, and for how many steps that is not asked again.
-        self.rest: tuple[LatencyModel | None, Set[str], int] = None, frozenset(), 0
+        self.rest = _Rest()
+        self.gain = 0.0  # tokens more than plain steps would have brought in the time, a step of late
 
     def credit(self, latency: LatencyModel) -> float:
         """Return how many plain steps may be lost against plain decoding. Where there were no steps of such a length
@@ -285,6 +309,7 @@ class _Account:
 
     def earn(self, latency: LatencyModel, tokens: float, cost: float) -> None:
         """Note that a step of so many plain ones brought so many tokens."""
+        self.gain += (tokens - cost - self.gain) / _IDLE_MEMORY
         credit = self.credit(latency) + tokens - (1 - _LOST_SHARE) * cost
         self._newest = self._credits[latency] = max(_LEAST_CREDIT, min(credit, _MOST_CREDIT))
 
@@ -311,13 +336,15 @@ class Controller:
 
     def begin(self, sampling: SamplingParams) -> None:
         """Begin a text: none of those before it says whether it copies itself."""
-        models = self._account(sampling).models
-        if COPY in models:
-            models[COPY] = AcceptanceModel(COPY)
+        account = self._account(sampling)
+        account.rest.left = 0
+        if COPY in account.models:
+            account.models[COPY] = AcceptanceModel(COPY)
 
     def choose(
-        self, sampling: SamplingParams, limits: Mapping[str, int], *, num_sequences: int = 1, context_tokens: int = 0
-    ) -> DraftBudget:
+        self, sampling: SamplingParams, limits: Mapping[str, int], *, num_sequences: int = 1, context_tokens: int = 0,
+        launched: bool = False,
+    ) -> DraftBudget:  # fmt: skip
         """Return what the next step had better propose.
 
         Args:
@@ -325,14 +352,16 @@ class Controller:
             limits: The modes that have something to propose, each with its largest window.
             num_sequences: How many take part.
             context_tokens: The tokens of the longest.
+            launched: Whether a plain pass of the next step is running already.
         """
         account = self._account(sampling)
         latency = self._latency(num_sequences, context_tokens)
-        if not latency.knows_plain:
+        rest = account.rest
+        same = rest.latency is latency and limits.keys() <= rest.modes and latency.suspect is None
+        if launched or (rest.left and same):
+            rest.left, rest.launched = max(0, rest.left - 1), launched
             return PLAIN
-        timed, modes, left = account.rest
-        if left and timed is latency and limits.keys() <= modes and latency.suspect is None:
-            account.rest = timed, modes, left - 1
+        if not latency.knows_plain:
             return PLAIN
         if (suspect := latency.suspect) is not None and suspect.size <= limits.get(suspect.mode, 0):
             return suspect
@@ -347,6 +376,7 @@ class Controller:
         found = [_Standing(PLAIN, 1.0, 1.0, 1.0), *windows]
         best = max(found, key=lambda one: one.speed if one.choice == PLAIN else one.speed - _MARGIN)
         if best.speed < _CLEAR and not latency.has_timed_plain:
+            rest.begin(latency, limits)
             return PLAIN
         other = max(found, key=lambda one: one.speed if one is best else one.upper_bound)
         loss = max(0.0, 1 - other.speed / best.speed) * other.cost
@@ -355,10 +385,18 @@ class Controller:
         mode = best.choice.mode
         untried = best.choice != PLAIN and latency.knows(mode) and not account.models[mode].steps
         if other is best or untried or loss > account.probing:
-            account.rest = latency, frozenset(limits), _REST if best.choice == PLAIN else 0
+            if best.choice == PLAIN:
+                rest.begin(latency, limits)
+            else:
+                rest.end()
             return best.choice
         account.probing -= loss
         return other.choice
+
+    def rests(self, sampling: SamplingParams) -> bool:
+        """Return whether the next step may be plain, whatever there is to propose then, if that makes it faster."""
+        account = self._account(sampling)
+        return account.rest.left > 0 and account.gain < _LITTLE_GAIN
 
     def _best_of(self, mode: str, largest: int, account: _Account, latency: LatencyModel) -> _Standing:
         """Return the best window of a mode, of those that may be lost."""
