@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import queue
 import random
 import statistics
@@ -333,9 +332,11 @@ def checks(report: dict[str, Any], *, plain: bool) -> list[Check]:
             found.append(Check(f"times the tokens/s of one at a time, {width} at once", row["times_one"], bar, True))
         found.append(Check(f"requests that failed, {width} at once", len(row["errors"]), 0, at_least=False))
         if "differing" in row:
-            unlike = row["differing"] if row["compared"] else math.inf  # whatever they are, nobody knows
+            found.append(Check(f"answers set beside those one at a time, {width} at once", row["compared"], 1, True))
+            unlike = row["differing"]
             found.append(Check(f"answers unlike those one at a time, {width} at once", unlike, 0, at_least=False))
-        unlike = row["unlike_plain"] if row["decoded_plainly"] else math.inf
+        found.append(Check(f"answers decoded plainly again, {width} at once", row["decoded_plainly"], 1, True))
+        unlike = row["unlike_plain"]
         found.append(Check(f"answers unlike plain decoding, {width} at once", unlike, 0, at_least=False))
         if row["seconds"] >= 60 * _LEAST_MINUTES_OF_MEMORY:
             for name, slope in row["mb_per_minute"].items():

@@ -44,7 +44,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "serving-13b": (
         f"bench_serving.py {_WIDENED} --shape llama2-13b --noise 0.05 --draft none --emulate rtx4090 "
-        "--vram 23.8GB --context 320 --requests 16 --minutes 0.4 --prompt-tokens 64,128,256 --new-tokens 64",
+        "--vram 23.8GB --context 320 --requests 16 --minutes 1 --prompt-tokens 64,128,256 --new-tokens 64",
         ("rows.0.tok_per_s",),
     ),
     "cards-13b": (
@@ -102,6 +102,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", default="", help="of the benchmarks")
     options = parser.parse_args()
     trees, rows, checks = (("base", options.base.resolve()), ("ours", _HERE)), [], []
+    ran: dict[str, dict[str, Any]] = {}  # where each tree ran, and which it is
     for case in options.cases.split(","):
         command, paths = CASES[case]
         words = [word for part in command.split() for word in part.format(**vars(options)).split()]
@@ -110,6 +111,7 @@ def main() -> int:
             for name, tree in trees if turn % 2 == 0 else trees[::-1]:
                 try:
                     report = run(tree, words, options.timeout)
+                    ran[name] = {key: report[key] for key in ("machine", "versions", "commit") if key in report}
                     for path in paths:
                         found[path][name].append(figure(report, path))
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
@@ -123,8 +125,8 @@ def main() -> int:
             rows.append({"case": case, "figure": path, **figures, "times_base": speed})
             checks.append(Check(f"{case} {path} {figures}, times base", speed, 0.98, at_least=True))
             print(checks[-1], flush=True)
-        write_unfinished({"benchmark": "commits", "rows": rows}, options.out)
-    emit({"benchmark": "commits", "rows": rows, "checks": [one.as_dict() for one in checks]}, options.out)
+        write_unfinished({"benchmark": "commits", "trees": ran, "rows": rows}, options.out)
+    emit({"benchmark": "commits", "trees": ran, "rows": rows, "checks": [one.as_dict() for one in checks]}, options.out)
     return 0 if all(one.holds for one in checks) else 1
 
 
