@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from offload_runtime.core import Batch
-from offload_runtime.engine.load_model import LoadedModel, OpenCard, through_scratch
+from offload_runtime.engine.load_model import LoadedModel, LoadProgress, OpenCard, through_scratch
 from offload_runtime.models.layers import LayerWeights
 from offload_runtime.plan.model import ModelPlan
 from offload_runtime.runners.model_runner import Decoder, ModelRunner
@@ -25,19 +25,22 @@ from offload_runtime.weights.layout import ModelLayout
 _READ_TOKENS = 256
 
 
-def load_copies(target: LoadedModel, plan: ModelPlan, card: OpenCard) -> ModelRunner:
+def load_copies(
+    target: LoadedModel, plan: ModelPlan, card: OpenCard, *, on_progress: LoadProgress | None
+) -> ModelRunner:  # fmt: skip
     """Make the copies of a target's streamed layers and return what runs them, over the target's own KV cache.
 
     Args:
         target: Loaded, nothing in its cache, which is empty afterwards.
         plan: Of the copy.
         card: That both are on.
+        on_progress: As of `Runtime.load`.
     """
     runner, layout, streamed = target.runner, target.plan.copies, target.placement.streamed_layers
     assert layout is not None, "it is planned for"
     sizes = [layout.layer_bytes[layer] for layer in streamed]
     blocks = dict(zip(streamed, card.budget.allocate("draft: copies", sum(sizes)).split(sizes), strict=True))
-    _fill(runner, layout, blocks)
+    _fill(runner, layout, blocks, on_progress)
     scratch_bytes = target.plan.copy_scratch_bytes(card.device.type, plan.step_rows or 0)
     # It drafts while the target's passes use theirs.
     scratch = card.budget.allocate("draft: decoded matrix", scratch_bytes) if scratch_bytes else None
@@ -53,12 +56,16 @@ def load_copies(target: LoadedModel, plan: ModelPlan, card: OpenCard) -> ModelRu
 
 
 @torch.inference_mode()
-def _fill(runner: ModelRunner, layout: ModelLayout, blocks: Mapping[int, torch.Tensor]) -> None:
+def _fill(
+    runner: ModelRunner, layout: ModelLayout, blocks: Mapping[int, torch.Tensor], on_progress: LoadProgress | None
+) -> None:
     """Make the copies of some layers in these blocks, one behind the other."""
+    done_bytes, total_bytes = 0, sum(block.nbytes for block in blocks.values())
     count, draw = min(_READ_TOKENS, runner.cache.capacity_tokens), torch.Generator().manual_seed(0)
     tokens = torch.randint(runner.decoder.config.vocab_size, (count,), generator=draw).tolist()
 
     def layers() -> Iterator[tuple[int, LayerWeights]]:
+        nonlocal done_bytes
         for layer, weights in runner.streamer.layers(count):
             if layer not in blocks:
                 yield layer, weights
@@ -66,6 +73,9 @@ def _fill(runner: ModelRunner, layout: ModelLayout, blocks: Mapping[int, torch.T
             seen = LayerWeights(observed(weights, layout.layers[layer]))
             yield layer, seen
             make_copy(seen, layout.layers[layer], blocks[layer])
+            done_bytes += blocks[layer].nbytes
+            if on_progress is not None:
+                on_progress("copies of layers", done_bytes, total_bytes)
 
     runner.forward(Batch(prompts={0: tokens}), layers=layers())
     runner.cache.truncate(0, 0)

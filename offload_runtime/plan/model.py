@@ -206,8 +206,8 @@ class ModelPlan:
     def tree_positions(self) -> int:
         """Places in the cache of a draft that grows trees, or of a target whose copy does, for what may become part of
         a sequence."""
-        with_states, grows = bool(self.config.deltas), self.tree_nodes and not self.block_rows
-        return tree_positions(self.tree_nodes, with_states=with_states) if grows else 0
+        few, grows = bool(self.config.deltas or self.copies), self.tree_nodes and not self.block_rows
+        return tree_positions(self.tree_nodes, few=few) if grows else 0
 
     @property
     def block_rows(self) -> int:

@@ -205,6 +205,13 @@ def _with_likely_draft(what: str, request: RuntimeConfig) -> Iterator[tuple[str,
         yield f"{what}, {draft.size} {draft.example} ({nbytes / GB:.1f} GB)", replace(request, draft=draft.model)
 
 
+def _with_copies(request: RuntimeConfig) -> Iterator[tuple[str, RuntimeConfig]]:
+    """The request with copies of the streamed layers that draft; none where something else was asked for."""
+    is_open = request.speculation.mode in ("auto", "chain") and request.draft == "ngram" and request.gamma is None
+    if is_open and request.speculation == SpeculationOptions(request.speculation.mode):
+        yield "--draft self, if as much is accepted as is assumed", replace(request, draft="self")
+
+
 def _formats(request: RuntimeConfig, missing_bytes: int = 0) -> Iterator[tuple[str, RuntimeConfig]]:
     """The request with the largest of the target's smaller formats that spares what is missing, and with the smallest,
     by itself and with a likely draft."""
@@ -240,7 +247,11 @@ def upgrades(plan: RunPlan, machine: MachineProfile) -> list[Change]:
     asked = [*_with_likely_draft("--draft MODEL", request), *_settings(request)]
     half = plan.target.context_tokens // 2 // LEAST_CONTEXT_TOKENS * LEAST_CONTEXT_TOKENS
     if plan.streamed_bytes:
-        asked += [*_formats(request), *([(f"--context {half}", replace(request, context=half))] if half else [])]
+        asked += [
+            *_with_copies(request),
+            *_formats(request),
+            *([(f"--context {half}", replace(request, context=half))] if half else []),
+        ]
     found = [*_fitting(asked, machine, limits)]
     if request.vram is not None:
         found += _fitting([("without --vram", replace(request, vram=None))], machine, None)

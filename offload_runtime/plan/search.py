@@ -25,6 +25,7 @@ from offload_runtime.plan import model
 from offload_runtime.plan.cost import tok_per_s
 from offload_runtime.plan.model import ModelPlan, Placement
 from offload_runtime.plan.sizes import (
+    COPY_TREE_ROOMS,
     TREE_ROOMS,
     MemoryLimits,
     RunPlan,
@@ -200,7 +201,8 @@ def _tree_rooms(request: RuntimeConfig) -> list[int]:
         return [request.tree_nodes]
     if request.gamma is not None or mode in ("none", "triforce") or who == "none":
         return [0]
-    return [_COPIED, 0] if who == "ngram" else [0, *TREE_ROOMS]
+    rooms = COPY_TREE_ROOMS if request.drafts_itself else TREE_ROOMS
+    return [_COPIED, 0] if who == "ngram" else [0, *rooms]
 
 
 def _candidates(plan: RunPlan) -> Iterator[RunPlan]:

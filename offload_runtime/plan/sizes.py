@@ -37,6 +37,8 @@ from offload_runtime.weights.sources import describe_model, draft_beside
 # Sizes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the
 # device, and beside what is streamed, the more of it the more.
 TREE_ROOMS = (32, 256, 512, 1024)
+# The same of a copy of the target, each of whose steps takes a tenth of a pass or so.
+COPY_TREE_ROOMS = (32, 64, 128, 256)
 # Reserved where nobody says how much, and nothing grows on the host.
 AUTO_CONTEXT_TOKENS = 8192
 DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}

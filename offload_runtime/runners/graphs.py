@@ -369,15 +369,16 @@ def tree_input_words(batch: int) -> int:
     return packed_words(tree_input_sizes(BatchShape(batch, -(-STEP_ROWS // batch), MOST_DEPTH, 0)))
 
 
-def tree_positions(tree_nodes: int, *, with_states: bool = False) -> int:
+def tree_positions(tree_nodes: int, *, few: bool = False) -> int:
     """Return the spare positions of each sequence for proposals of `tree_nodes`.
 
     Nodes of a window, mostly as many as it has, and many times as many of what is drafted past it while it is
     verified: a pass of a streamed target leaves time for thousands. A draft of 30 layers had used up 8 times as many as
-    a window's (256) after two thirds of a pass of 0.29 s. Layers `with_states` keep 18 times as many bytes of each as
-    those that attend (0.8B), which is more than further nodes are worth.
+    a window's (256) after two thirds of a pass of 0.29 s. `few` are enough where layers have states, which are 18 times
+    as many bytes of each as keys and values (0.8B), and of a copy of the target's layers, of whose steps a pass leaves
+    time for tens.
     """
-    return (4 if with_states else 12) * tree_nodes + STEP_ROWS
+    return (4 if few else 12) * tree_nodes + STEP_ROWS
 
 
 def draft_graph_bytes(config: ModelConfig, element_bytes: int, *, rows: int, batch: int, trees: bool) -> int:

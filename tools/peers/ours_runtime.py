@@ -52,7 +52,7 @@ _DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
 _ROOM_TOKENS = 256
 _GATHERS = "GB/s and bound: without the chunks that the retrieval verifier gathers straight from host memory"
 # What `--draft` may say instead of a model.
-NO_MODEL = (None, "ngram", "none")
+NO_MODEL = (None, "self", "ngram", "none")
 
 
 @dataclass(frozen=True)
