@@ -17,14 +17,14 @@ from typer.testing import CliRunner
 from offload_runtime import Runtime
 from offload_runtime.cli.app import app
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
-from offload_runtime.core import DraftBudget
+from offload_runtime.core import Batch, DraftBudget, TokenTree
 from offload_runtime.engine.conversation import Conversation
 from offload_runtime.errors import OptionError
 from offload_runtime.params import SamplingParams
 from offload_runtime.speculation.ngram import WithNgrams
 from offload_runtime.speculation.step import StepOutput
 from tests.helpers import native_drafts as natives
-from tests.helpers.engine import PROMPT, byte_level_tokenizer, load, refuse_weights, write_checkpoint
+from tests.helpers.engine import NUM_LAYERS, PROMPT, byte_level_tokenizer, load, refuse_weights, write_checkpoint
 from tests.helpers.families import family_model
 from tests.helpers.planning import CONFIGS
 from tests.test_weights_gguf import write
@@ -211,6 +211,69 @@ def test_the_context_can_be_filled(exact_target: Path) -> None:
             with load(exact_target, resident_layers=0, context=280, **draft) as runtime:
                 found.append(runtime.generate([5 + i % 280 for i in range(240)], max_new_tokens=40, ignore_eos=True))
         assert found[0].tokens == found[1].tokens and len(found[1].tokens) == 40
+
+
+def write_random(directory: Path, spread: str | None = None) -> Path:
+    """A bf16 checkpoint of Gaussian matrices; those whose name has `spread` in it have magnitudes far apart."""
+    write_checkpoint(directory, hidden_size=2 * GROUP, context=1024)
+    path, draw = directory / "model.safetensors", torch.Generator().manual_seed(1)
+    weights = {name: one.to(torch.bfloat16) for name, one in load_file(path).items()}
+    for name, one in weights.items():
+        if spread is not None and spread in name:
+            one.mul_(torch.rand(one.shape, generator=draw).mul_(-60).exp2_())
+    save_file(weights, path, metadata={"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def random_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random(tmp_path_factory.mktemp("random") / "target")
+
+
+def logits_of(runtime: Runtime) -> torch.Tensor:
+    """Of a prompt and of a tree behind it."""
+    runner = runtime.engine.target.runner
+    of_prompt = runner.forward(Batch(prompts={0: [3 + 7 * i % 250 for i in range(40)]})).logits
+    of_tree = runner.forward(Batch({0: TokenTree((5, 6, 7), (-1, 0, 0))})).logits
+    runner.cache.truncate(0, 0)
+    return torch.cat((of_prompt, of_tree))
+
+
+@pytest.mark.parametrize("options", [
+    {"resident_layers": 1}, {"resident_layers": 0}, {"resident_layers": NUM_LAYERS - 1},
+    {"resident_layers": 1, "encode": "always"},
+])  # fmt: skip
+def test_what_is_left_given_copies_has_every_bit(random_target: Path, options: dict[str, Any]) -> None:
+    """And passes bring little more than half of the bytes."""
+    options = {"dtype": "bf16", **options}
+    found, brought = [], []
+    for draft in ("none", "self"):
+        with load(random_target, draft=draft, tree_nodes=12 if draft == "self" else 0, **options) as runtime:
+            found.append([logits_of(runtime), answers(runtime, **NOISY)])
+            stats = runtime.generate([5, 6, 7], max_new_tokens=4, ignore_eos=True).stats
+            brought.append(stats.bytes_per_pass)
+            if draft == "self":
+                assert stats.bytes_per_pass == runtime.engine.plan.streamed_bytes <= runtime.plan.streamed_bytes
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    assert brought[1] < (0.75 if "encode" in options else 0.55) * brought[0]
+
+
+def test_what_has_no_room_stays_as_it_is(tmp_path: Path) -> None:
+    path, found = write_random(tmp_path / "target", "layers.1.self_attn.k_proj"), []
+    for draft in ("none", "self"):
+        with load(path, draft=draft, resident_layers=0, dtype="bf16") as runtime:
+            found.append(logits_of(runtime))
+            layers = runtime.engine.target.weights.layout.layer_bytes
+    assert torch.equal(*found)
+    assert layers[1] > layers[0]
+
+
+def test_memory_beside_what_is_left(random_target: Path) -> None:
+    with load(random_target, draft="self", dtype="bf16", resident_layers=1, context=600) as runtime:
+        (budget,) = runtime.engine.budgets
+        assert budget.reserved_bytes == runtime.plan.device_bytes
+        held_bytes = sum(arena.nbytes for arena in runtime.engine.target.weights.layers.values())
+        assert held_bytes == runtime.plan.host["streamed layers"]
 
 
 def test_memory_is_what_was_planned(wide_target: Path) -> None:

@@ -211,7 +211,7 @@ def memory_tables(plan: RunPlan) -> list[Table | str]:
 
     words, target = describe_plan(plan), plan.target
     words.append(f"a pass behind {target.context_tokens - 1} tokens streams {format_bytes(plan.streamed_bytes)}")
-    words.append(f"weights: {target.layout.stored_as}")
+    words.append(f"weights: {target.placed_layout.stored_as}")
     for number, card in enumerate(plan.cards if plan.num_cards > 1 else ()):
         kept = f", and the KV cache of {len(card.resident_kv_layers)}" if target.on_host else ""
         where = f"{len(card.placement.resident_layers)} of {len(card.target.layers)} layers resident{kept}"
@@ -317,7 +317,7 @@ def memory_record(plan: RunPlan) -> dict[str, Any]:
             "peak_bytes": plan.host_bytes, "pinned_bytes": plan.pinned_bytes,
             "loading_bytes": plan.loading.total(), "parts": _parts_record(plan.host, plan.page_locked),
         },
-        "stored_bytes": plan.target.layout.bytes_by_kind,
+        "stored_bytes": plan.target.placed_layout.bytes_by_kind,
         "experts": plan.target.num_experts, "expert_buffers": placement.pool_buffers,
         "layers": {**{name: list(which) for name, which in layers.items()}, "ring_buffers": placement.num_buffers},
         "draft_cache": None if plan.draft is None else plan.draft.cache,

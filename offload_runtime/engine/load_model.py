@@ -234,13 +234,16 @@ class LoadedCard:
 
     `engine` is the queue of its copies, which ends with `engine.close`; `staged` says where the layers are, and holds
     the rings that some of them are staged through. `link_peak_gbps` is the bandwidth of back-to-back copies into its
-    ring; None when nothing is streamed. Its layers' experts are in a `pool`, if they have any.
+    ring, whose `buffers` are one allocation; None when nothing is streamed. Its layers' experts are in a `pool`, if
+    they have any; matrices are decoded into the `scratch`.
     """
 
     engine: CopyEngine
     staged: StagedMemory
     link_peak_gbps: float | None
     pool: ExpertPool | None = None
+    buffers: Sequence[torch.Tensor] = ()
+    scratch: torch.Tensor | None = None
 
     @property
     def engines(self) -> list[CopyEngine]:
@@ -368,8 +371,9 @@ def load_model(
             if kept:  # cut from one allocation, as the allocator rounds each up
                 held |= zip(kept, one.budget.allocate(f"{name}: {what}", sum(sizes)).split(sizes), strict=True)
     weights = load_weights(
-        source, plan.layout, onto=held, experts_onto=experts, pin=pin, registrar=registrar, pinned_bytes=pinned_bytes,
-        on_progress=report, coding_device=device,
+        source, plan.placed_layout, onto=held, experts_onto=experts, pin=pin, registrar=registrar,
+        pinned_bytes=pinned_bytes, on_progress=report, coding_device=device,
+        later=() if plan.left is None else plan.placement.streamed_layers,
     )  # fmt: skip
     undo.callback(weights.close)
     if device.type == "cuda":
@@ -489,11 +493,12 @@ def connect_model(
     for one, own, locked_bytes in zip(cards, plan.cards, locked_shares(weights, plan), strict=True):
         with current_device(one.budget.device):
             memories.append(lock_layers(weights, own, registrar, undo, locked_bytes=locked_bytes))
-        buffers.append(_ring(one.budget, f"{name}: ring", memories[-1].placement.num_buffers, own.layer_bytes))
+        placement = memories[-1].placement
+        buffers.append(_ring(one.budget, f"{name}: ring", placement.num_buffers, own.ring_bytes(placement)))
         scratch_bytes = own.scratch_bytes(one.budget.device.type)
         scratches.append(one.budget.allocate(f"{name}: decoded matrix", scratch_bytes) if scratch_bytes else None)
         num_kv_buffers = own.placement.kv_ring_buffers if own.kv_layers_on_host else 0
-        kv_buffers.append(_ring(one.budget, f"{name}: KV ring", num_kv_buffers, own.kv_piece_bytes))
+        kv_buffers.append(_ring(one.budget, f"{name}: KV ring", num_kv_buffers, num_kv_buffers * own.kv_piece_bytes))
     cache = make_cache(plan, cards, f"{name}: KV cache", memories, None if limited else registrar)
     undo.callback(cache.close)
     joined, pool_first, computing = None if lender is None else lender.pool_for(plan), 0, cpu
@@ -518,10 +523,10 @@ def connect_model(
         for layer, one in own.experts.items()
     }
     loaded = list[LoadedCard]()
-    for one, memory, pool, *rings in zip(cards, memories, pools, buffers, kv_buffers, strict=True):
+    for one, memory, pool, scratch, *rings in zip(cards, memories, pools, scratches, buffers, kv_buffers, strict=True):
         with current_device(one.budget.device):
             peak_gbps = _measure_link(weights, [*chain(*rings)], one.queues.h2d, memory, None if pool_first else pool)
-        loaded.append(LoadedCard(memory.queue(one.queues.h2d), memory, peak_gbps, pool))
+        loaded.append(LoadedCard(memory.queue(one.queues.h2d), memory, peak_gbps, pool, rings[0], scratch))
         undo.callback(loaded[-1].end_copies)
     nothing, arenas = torch.empty(0, dtype=torch.uint8), weights.layers
 
@@ -569,9 +574,9 @@ def through_scratch(weights: Weights, scratch: torch.Tensor | None) -> dict[str,
     }
 
 
-def _ring(budget: DeviceBudget, name: str, count: int, buffer_bytes: int) -> list[torch.Tensor]:
-    """Return buffers of a ring on the device, cut from one allocation: uint8 [buffer_bytes] each."""
-    return list(budget.allocate(name, count * buffer_bytes).view(count, -1)) if count else []
+def _ring(budget: DeviceBudget, name: str, count: int, nbytes: int) -> list[torch.Tensor]:
+    """Return the buffers of a ring on the device, cut from one allocation of `nbytes`: uint8 [nbytes / count] each."""
+    return list(budget.allocate(name, nbytes).view(count, -1)) if count else []
 
 
 def _measure_link(
@@ -607,7 +612,7 @@ def warm_up(model: LoadedModel, *, trees: bool = False) -> None:
     """
     runner, cache, resident_kv = model.runner, model.runner.cache, model.placement.resident_kv_layers
     # What the kernels of each layer depend on.
-    parts = model.weights.layout.layers, model.config.layers, runner.decoder.partition.owners
+    parts = model.plan.placed_layout.layers, model.config.layers, runner.decoder.partition.owners
     kinds = [(*kind, layer in resident_kv) for layer, kind in enumerate(zip(*parts, strict=True))]
     firsts = {kinds.index(kind) for kind in kinds}
     tokens = max(1, min(max(runner.chunk_tokens, runner.expert_tokens), cache.capacity_tokens - TILE_ROWS[-1]))

@@ -240,8 +240,8 @@ def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, row
     height = batch * (captured_width(rows) if captured else rows)
     # What crosses the link.
     streamed = target.streamed_kv(length_tokens)
-    weight_bytes, kv_bytes = target.bytes_of_layers(placement.streamed_layers), sum(streamed.values())
-    staged_bytes = target.bytes_of_layers(placement.staged_layers)
+    weight_bytes, kv_bytes = target.bytes_over_link(placement.streamed_layers), sum(streamed.values())
+    staged_bytes = target.bytes_over_link(placement.staged_layers)
     staged_bytes += sum(streamed[layer] for layer in placement.staged_kv_layers)
     pieces, link = sum(map(target.kv_pieces, streamed.values())), _link(plan, machine)
     link_s, staging_s = (weight_bytes + kv_bytes) / link, staged_bytes / _staging(machine)
@@ -307,7 +307,7 @@ def _matrix_stages(
     element_s = 2 * height / machine.flops(DTYPE_NAMES[model.dtype])
     in_registers = height <= MOST_ROWS and not plan.on_cpu
     stages, others = list[tuple[int, float, float]](), 0
-    for block, count in model.layout.multiplied(model.layers, head=model.has_head):
+    for block, count in model.placed_layout.multiplied(model.layers, head=model.has_head):
         for read in block.register_reads if in_registers else ():
             decoding_s = max(read.weights / _decode_rate(machine, read.kind), read.products * _DECODED_PRODUCT_S)
             stages.append((count, read.nbytes / hbm, max(decoding_s, read.weights * element_s)))
@@ -587,7 +587,7 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
     link_bytes = 0
     for card in cards:
         own, placement = card.target, card.placement
-        blocks = map(own.layout.layers.__getitem__, own.layers)
+        blocks = map(own.placed_layout.layers.__getitem__, own.layers)
         expert_pieces = -(-prompt_tokens // max(own.chunk_tokens, own.expert_tokens))
         moved_bytes = sum(
             block.moved_bytes(slices, rows=prompt_tokens, passes=pieces, expert_passes=expert_pieces)
@@ -603,12 +603,12 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
         full_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         written_bytes = batch * own.kv_bytes_of(own.kv_layers_on_host, full_tokens)
         staged_kv_bytes = batch * own.kv_bytes_of(placement.staged_kv_layers, full_tokens)
-        brought_bytes = own.bytes_of_layers(placement.streamed_layers) + own.missed_bytes_of_prompt(expert_pieces)
+        brought_bytes = own.bytes_over_link(placement.streamed_layers) + own.missed_bytes_of_prompt(expert_pieces)
         own_bytes = batch * brought_bytes + written_bytes
         link_bytes, link_s = link_bytes + own_bytes, max(link_s, own_bytes / _link(card, machine))
         # What is staged grows as the threads that write there touch it.
         growth_s += (written_bytes - staged_kv_bytes) / (_GROWTH_GBPS * GB)
-        staging_s += (batch * own.bytes_of_layers(placement.staged_layers) + staged_kv_bytes) / _staging(machine)
+        staging_s += (batch * own.bytes_over_link(placement.staged_layers) + staged_kv_bytes) / _staging(machine)
     abreast = len(cards) * pieces / (pieces + len(cards) - 1) if are_blocks(target.owners) else min(len(cards), pieces)
     compute_s = (compute_s + batch * transfers_s(plan, machine, rows=prompt_tokens)) / abreast
     if len(cards) > 1:

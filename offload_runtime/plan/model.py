@@ -32,6 +32,7 @@ from offload_runtime.sizes import counted, format_bytes
 from offload_runtime.speculation.window import MOST_LEVELS
 from offload_runtime.stream.arena import PAGE_BYTES, HostArena
 from offload_runtime.stream.staging import RingShape
+from offload_runtime.weights.encoding import aligned
 from offload_runtime.weights.expert_hits import PUBLISHED_EXPONENT
 from offload_runtime.weights.layout import ExpertBlocks, ModelLayout
 
@@ -124,6 +125,9 @@ class ModelPlan:
     head_experts: tuple[ExpertBlocks, ...] = ()
     most_expert_tokens: int = 0  # of prompts that go through experts together; 0: experts are not decoded first
     copies: ModelLayout | None = None  # of all layers of a target that drafts by itself
+    whole: ModelLayout | None = None  # as layers are read of which copies are made that others are streamed beside
+    left: ModelLayout | None = None  # of all layers given their copies; None: they are streamed as they are
+    stored_left: ModelLayout | None = None  # in no more room than that has come to take
 
     @property
     def dtype(self) -> torch.dtype:
@@ -218,8 +222,27 @@ class ModelPlan:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """The largest packed layer, which a buffer of the ring holds."""
-        return max(map(self.layout.layer_bytes.__getitem__, self.layers))
+        """The largest layer that may cross the link."""
+        return max(map(self._streamed.layer_bytes.__getitem__, self.layers))
+
+    @property
+    def _streamed(self) -> ModelLayout:
+        """How layers lie in memory that cross the link, in all the room that they have there."""
+        return self.layout if self.left is None else self.left
+
+    @cached_property
+    def placed_layout(self) -> ModelLayout:
+        """How all lies in memory where layers are placed so, in all the room that there is for it."""
+        return self.layout if self.left is None else self.layout.with_layers(self.left, self.placement.streamed_layers)
+
+    def ring_bytes(self, placement: Placement) -> int:
+        """What the buffers take that layers cross: of what is left of layers a whole one has room in all of them, while
+        its copy is made."""
+        count, whole_bytes = placement.num_buffers, 0
+        if self.whole is not None:
+            whole_bytes = max((self.whole.layer_bytes[layer] for layer in placement.streamed_layers), default=0)
+        each_bytes = max(self.layer_bytes, aligned(-(-whole_bytes // max(1, count))))
+        return count * each_bytes
 
     def bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Add up some packed layers."""
@@ -234,9 +257,13 @@ class ModelPlan:
         assert target.copies is not None
         return replace(self, layout=target.layout.with_layers(target.copies, target.placement.streamed_layers))
 
+    def bytes_over_link(self, layers: Iterable[int]) -> int:
+        """Add up some layers as they cross the link."""
+        return sum(map((self.stored_left or self._streamed).layer_bytes.__getitem__, layers))
+
     def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
-        """Add up some packed layers in host memory, which is given out in whole pages."""
-        return sum(-(-self.layout.layer_bytes[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
+        """Add up some layers that cross the link in host memory, which is given out in whole pages."""
+        return sum(-(-self._streamed.layer_bytes[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
 
     @property
     def head_parts(self) -> Parts:
@@ -254,7 +281,9 @@ class ModelPlan:
 
     def scratch_bytes(self, device_type: str) -> int:
         """The largest matrix that is decoded before a product, or the experts that are decoded together."""
-        return max(self.expert_scratch_bytes, self.layout.scratch_bytes(device_type, self.layers, head=self.has_head))
+        layouts = [self.layout] if self.left is None else [self.layout, self.left]
+        found = (one.scratch_bytes(device_type, self.layers, head=self.has_head) for one in layouts)
+        return max(self.expert_scratch_bytes, *found)
 
     def copy_scratch_bytes(self, device_type: str, rows: int) -> int:
         """The same of a copy that drafts in steps of so many rows, whichever layers it is of."""
@@ -267,7 +296,7 @@ class ModelPlan:
     def held_bytes(self, placement: Placement) -> int:
         """What a placement takes of the device: the layers that stay, the ring, copies of the others, and the pool of
         experts."""
-        held_bytes = self.bytes_of_layers(placement.resident_layers) + placement.num_buffers * self.layer_bytes
+        held_bytes = self.bytes_of_layers(placement.resident_layers) + self.ring_bytes(placement)
         return held_bytes + self.copied_bytes(placement.streamed_layers) + self.pool_bytes(placement.pool_buffers)
 
     # --- experts

@@ -151,7 +151,7 @@ def describe_plan(plan: RunPlan) -> list[str]:
     placement, target = plan.placement, plan.target
     where = f"{len(placement.resident_layers)} of {counted(len(placement.layers), 'layer')} resident"
     if streamed := placement.streamed_layers:
-        size = format_bytes(target.bytes_of_layers(streamed))
+        size = format_bytes(target.bytes_over_link(streamed))
         where += f", {len(streamed)} streamed ({size} a pass) through {placement.num_buffers} buffers"
     if plan.num_cards > 1:
         dealt = " and ".join(str(len(one.layers)) for one in target.placements)

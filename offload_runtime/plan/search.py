@@ -267,7 +267,7 @@ def _check_verifier(plan: RunPlan) -> None:
     ):  # fmt: skip
         require(fine, f"{_NO_VERIFIER}{why}: {remedies}{other}")
     missed = round((1 - target.pool_share) * target.num_experts)
-    memory, missing_bytes = "device memory", target.bytes_of_layers(streamed) + missed * target.expert_bytes
+    memory, missing_bytes = "device memory", target.bytes_over_link(streamed) + missed * target.expert_bytes
     why = f"beside it {len(streamed)} of {target.config.num_layers} layers would be streamed"
     why += f" and {missed} of {target.num_experts} experts are not on the device" if missed else ""
     asked = {"expert-pool": plan.request.expert_pool, "resident-layers": plan.request.resident_layers}

@@ -28,7 +28,7 @@ from offload_runtime.speculation.triforce import most_guess_rows, verifier_step_
 from offload_runtime.speculation.window import MOST_LEVELS
 from offload_runtime.stream.device import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
 from offload_runtime.weights.checkpoint import DescribedModel, share_vocabulary
-from offload_runtime.weights.copies import COPY_BITS, MAKING_BYTES, copied
+from offload_runtime.weights.copies import COPY_BITS, MAKING_BYTES, copied, left_of
 from offload_runtime.weights.expert_hits import PUBLISHED_EXPONENT
 from offload_runtime.weights.layout import ModelLayout
 from offload_runtime.weights.loader import passing_bytes
@@ -285,7 +285,7 @@ class RunPlan:
                 "CUDA context": self.limits.cards[0].reserved_bytes,
                 **target.head_parts,
                 "resident layers": target.bytes_of_layers(placement.resident_layers),
-                "ring of layers": placement.num_buffers * target.layer_bytes,
+                "ring of layers": target.ring_bytes(placement),
                 "experts": target.pool_bytes(placement.pool_buffers),
                 **target.kv_parts,
                 "retrieval cache": self.verifier_bytes if self.has_verifier else 0,
@@ -473,7 +473,7 @@ class RunPlan:
         """Bytes that a pass at the full context brings over the link."""
         target = self.target
         kv_bytes = sum(target.streamed_kv(target.context_tokens - 1).values())
-        return target.bytes_of_layers(self.placement.streamed_layers) + kv_bytes + target.missed_bytes(target.batch)
+        return target.bytes_over_link(self.placement.streamed_layers) + kv_bytes + target.missed_bytes(target.batch)
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
@@ -519,7 +519,9 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     )  # fmt: skip
     draft = None
     if request.drafts_itself:
-        target = replace(target, copies=copied(layout), tree_nodes=tree_nodes)
+        whole = _layout(request, request.target, dtype)
+        left = left_of(whole, config, request.target.uncoded)
+        target = replace(target, copies=copied(whole), left=left, whole=left and whole, tree_nodes=tree_nodes)
         draft = _plan_copy(request, target, limits)
     elif request.proposed_by == "the draft":
         draft = _plan_draft(request, target, tree_nodes)
@@ -582,7 +584,7 @@ def _plan_copy(request: RuntimeConfig, target: ModelPlan, limits: MemoryLimits) 
     ):  # fmt: skip
         require(fine, f"{named}: {why}: {remedy}")
     rows = max(graphs.COPY_STEP_ROWS, target.batch)
-    draft = replace(target, cache="target", copies=None, most_expert_tokens=0, step_rows=rows)
+    draft = replace(target, cache="target", copies=None, left=None, whole=None, most_expert_tokens=0, step_rows=rows)
     return draft.copying(target)
 
 

@@ -1,12 +1,13 @@
 """Copies of layers in few bits, which draft for the layers that they are of.
 
-The block of a copy has the tensors of the layer, matrices in 4 bits and all else as it is. It is made of the layer
-while that passes through the ring, and stays on the device.
+The block of a copy has the tensors of the layer, matrices in 4 bits and all else as it is. It stays on the device, and
+is made of the layer as that comes from the checkpoint. Of bf16 what crosses the link in every pass is then what is left
+given the copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -15,9 +16,18 @@ from offload_runtime_kernels.linear import Activation
 from offload_runtime_kernels.low_bit_copy import COPY, quantise
 from offload_runtime_kernels.scaled_rows import BITS
 
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Weight
-from offload_runtime.weights.encoding import Encoding, Scaled, aligned, scaled_rows
-from offload_runtime.weights.layout import ModelLayout, PackedLayout, TensorSpec
+from offload_runtime.weights.encoding import (
+    Encoding,
+    NotCodable,
+    RestOfCopy,
+    Scaled,
+    aligned,
+    scaled_rows,
+    store_rest,
+)
+from offload_runtime.weights.layout import ModelLayout, PackedLayout, TensorSpec, checkpoint_tensors
 
 COPY_BITS = BITS[COPY.number]
 # What it takes to fit the groups of a piece of a matrix: about a dozen tensors of 4 million elements in fp32.
@@ -39,6 +49,39 @@ def copied(layout: ModelLayout) -> ModelLayout:
         return PackedLayout(tuple(specs), offset_bytes)
 
     return replace(layout, layers=tuple(map(copy, layout.layers)))
+
+
+def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] = ()) -> ModelLayout | None:
+    """Return how layers lie in memory of which there are copies: what is left of matrices in bf16, all else as it is.
+
+    Args:
+        layout: How they lie as they are.
+        config: The model's shape.
+        uncoded: Matrices for which there is no room, by transformers' name; they stay as they are.
+
+    Returns:
+        None where no matrix is in bf16.
+    """
+    plain, whole = Encoding(torch.bfloat16), dict[int | None, set[str]]()
+    for name, to in checkpoint_tensors(config).items():
+        if name in uncoded:
+            whole.setdefault(to.layer, set()).add(to.packed)
+
+    @cache  # layers that are alike are one
+    def left(block: PackedLayout, kept: frozenset[str]) -> PackedLayout:
+        specs, offset_bytes = list[TensorSpec](), 0
+        for spec in block.tensors:
+            found = replace(spec, offset_bytes=offset_bytes)
+            if len(spec.shape) == 2 and spec.encoding == plain and spec.name not in kept:
+                rest = replace(found, encoding=Encoding.of(torch.bfloat16, [(spec.shape[0], RestOfCopy())]))
+                found = min(found, rest, key=lambda one: one.nbytes)
+            specs.append(found)
+            offset_bytes += aligned(found.nbytes)
+        return PackedLayout(tuple(specs), offset_bytes)
+
+    pairs = enumerate(layout.layers)
+    layers = tuple(left(block, frozenset(whole.get(number, ()))) for number, block in pairs)
+    return None if all(block.encoded_bytes == 0 for block in layers) else replace(layout, layers=layers)
 
 
 class ObservedWeight:
@@ -102,3 +145,35 @@ def make_copy(weights: Mapping[str, Weight], copy: PackedLayout, out: torch.Tens
         if isinstance(weight, ObservedWeight):
             importance = weight.importance
         quantise(weight.dense, scaled_rows(stored, COPY, *spec.shape), importance)
+
+
+def store_left(
+    weights: Mapping[str, Weight], stored: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor],
+    left: PackedLayout, out: torch.Tensor,
+) -> tuple[PackedLayout, set[str]]:  # fmt: skip
+    """Store what is left of a layer given its copy, each tensor behind the one before it.
+
+    Args:
+        weights: Of the layer, on the copy's device.
+        stored: Its tensors' bytes there.
+        copies: Its copy's.
+        left: How it lies in memory at most.
+        out: uint8 [total_bytes of that], host; written.
+
+    Returns:
+        How it has come to lie there, and the packed matrices for which there was no room, which are not stored.
+    """
+    specs, refused, offset_bytes = list[TensorSpec](), set[str](), 0
+    for spec in left.tensors:
+        found, room = replace(spec, offset_bytes=offset_bytes), out[offset_bytes:][: spec.nbytes]
+        if any(isinstance(how, RestOfCopy) for _, how in spec.encoding.parts):
+            try:
+                how = store_rest(weights[spec.name].dense, copies[spec.name], room)
+                found = replace(found, encoding=Encoding.of(spec.encoding.dtype, [(spec.shape[0], how)]))
+            except NotCodable:
+                refused.add(spec.name)
+        else:
+            room.copy_(stored[spec.name])
+        specs.append(found)
+        offset_bytes += aligned(found.nbytes)
+    return PackedLayout(tuple(specs), offset_bytes), refused

@@ -10,6 +10,9 @@ of several, as Q4_K_M has values in Q6_K below queries and keys in Q4_K. Quantis
 scales. bf16 is coded in 12 bits an element without loss when it is loaded: all rows of a coded matrix take the same
 bytes, whatever their values are, so that a plan knows them without reading the weights; that a matrix cannot be coded
 is found when it is read. A GPU's product of a few rows decodes all of these in registers, one of many into a scratch.
+
+One encoding has a base, another tensor that it is decoded with: what is left of bf16 given a copy in few bits, which
+lies elsewhere on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -36,6 +39,8 @@ from offload_runtime_kernels.gguf_blocks import (
 )
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import Activation, gated_product, linear
+from offload_runtime_kernels.low_bit_copy import COPY
+from offload_runtime_kernels.low_bit_rest import decode_rest, encode_rest, rest_bytes, used_bytes
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import (
     LARGEST_SCALE,
@@ -314,8 +319,9 @@ class Encoding:
         return math.prod(shape) * self.dtype.itemsize if self.parts else 0
 
     def weight(
-        self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None, scratch: torch.Tensor | None
-    ) -> Weight:
+        self, stored: torch.Tensor, shape: tuple[int, ...], bias: torch.Tensor | None, scratch: torch.Tensor | None,
+        base: torch.Tensor | None = None,
+    ) -> Weight:  # fmt: skip
         """Return a tensor seen through its bytes, without copying.
 
         Args:
@@ -324,11 +330,14 @@ class Encoding:
             bias: [M], of a matrix that has one.
             scratch: uint8, on the same device, for what is decoded; the products that share it run on one stream. None:
                 each takes memory of its own.
+            base: uint8, on the same device: the copy of a matrix of which this is what is left.
         """
         if not self.parts:
             return Weight(stored.view(self.dtype).view(shape), bias)
         found, start = list[Part](), 0
         for (rows, how), room in zip(self.parts, stored.split(self._part_bytes(shape)), strict=True):
+            if isinstance(how, RestOfCopy):
+                how = replace(how, base=base)
             found.append(Part(start, start + rows, room[: how.nbytes(rows, shape[1])], how))
             start += rows
         assert start == shape[0]
@@ -426,6 +435,41 @@ class CodedBf16(Format):
         fill(values, staging)
         if coded_bf16.encode_rows(values, _coded_row(columns), rows, staging.device):
             raise NotCodable
+
+
+# --- what is left given a copy
+
+REST = "BF16 given copies"  # what it is called
+
+
+@dataclass(frozen=True)
+class RestOfCopy(Format):
+    """What is left of a bf16 matrix given its copy of the form `COPY`, the `base`: in the room that a plan has for it,
+    or in the `stored_bytes` that it has turned out to take."""
+
+    kind: str = REST
+    stored_bytes: int | None = None
+    base: torch.Tensor | None = field(default=None, compare=False, repr=False)
+    has_rows: ClassVar[bool] = False
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        return rest_bytes(rows, columns) if self.stored_bytes is None else self.stored_bytes
+
+    @property
+    def expert_encoding(self) -> None:
+        return None
+
+    def decode(self, stored: torch.Tensor, rows: int, start: int, out: torch.Tensor) -> None:
+        assert self.base is not None, "it is seen with its copy"
+        decode_rest(stored, scaled_rows(self.base, COPY, rows, out.shape[1]), start, out)
+
+
+def store_rest(values: torch.Tensor, copy: torch.Tensor, out: torch.Tensor) -> RestOfCopy:
+    """Write what is left of bf16 [M, K] given its copy, uint8 of the form `COPY` on the same device, to uint8
+    [rest_bytes] on any device. Returns how it is stored; raises `NotCodable` where there is no room for it."""
+    if not encode_rest(values, scaled_rows(copy, COPY, *values.shape), out):
+        raise NotCodable
+    return RestOfCopy(stored_bytes=used_bytes(out, len(values)))
 
 
 # --- quantised safetensors: numbers, scales, their zeros and the groups of columns behind one another, in the one

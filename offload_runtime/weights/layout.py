@@ -137,12 +137,19 @@ class PackedLayout:
         read_bytes = slices * (self.total_bytes - self.encoded_bytes + self.decoded_bytes)
         return decoding_bytes + read_bytes + expert_passes * of_experts
 
-    def views(self, buffer: torch.Tensor, scratch: torch.Tensor | None = None) -> dict[str, Weight]:
+    def stored(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Name the bytes of each tensor in a block, uint8, without copying."""
+        return {spec.name: buffer[spec.offset_bytes : spec.offset_bytes + spec.nbytes] for spec in self.tensors}
+
+    def views(
+        self, buffer: torch.Tensor, scratch: torch.Tensor | None = None, bases: Mapping[str, torch.Tensor] | None = None
+    ) -> dict[str, Weight]:
         """Name the parts of a block without copying.
 
         Args:
             buffer: uint8 [at least total_bytes], host or device, starting where the block starts.
             scratch: uint8, for matrices that are decoded; see `Encoding.weight`.
+            bases: By packed name, the stored copies of matrices of which the block has what is left.
 
         Returns:
             Packed name to weight; that of a matrix knows its bias.
@@ -151,10 +158,11 @@ class PackedLayout:
             f"a block of {self.total_bytes} bytes cannot be seen through {buffer.dtype} {tuple(buffer.shape)}"
         )
         found: dict[str, Weight] = {}
+        every = self.stored(buffer)
         for spec in sorted(self.tensors, key=lambda spec: len(spec.shape)):  # biases before their matrices
             bias = found.get(f"{spec.name}_bias")
-            stored = buffer[spec.offset_bytes : spec.offset_bytes + spec.nbytes]
-            found[spec.name] = spec.encoding.weight(stored, spec.shape, None if bias is None else bias.dense, scratch)
+            bias_dense, base = None if bias is None else bias.dense, (bases or {}).get(spec.name)
+            found[spec.name] = spec.encoding.weight(every[spec.name], spec.shape, bias_dense, scratch, base)
         return found
 
 

@@ -13,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -130,6 +131,7 @@ def load_weights(
     pinned_bytes: int | None = None,
     on_progress: Progress | None = None,
     coding_device: torch.device = _CPU,
+    later: Collection[int] = (),
 ) -> HostWeights:
     """Read a checkpoint into packed blocks.
 
@@ -147,6 +149,7 @@ def load_weights(
         on_progress: Called from this thread with (bytes written, bytes of all weights).
         coding_device: Where matrices are coded, or brought in order, that are not kept as they are in the file; on its
             default stream.
+        later: Layers of which only the memory is made.
 
     Raises:
         MatricesNotCodable: Of some that the layout codes; says which. Nothing stays allocated.
@@ -170,7 +173,11 @@ def load_weights(
         if EMBEDDING in pin:
             arenas[EMBEDDING].pin(registrar)
         with Staging(coding_device, registrar, left_bytes) as staging:
-            refused = _fill(weights, source, onto, experts_onto, set(pin), registrar, on_progress, staging)
+            refused = _lock(weights, {*pin} & {*later}, registrar)
+            to_lock = {*pin} - {*later}
+            refused += _fill(
+                weights, source, onto, experts_onto, to_lock, registrar, on_progress, staging, frozenset(later)
+            )
         if staging.locked_bytes:  # which the system may have refused those for
             _lock(weights, refused, registrar)
     except BaseException:
@@ -180,6 +187,50 @@ def load_weights(
         on_progress(layout.total_bytes, layout.total_bytes)  # the alignment between tensors counts too
     weights.load_seconds = time.perf_counter() - started
     return weights
+
+
+class LayerReader(AbstractContextManager["LayerReader"]):
+    """Reads layers of a checkpoint as a whole, one after the other.
+
+    Args:
+        source: An opened checkpoint.
+        layout: How its layers are packed.
+        device: Where they are read to.
+        registrar: Page-locks what they pass through; None: it stays pageable.
+    """
+
+    def __init__(
+        self, source: CheckpointSource, layout: ModelLayout, device: torch.device, registrar: Registrar | None
+    ) -> None:
+        self._fills, self._layout = source.fills, layout
+        self._names = defaultdict[int | None, list[tuple[str, Destination]]](list)
+        for name, to in checkpoint_tensors(source.config()).items():
+            self._names[to.layer].append((name, to))
+        self._staging = Staging(device, registrar)
+        most = min(_num_threads(source, layout, device), os.cpu_count() or 1)
+        self._pool = ThreadPoolExecutor(most, "load")
+
+    def read(self, layer: int, memory: torch.Tensor, scratch: torch.Tensor | None = None) -> dict[str, Weight]:
+        """Read a layer to uint8 [at least its bytes], on the device. Returns its weights, of which what is encoded is
+        decoded into the scratch. Raises `CheckpointError`: a file ended early."""
+        views = self._layout.layers[layer].views(memory, scratch)
+
+        @torch.inference_mode()  # a mode of the thread; the memory may come from a thread that is in it
+        def fill(name: str, to: Destination) -> None:
+            views[to.packed].fill(to.row_start, to.row_end, self._fills[name], self._staging)
+
+        jobs = [self._pool.submit(fill, *one) for one in self._names[layer]]
+        for job in jobs:
+            job.result()
+        return views
+
+    def packed_in(self, layer: int, packed: str) -> list[str]:
+        """Return the tensors of the checkpoint that one packed tensor is made of."""
+        return [name for name, to in self._names[layer] if to.packed == packed]
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._staging.__exit__()
 
 
 def _block_of(to: Destination) -> tuple[int | None, bool]:
@@ -198,14 +249,16 @@ def _lock(weights: HostWeights, layers: Collection[int], registrar: Registrar | 
 def _fill(
     weights: HostWeights, source: CheckpointSource, onto: Mapping[int | None, torch.Tensor],
     experts_onto: Mapping[int, torch.Tensor], to_lock: set[int], registrar: Registrar | None,
-    on_progress: Progress | None, staging: Staging,
+    on_progress: Progress | None, staging: Staging, later: Collection[int | None],
 ) -> list[int]:  # fmt: skip
-    """Read every tensor into its rows, and lock layers that are complete. Returns those that are not locked."""
+    """Read every tensor into its rows, but for those of layers that come `later`, and lock layers that are complete.
+    Returns those that are not locked."""
     destinations = checkpoint_tensors(weights.config)
     assert destinations.keys() == source.fills.keys(), f"{source.reference} reads other tensors than the model has"
     names = defaultdict[tuple[int | None, bool], list[str]](list)  # in the order of the files, but block by block
     for name in source.fills:
-        names[_block_of(destinations[name])].append(name)
+        if destinations[name].layer not in later:
+            names[_block_of(destinations[name])].append(name)
     left = {block: len(found) for block, found in names.items()}
     jobs: dict[Future[int], str] = {}
     not_codable, refused, done_bytes = set[str](), list[int](), 0
