@@ -186,7 +186,7 @@ def _storing(request: RuntimeConfig) -> list[RuntimeConfig]:
     fewest bytes, or the draft's decoded, or those of both, which takes products of many rows the least time; bf16 as
     it is, or in 12 bits."""
     draft = replace(request, draft=getattr(request.draft, "as_decoded", request.draft))
-    is_open = request.weights == "auto" and request.device_type != "cpu"
+    is_open = request.weights == "auto" and request.device_type != "cpu" and not request.drafts_itself  # which streams
     candidates = [request, draft, replace(draft, target=request.target.as_decoded)] if is_open else [request]
     encodes: tuple[Encode, ...] = ("none", "always") if request.encode == "auto" else (request.encode,)
     found = [replace(one, encode=encode) for one in candidates for encode in encodes]

@@ -569,12 +569,16 @@ def _layout(request: RuntimeConfig, model: DescribedModel, dtype: torch.dtype, *
 def _plan_copy(request: RuntimeConfig, target: ModelPlan, limits: MemoryLimits) -> ModelPlan:
     """Plan of copies of the target's layers that draft. Raises `OptionError` where there cannot be any."""
     _check_idle_options("a copy of the target", "shares its KV cache", target.options)
-    named = "--draft self"
+    named, copies = "--draft self", target.copies
+    assert copies is not None
+    share = sum(copies.layer_bytes) / sum(target.layout.layer_bytes)
     for fine, why, remedy in (
         (not target.layout.experts, "a copy of experts would be far larger than what a token needs of them",
          "take --draft auto"),
         (not target.config.deltas, "it shares the keys of the target, and gated delta layers have states in their "
          "place", "take --draft auto, or mtp if it has MTP layers"),
+        (share <= _MOST_COPY_SHARE, f"a copy in {COPY_BITS} bits would be {share:.0%} of the layers as they are, whose "
+         "place on the card is better taken by these themselves", "take --draft auto"),
         (request.kv != "host", "the copy reads the target's KV cache on the card, not in host memory",
          "drop --kv host, or take --draft auto"),
         (len(limits.cards) == 1, f"the copy drafts on one card, not on {len(limits.cards)}",
@@ -588,6 +592,8 @@ def _plan_copy(request: RuntimeConfig, target: ModelPlan, limits: MemoryLimits) 
     return draft.copying(target)
 
 
+# Of a layer's bytes, what its copy may take: of Q6_K it is 69 %, of Q5_K 82.
+_MOST_COPY_SHARE = 0.75
 _NOTHING_STREAMED = "all layers are on the card as they are, and there is nothing to copy"
 
 
