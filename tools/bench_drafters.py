@@ -7,8 +7,9 @@
 
 A small model in a large shape, or `--target`, answers prompts of six kinds (prose, code, a passage that is copied,
 JSON, a chat, and random letters, of which nothing is known) at places that heads are never trained on, once with each
-of `--drafters`: what `--draft` of the runtime takes (none, ngram, mtp, a model, several with commas), the directory of
-an EAGLE-3 head for the small model, which is widened with it, or `noise=X`, the small model with noise on its weights.
+of `--drafters`: what `--draft` of the runtime takes (none, ngram, mtp, self, a model, several with commas), the
+directory of an EAGLE-3 head for the small model, which is widened with it, or `noise=X`, the small model with noise on
+its weights.
 Windows are chosen as it runs (`auto`), or are chains of `--gammas` tokens and trees of `--nodes`. Each has made a few
 steps before it is timed. All answers to a prompt have the same tokens, which is checked. Prints a table of the means
 over places, and of the least against plain decoding, then one JSON line; exit code 1 when an answer was another one.
