@@ -173,7 +173,8 @@ class Bench:
         for variant in variants_of(self._options):
             copies = (copy_of(variant, one, importance.get(name), shift) for name, one in kept.items())
             pairs = [(one.roll(shift, 1), copy) for one, copy in zip(kept.values(), copies, strict=True)]
-            yield rest_of("target", variant, pairs)
+            known = [importance[name].roll(shift) if variant.method == WEIGHTED else None for name in kept]
+            yield rest_of("target", variant, pairs, known)
         yield from measure_random(self._options)
         yield from measure_stored(self._options, list(kept.values()))
 
@@ -260,7 +261,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.what == REST:
         report |= {"rest": list(bench.measure_rest(importance))}
         emit(report, options.out)
-        return 0 if all(code["round_trip"] for row in report["rest"] for code in row["codes"]) else 1
+        codes = [code for row in report["rest"] for code in (*row["codes"], *filter(None, [row.get("runtime")]))]
+        return 0 if all(code["round_trip"] for code in codes) else 1
     report |= {"agreement": bench.agreement}
     bench.answer()
     bench.measure_others()

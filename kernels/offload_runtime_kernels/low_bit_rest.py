@@ -126,8 +126,8 @@ def encode_rest(values: torch.Tensor, copy: ScaledRows, out: torch.Tensor) -> bo
         counts, words = _encode(values[rows].view(torch.int16).int(), copy, rows)
         if end + len(words) > len(pool):
             return False
-        starts[1:][rows] = (counts.cumsum(0) + end).to(torch.int32).to(out.device)
-        pool[end : end + len(words)] = words.to(out.device)
+        starts[1:][rows].copy_(counts.cumsum(0) + end)
+        pool[end : end + len(words)].copy_(words)
         end += len(words)
     pool[end:] = 0
     return True

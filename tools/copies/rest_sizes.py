@@ -8,10 +8,14 @@ from itertools import product
 from typing import Any
 
 import torch
-from copies.quantise import ROUNDED, LowBitCopy, Variant, quantise
+from copies.quantise import ROUNDED, CopyFormat, LowBitCopy, Variant, quantise
 from copies.rest import decode, encode, entropy, patterns_of, sized_by_copy
 from harness import say
+from offload_runtime_kernels import low_bit_copy
+from offload_runtime_kernels.low_bit_rest import decode_rest, encode_rest, used_bytes
 from torch import Tensor
+
+from offload_runtime.weights.encoding import scaled_bytes, scaled_rows
 
 _COLUMNS, _BROKEN_ROWS = 4096, 32  # of random matrices
 _STD, _DEGREES = 0.02, 4
@@ -66,7 +70,26 @@ def by_level(residuals: Tensor, copies: Iterable[LowBitCopy], bits: int) -> floa
     return entropy(residuals.int() * (1 << bits) + levels) - entropy(levels)
 
 
-def rest_of(weights: str, variant: Variant, pairs: Sequence[tuple[Tensor, LowBitCopy]]) -> dict[str, Any]:
+def runtime_rest(matrices: Iterable[tuple[Tensor, Tensor | None]]) -> dict[str, Any]:
+    """What the runtime keeps of bf16 matrices beside its copies, by the importance of columns where that is known."""
+    used = count = 0
+    same = True
+    for weight, importance in matrices:
+        stored = torch.empty(scaled_bytes(low_bit_copy.COPY, *weight.shape), dtype=torch.uint8)
+        copy = scaled_rows(stored, low_bit_copy.COPY, *weight.shape)
+        low_bit_copy.quantise(weight, copy, importance)
+        rest, out = torch.empty(6 * weight.numel() + 4096, dtype=torch.uint8), torch.empty_like(weight)
+        assert encode_rest(weight.contiguous(), copy, rest), "any weight takes less than 40 bits"
+        decode_rest(rest, copy, 0, out)
+        same &= torch.equal(out.view(torch.int16), weight.view(torch.int16))
+        used, count = used + used_bytes(rest, len(weight)), count + weight.numel()
+    return {"bits_per_weight": 8 * used / count, "round_trip": same}
+
+
+def rest_of(
+    weights: str, variant: Variant, pairs: Sequence[tuple[Tensor, LowBitCopy]],
+    importance: Sequence[Tensor | None] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """What is left of bf16 matrices given their copies."""
     form = variant.form
     patterns = joined(patterns_of(weight) for weight, _ in pairs)
@@ -94,6 +117,11 @@ def rest_of(weights: str, variant: Variant, pairs: Sequence[tuple[Tensor, LowBit
         "codes": codes,
         "sized_by_copy": sized,
     }  # fmt: skip
+    if variant.form == CopyFormat(4, low_bit_copy.GROUP) and variant.method != ROUNDED:
+        known = [None] * len(pairs) if importance is None else importance
+        kept = runtime_rest((one, by) for (one, _), by in zip(pairs, known, strict=True))
+        row["runtime"] = kept
+        say(f"{weights}: {variant}: the runtime's takes {kept['bits_per_weight']:.2f} bits")
     best = min(codes, key=lambda one: one["bits_per_weight"])
     say(
         f"{weights}: {variant}: {row['entropy_bits']:.2f} bits, {row['entropy_bits_by_level']:.2f} by level, a byte "
