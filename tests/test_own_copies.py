@@ -273,6 +273,19 @@ def test_what_is_left_given_copies_has_every_bit(random_target: Path, options: d
     assert brought[1] < (0.75 if "encode" in options else 0.55) * brought[0]
 
 
+def test_what_is_left_of_q8_0_has_every_bit(random_target: Path, tmp_path: Path) -> None:
+    model = transformers.LlamaForCausalLM.from_pretrained(random_target)
+    path = write(tmp_path / "model.gguf", model, kind="Q8_0", vocabulary={})
+    byte_level_tokenizer().save_pretrained(tmp_path)
+    found, brought = [], []
+    for draft in ("none", "self"):
+        with load(path, draft=draft, resident_layers=1, weights="stored") as runtime:
+            found.append(logits_of(runtime))
+            brought.append(runtime.generate([5, 6, 7], max_new_tokens=4, ignore_eos=True).stats.bytes_per_pass)
+    assert torch.equal(*found)
+    assert brought[1] < 0.68 * brought[0]
+
+
 def test_what_has_no_room_stays_as_it_is(tmp_path: Path) -> None:
     path, found = write_random(tmp_path / "target", "layers.1.self_attn.k_proj"), []
     for draft in ("none", "self"):

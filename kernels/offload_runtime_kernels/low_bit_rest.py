@@ -1,39 +1,45 @@
-"""What makes a bf16 matrix out of its copy in 4 bits (`low_bit_copy`), every bit of it.
+"""What makes a matrix out of its copy in 4 bits (`low_bit_copy`), every bit of it: one in bf16, or in Q8_0's blocks.
 
-A copy says in which step of its scale a weight lies, about, and how many numbers of bf16 are in that step: a code that
-says which one it is takes just as many bits as it must. So the lengths of all codes are known before one is read, and a
-row's weights are decoded together, after adding lengths up.
+A copy says in which step of its scale a weight lies, about, and how many numbers of the file's format are in that step:
+a code that says which one it is takes just as many bits as it must. So the lengths of all codes are known before one is
+read, and a row's weights are decoded together, after adding lengths up.
 
-    u = (q - 7.5) s + c;    a step is [u - s / 2, u + s / 2], of the least and the largest q one and a half more outward
-    place(w) = 0 for |w| < s / 256, otherwise the position among the numbers from there on, negative below zero
+    u = (q - 7.5) s + c;    a step is [u - s / 2, u + s / 2], of the least and the largest q s more outward
     code = place(w) - place(where the step begins), in bits enough for 15/16 of the step's places and one more
-    the largest code stands for an exception: places behind the code's room, out of the step, or 0
+    the largest code stands for an exception: places behind the code's room, or out of the step
 
-Of a row first all codes follow one another from the lowest bit of a word on; exceptions, whole patterns of 16 bits,
-begin at the end and go backwards. A matrix is
+In bf16 place(w) is the position among the numbers from s / 256 on, negative below zero; nearer to it is place 0, an
+exception. In Q8_0 the place is the integer that is next to w / d, d being the block's scale: w = d place(w).
 
-    starts    4 (M + 1)             the words at which its rows begin, uint32, and the last one ends
-    rows      M (17 K / 16 + 8)     one behind the other; what is left over is behind the last
+Of a row first all codes follow one another from the lowest bit of a word on, in Q8_0 behind the scales of all blocks;
+exceptions, whole patterns of 16 bits or integers, begin at the end and go backwards. A matrix is
 
-SmolLM2's matrices, off any grid by noise, take 7.39 to 7.69 bits a weight, but for two of its first layer, which take
-7.91 and 7.98; Gaussian weights take 7.34, those of Student's t with three degrees of freedom 8.24. There is room for
-8.5. A code of 8 bits for each weight takes 8.4 of SmolLM2's with exceptions in further bytes, and 9.2 with ones of 16
-bits.
+    starts    4 (M + 1)      the words at which its rows begin, uint32, and the last one ends
+    rows      M (R K + 8)    one behind the other; what is left over is behind the last. R is 17/16 or 11/16
 
-What decoding computes in fp32 has one rounding in every sum and none in a product: it is the same on every device.
+SmolLM2's matrices in bf16, off any grid by noise, take 7.39 to 7.69 bits a weight, but for two of its first layer,
+which take 7.91 and 7.98; Gaussian weights take 7.34, those of Student's t with three degrees of freedom 8.24. A code of
+8 bits for each weight takes 8.4 of SmolLM2's with exceptions in further bytes, and 9.2 with ones of 16 bits. In Q8_0
+all of these take 5.1 to 5.2 bits in place of 8.5.
+
+What decoding computes in fp32 has one rounding in every sum and quotient and none in a product: it is the same on every
+device.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl
+from offload_runtime_kernels.gguf_blocks import FORMATS, unpack_rows
 from offload_runtime_kernels.low_bit_copy import COPY, GROUP
 from offload_runtime_kernels.scaled_rows import MIDDLE, ScaledRows, unpack_numbers
 
 _FLOOR = 8 << 7  # from the pattern of a scale down to that of its 256th
 _ALIGNMENT_BYTES = 256
-_ROOM, _ROW_BYTES = 17 / 16, 8  # bytes of a weight, and of a row's words that are not filled
+_ROOM, _Q8_ROOM, _ROW_BYTES = 17 / 16, 11 / 16, 8  # bytes of a weight, and of a row's words that are not filled
+_Q8, _Q8_BLOCK = FORMATS["Q8_0"], 32
 _DECODED_GROUPS = 8  # of a row, at a time
 _ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 21}  # worked on at a time, some 200 MB of a GPU
 
@@ -42,9 +48,10 @@ def _starts_bytes(rows: int) -> int:
     return -(-4 * (rows + 1) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def rest_bytes(rows: int, columns: int) -> int:
-    """Return the bytes of what is left of a matrix, as far as there is room for it."""
-    return _starts_bytes(rows) + rows * (math.ceil(columns * _ROOM / 4) * 4 + _ROW_BYTES)
+def rest_bytes(rows: int, columns: int, *, q8: bool = False) -> int:
+    """Return the bytes of what is left of a matrix, in bf16 or in Q8_0, as far as there is room for it."""
+    room = _Q8_ROOM if q8 else _ROOM
+    return _starts_bytes(rows) + rows * (math.ceil(columns * room / 4) * 4 + _ROW_BYTES)
 
 
 def used_bytes(stored: torch.Tensor, rows: int) -> int:
@@ -57,7 +64,20 @@ def _parts(stored: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]
     return stored[: 4 * (rows + 1)].view(torch.int32), stored[_starts_bytes(rows) :].view(torch.int32)
 
 
-# --- the reference and the encoder, by torch's operations; all are [R, K] int32
+# --- the reference and the encoder, by torch's operations; all are [R, K], of integers int32
+
+
+def _ends(copy: ScaledRows, rows: slice, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Where each weight's step begins and ends, fp32, and the pattern of its scale's 256th."""
+    pairs = unpack_numbers(copy.numbers[rows], COPY, columns)
+    q = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)[:, :columns].float()
+    groups = torch.arange(columns, device=q.device) // GROUP
+    s, c = copy.scales[rows], copy.zeros[rows].view(COPY.scale)
+    floors = (s.contiguous().view(torch.int16).int() - _FLOOR).clamp_min_(0)[:, groups]
+    s, c = s.float()[:, groups], c.float()[:, groups]
+    u = (q - MIDDLE).mul_(s).add_(c)
+    lowest = u - torch.where(q == 0, 1.5, 0.5) * s
+    return lowest, u.add_(torch.where(q == 2 * MIDDLE, 1.5, 0.5) * s), floors
 
 
 def _places(patterns: torch.Tensor, floors: torch.Tensor) -> torch.Tensor:
@@ -66,46 +86,100 @@ def _places(patterns: torch.Tensor, floors: torch.Tensor) -> torch.Tensor:
     return torch.where((patterns & 0x8000) != 0, -outside, outside)
 
 
-def _steps(copy: ScaledRows, rows: slice, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The place at which each weight's step begins, the size of its code, and the pattern of its floor."""
-    pairs = unpack_numbers(copy.numbers[rows], COPY, columns)
-    q = torch.stack((pairs & 15, pairs >> 4), dim=2).flatten(1)[:, :columns].float()
-    groups = torch.arange(columns, device=q.device) // GROUP
-    s, c = copy.scales[rows], copy.zeros[rows].view(COPY.scale)
-    floors = (s.contiguous().view(torch.int16).int() - _FLOOR).clamp_min_(0)[:, groups]
-    s, c = s.float()[:, groups], c.float()[:, groups]
-    u, outward = (q - MIDDLE).mul_(s).add_(c), torch.where((q == 0) | (q == 2 * MIDDLE), 1.5, 0.5) * s
-    lowest = u - torch.where(q == 0, outward, 0.5 * s)
-    highest = u + torch.where(q == 0, 0.5 * s, outward)
-    first, last = (_places(ends.view(torch.int32) >> 16, floors) for ends in (lowest, highest))
+def _q8_places(x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """Places of fp32 numbers in blocks of these scales; any, of scales that are zero or no number."""
+    relative = (x / torch.where(d == 0, 1.0, d)).nan_to_num_(0.0).clamp_(-128.0, 127.0)
+    return relative.add_(0.5).floor_().int()
+
+
+def _sizes(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+    """The sizes of codes of steps."""
     needed = ((last - first + 2) * 15 - 1) >> 4
     # The exponent of a number is one less than its bits.
-    return first, (needed.float().view(torch.int32) >> 23).sub_(126).clamp_min_(0), floors
+    return (needed.float().view(torch.int32) >> 23).sub_(126).clamp_min_(0)
 
 
-def _encode(patterns: torch.Tensor, copy: ScaledRows, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words of each row int64 [R], and all of them int32."""
-    first, sizes, floors = _steps(copy, rows, patterns.shape[1])
-    places, largest = _places(patterns, floors), (1 << sizes) - 1
-    codes = places - first
-    excepted = (places == 0) | (codes < 0) | (codes >= largest)
-    codes = torch.where(excepted, largest, codes).long()
-    ends, listed = sizes.cumsum(1, dtype=torch.int32), excepted.cumsum(1)
+def _steps(copy: ScaledRows, rows: slice, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of bf16 the place at which each weight's step begins, the size of its code, and the pattern of its floor."""
+    lowest, highest, floors = _ends(copy, rows, columns)
+    first, last = (_places(ends.view(torch.int32) >> 16, floors) for ends in (lowest, highest))
+    return first, _sizes(first, last), floors
+
+
+def _q8_steps(copy: ScaledRows, rows: slice, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of Q8_0 the same of blocks with the scales [R, K] fp32."""
+    lowest, highest, _ = _ends(copy, rows, d.shape[1])
+    ends = _q8_places(lowest, d), _q8_places(highest, d)
+    first, last = torch.minimum(*ends), torch.maximum(*ends)  # a scale may be negative
+    return first, _sizes(first, last)
+
+
+def _packed(
+    codes: torch.Tensor, sizes: torch.Tensor, excepted: torch.Tensor, whole: torch.Tensor, ahead: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words of each row int64 [R], and of all of them what is not zero: [R, words of the longest] int64, behind so many
+    that are ahead of the codes."""
+    codes = torch.where(excepted, (1 << sizes) - 1, codes).long()
+    ends, listed = sizes.cumsum(1, dtype=torch.int32) + 32 * ahead, excepted.cumsum(1)
     counts = ((ends[:, -1] + 31) >> 5) + ((listed[:, -1] + 1) >> 1)
     width, begins = int(counts.max()), ends - sizes
-    words, at = torch.zeros(len(patterns), width, dtype=torch.int64, device=codes.device), (begins >> 5).long()
+    words, at = torch.zeros(len(codes), width, dtype=torch.int64, device=codes.device), (begins >> 5).long()
     codes <<= begins & 31
     words.scatter_add_(1, at, codes & 0xFFFFFFFF)
     words.scatter_add_(1, (at + 1).clamp_max_(width - 1), codes >> 32)  # nothing, where there is no next word
     row, column = excepted.nonzero(as_tuple=True)
     half = 2 * counts[row] - listed[row, column]
-    words.index_put_((row, half >> 1), (patterns[row, column].long() & 0xFFFF) << 16 * (half & 1), accumulate=True)
-    there = torch.arange(width, device=words.device) < counts[:, None]
-    return counts, words[there].to(torch.int32)
+    words.index_put_((row, half >> 1), (whole[row, column].long() & 0xFFFF) << 16 * (half & 1), accumulate=True)
+    return counts, words
+
+
+def _encode(patterns: torch.Tensor, copy: ScaledRows, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `_packed` returns, of patterns of bf16."""
+    first, sizes, floors = _steps(copy, rows, patterns.shape[1])
+    places = _places(patterns, floors)
+    codes = places - first
+    excepted = (places == 0) | (codes < 0) | (codes >= (1 << sizes) - 1)
+    return _packed(codes, sizes, excepted, patterns, 0)
+
+
+def _encode_q8(blocks: torch.Tensor, copy: ScaledRows, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of blocks as a file has them, uint8 [R, blocks, 34]."""
+    halves, places = blocks[:, :, :2].contiguous().view(torch.float16), blocks[:, :, 2:].contiguous().view(torch.int8)
+    places = places.flatten(1).int()
+    first, sizes = _q8_steps(copy, rows, halves.float().expand(-1, -1, _Q8_BLOCK).flatten(1))
+    codes = places - first
+    scales = halves.view(torch.int16).flatten(1).long() & 0xFFFF
+    scales = torch.nn.functional.pad(scales, (0, scales.shape[1] % 2)).unflatten(1, (-1, 2))
+    counts, words = _packed(codes, sizes, (codes < 0) | (codes >= (1 << sizes) - 1), places, scales.shape[1])
+    words[:, : scales.shape[1]] = scales[:, :, 0] | scales[:, :, 1] << 16
+    return counts, words
+
+
+def _encode_all(
+    pieces: Iterable[tuple[slice, tuple[torch.Tensor, torch.Tensor]]], out: torch.Tensor, height: int
+) -> bool:
+    """Write pieces of rows that are coded, one behind the other."""
+    assert out.dtype == torch.uint8 and out.is_contiguous()
+    (starts, pool), end = _parts(out, height), 0
+    starts[0] = 0
+    for rows, (counts, words) in pieces:
+        there = words[torch.arange(words.shape[1], device=words.device) < counts[:, None]].to(torch.int32)
+        if end + len(there) > len(pool):
+            return False
+        starts[1:][rows].copy_(counts.cumsum(0) + end)
+        pool[end : end + len(there)].copy_(there)
+        end += len(there)
+    pool[end:] = 0
+    return True
+
+
+def _pieces(height: int, columns: int, device: torch.device) -> Iterator[slice]:
+    step = max(1, _ELEMENTS[device.type] // columns)
+    return (slice(start, min(start + step, height)) for start in range(0, height, step))
 
 
 def encode_rest(values: torch.Tensor, copy: ScaledRows, out: torch.Tensor) -> bool:
-    """Code what is left of a matrix with torch's operations, some rows at a time; the device is waited for.
+    """Code what is left of a matrix in bf16 with torch's operations, some rows at a time; the device is waited for.
 
     Args:
         values: bf16 [M, K], contiguous.
@@ -117,44 +191,67 @@ def encode_rest(values: torch.Tensor, copy: ScaledRows, out: torch.Tensor) -> bo
     """
     height, columns = values.shape
     assert values.dtype == torch.bfloat16 and values.is_contiguous() and len(copy.numbers) == height
-    assert out.dtype == torch.uint8 and out.is_contiguous()
-    starts, pool = _parts(out, height)
-    step, end = max(1, _ELEMENTS[values.device.type] // columns), 0
-    starts[0] = 0
-    for start in range(0, height, step):
-        rows = slice(start, start + step)
-        counts, words = _encode(values[rows].view(torch.int16).int(), copy, rows)
-        if end + len(words) > len(pool):
-            return False
-        starts[1:][rows].copy_(counts.cumsum(0) + end)
-        pool[end : end + len(words)].copy_(words)
-        end += len(words)
-    pool[end:] = 0
-    return True
+    bits = values.view(torch.int16)
+    pieces = ((rows, _encode(bits[rows].int(), copy, rows)) for rows in _pieces(height, columns, values.device))
+    return _encode_all(pieces, out, height)
+
+
+def encode_q8_rest(stored: torch.Tensor, columns: int, copy: ScaledRows, out: torch.Tensor) -> bool:
+    """The same of a matrix in Q8_0: uint8 [M, bytes of a row in planes], contiguous."""
+    assert len(copy.numbers) == len(stored) and columns % _Q8_BLOCK == 0
+
+    def blocks(rows: slice) -> torch.Tensor:
+        return unpack_rows(stored[rows], _Q8, columns).view(-1, columns // _Q8_BLOCK, _Q8.nbytes)
+
+    pieces = ((rows, _encode_q8(blocks(rows), copy, rows)) for rows in _pieces(len(stored), columns, stored.device))
+    return _encode_all(pieces, out, len(stored))
+
+
+def _unpacked(
+    starts: torch.Tensor, pool: torch.Tensor, sizes: torch.Tensor, ahead: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes of rows that begin and end at `starts` [R + 1], behind so many words; where exceptions are, row and column,
+    and these, int32."""
+    begins = sizes.cumsum(1) - sizes
+    at = starts[:-1, None] + ahead + (begins >> 5)
+    low, high = (pool[word].long() & 0xFFFFFFFF for word in (at, (at + 1).clamp_max_(len(pool) - 1)))
+    largest = (1 << sizes) - 1
+    codes = ((high << 32 | low) >> (begins & 31) & largest).int()
+    excepted = codes == largest
+    at = excepted.nonzero()
+    halves = 2 * starts[1:][at[:, 0]] - excepted.cumsum(1)[at[:, 0], at[:, 1]]
+    return codes, at, pool.view(torch.int16)[halves].int()
 
 
 def _decode_reference(stored: torch.Tensor, copy: ScaledRows, rows: slice, out: torch.Tensor) -> None:
     starts, pool = _parts(stored, len(copy.numbers))
     first, sizes, floors = _steps(copy, rows, out.shape[1])
-    begins = sizes.cumsum(1) - sizes
-    at = starts[:-1][rows, None] + (begins >> 5)
-    low, high = (pool[word].long() & 0xFFFFFFFF for word in (at, (at + 1).clamp_max_(len(pool) - 1)))
-    largest = (1 << sizes) - 1
-    codes = ((high << 32 | low) >> (begins & 31) & largest).int()
-    places, excepted = first + codes, codes == largest
+    codes, at, whole = _unpacked(starts[rows.start : rows.stop + 1], pool, sizes, 0)
+    places = first + codes
     patterns = (places.abs() - 1 + floors) | (places < 0).int() << 15
-    row, column = excepted.nonzero(as_tuple=True)
-    halves = 2 * starts[1:][rows][row] - excepted.cumsum(1)[row, column]
-    patterns[row, column] = pool.view(torch.int16)[halves].int()
+    patterns[at[:, 0], at[:, 1]] = whole
     out.copy_(patterns.to(torch.int16).view(torch.bfloat16))
 
 
-def decode_rest_reference(stored: torch.Tensor, copy: ScaledRows, start: int, out: torch.Tensor) -> None:
+def _decode_q8_reference(stored: torch.Tensor, copy: ScaledRows, rows: slice, out: torch.Tensor) -> None:
+    starts, pool = _parts(stored, len(copy.numbers))
+    count = out.shape[1] // _Q8_BLOCK
+    at = 2 * starts[:-1][rows, None] + torch.arange(count, device=out.device)
+    d = pool.view(torch.float16)[at].float().repeat_interleave(_Q8_BLOCK, 1)
+    first, sizes = _q8_steps(copy, rows, d)
+    codes, at, whole = _unpacked(starts[rows.start : rows.stop + 1], pool, sizes, (count + 1) // 2)
+    places = first + codes
+    places[at[:, 0], at[:, 1]] = whole
+    out.copy_(places * d)
+
+
+def decode_rest_reference(
+    stored: torch.Tensor, copy: ScaledRows, start: int, out: torch.Tensor, *, q8: bool = False
+) -> None:
     """Plain torch version of `decode_rest`."""
-    step = max(1, _ELEMENTS[out.device.type] // out.shape[1])
-    for first in range(0, len(out), step):
-        some = out[first : first + step]
-        _decode_reference(stored, copy, slice(start + first, start + first + len(some)), some)
+    for some in _pieces(len(out), out.shape[1], out.device):
+        rows = slice(start + some.start, start + some.stop)
+        (_decode_q8_reference if q8 else _decode_reference)(stored, copy, rows, out[some])
 
 
 # --- the kernel: a program decodes a row, so many groups at a time; tensors are [groups, 64]
@@ -176,15 +273,27 @@ def _numbers_at(row_ptr, k, there):
 
 
 @jit
-def _steps_of(q, s_bits, c_bits):
-    """What `_steps` has, of numbers and the patterns of their scales and centres."""
+def _q8_places_of(x, d):
+    """Places of fp32 numbers in blocks of these scales."""
+    relative = tl.div_rn(x, tl.where(d == 0, 1.0, d))
+    relative = tl.where(relative == relative, relative, 0.0)
+    return tl.floor(tl.minimum(tl.maximum(relative, -128.0), 127.0) + 0.5).to(tl.int32)
+
+
+@jit
+def _steps_of(q, s_bits, c_bits, d, Q8: tl.constexpr):
+    """What `_steps` and `_q8_steps` have, of numbers, the patterns of their scales and centres, and Q8_0's scales."""
     s, c = (s_bits << 16).to(tl.float32, bitcast=True), (c_bits << 16).to(tl.float32, bitcast=True)
     floors = tl.maximum(s_bits.to(tl.int32) - 1024, 0)
     u = (q.to(tl.float32) - 7.5) * s + c
     lowest = u - tl.where(q == 0, 1.5, 0.5) * s
     highest = u + tl.where(q == 15, 1.5, 0.5) * s
-    first = _places_of(lowest.to(tl.uint32, bitcast=True), floors)
-    last = _places_of(highest.to(tl.uint32, bitcast=True), floors)
+    if Q8:
+        one, other = _q8_places_of(lowest, d), _q8_places_of(highest, d)
+        first, last = tl.minimum(one, other), tl.maximum(one, other)
+    else:
+        first = _places_of(lowest.to(tl.uint32, bitcast=True), floors)
+        last = _places_of(highest.to(tl.uint32, bitcast=True), floors)
     needed = (((last - first + 2) * 15 - 1) >> 4).to(tl.float32)
     return first, tl.maximum((needed.to(tl.int32, bitcast=True) >> 23) - 126, 0), floors
 
@@ -200,10 +309,13 @@ def _before(counts):
 @jit(do_not_specialize=("start",))
 def _decode_rest_kernel(
     starts_ptr, pool_ptr, numbers_ptr, scales_ptr, centres_ptr, out_ptr, start, columns, number_words, row_scales,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, Q8: tl.constexpr,
 ):  # fmt: skip
     row = (start + tl.program_id(0)).to(tl.int64)
     codes_ptr = pool_ptr + tl.load(starts_ptr + row)
+    d_ptr = codes_ptr.to(tl.pointer_type(tl.float16))
+    if Q8:
+        codes_ptr += (columns + 63) // 64
     list_ptr = (pool_ptr + tl.load(starts_ptr + row + 1)).to(tl.pointer_type(tl.uint16))
     numbers_ptr, out_ptr = numbers_ptr + row * number_words, out_ptr + tl.program_id(0).to(tl.int64) * columns
     bits, listed = 0, 0
@@ -213,7 +325,11 @@ def _decode_rest_kernel(
         there, real = k < columns, group * 64 < columns
         s_bits = tl.load(scales_ptr + row * row_scales + group, mask=real, other=0).to(tl.uint32)
         c_bits = tl.load(centres_ptr + row * row_scales + group, mask=real, other=0).to(tl.uint32)
-        first, sizes, floors = _steps_of(_numbers_at(numbers_ptr, k, there), s_bits, c_bits)
+        if Q8:
+            d = tl.load(d_ptr + k // 32, mask=there, other=0).to(tl.float32)
+        else:
+            d = 0.0
+        first, sizes, floors = _steps_of(_numbers_at(numbers_ptr, k, there), s_bits, c_bits, d, Q8)
         sizes = tl.where(there, sizes, 0)
         begins, all_bits = _before(sizes)
         begins += bits
@@ -224,40 +340,48 @@ def _decode_rest_kernel(
         codes = ((low >> shift) | ((high << 1) << (31 - shift))).to(tl.int32, bitcast=True) & largest
         excepted = there & (codes == largest)
         before, all_listed = _before(excepted.to(tl.int32))
-        whole = tl.load(list_ptr - (listed + before + 1), mask=excepted, other=0).to(tl.int32)
+        whole = tl.load(list_ptr - (listed + before + 1), mask=excepted, other=0)
         places = first + codes
-        found = (tl.abs(places) - 1 + floors) | tl.where(places < 0, 0x8000, 0)
-        found = tl.where(excepted, whole, found)
-        if out_ptr.dtype.element_ty == tl.uint16:
-            found = found.to(tl.uint16)
+        if Q8:
+            places = tl.where(excepted, whole.to(tl.int16, bitcast=True).to(tl.int32), places)
+            found = (places.to(tl.float32) * d).to(out_ptr.dtype.element_ty)
         else:
-            found = (found << 16).to(tl.float32, bitcast=True).to(out_ptr.dtype.element_ty)
+            patterns = (tl.abs(places) - 1 + floors) | tl.where(places < 0, 0x8000, 0)
+            patterns = tl.where(excepted, whole.to(tl.int32), patterns)
+            if out_ptr.dtype.element_ty == tl.uint16:
+                found = patterns.to(tl.uint16)
+            else:
+                found = (patterns << 16).to(tl.float32, bitcast=True).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + k, found, mask=there)
         bits += all_bits
         listed += all_listed
 
 
-def decode_rest_triton(stored: torch.Tensor, copy: ScaledRows, start: int, out: torch.Tensor) -> None:
+def decode_rest_triton(
+    stored: torch.Tensor, copy: ScaledRows, start: int, out: torch.Tensor, *, q8: bool = False
+) -> None:
     """Triton version of `decode_rest`."""
     require_triton("decoding what is left of weights")
     starts, pool = _parts(stored, len(copy.numbers))
+    bits = out.view(torch.uint16) if out.dtype == torch.bfloat16 and not q8 else out
     with torch.cuda.device_of(out):
         _decode_rest_kernel[(len(out),)](
             starts, pool.view(torch.uint32), copy.numbers.view(torch.uint32), copy.scales.view(torch.uint16),
-            copy.zeros.view(torch.uint16), out.view(torch.uint16) if out.dtype == torch.bfloat16 else out, start,
-            out.shape[1], copy.numbers.shape[1] // 4, copy.scales.stride(0), GROUPS=_DECODED_GROUPS, num_warps=1,
+            copy.zeros.view(torch.uint16), bits, start, out.shape[1], copy.numbers.shape[1] // 4,
+            copy.scales.stride(0), GROUPS=_DECODED_GROUPS, Q8=q8, num_warps=1,
         )  # fmt: skip
 
 
-def decode_rest(stored: torch.Tensor, copy: ScaledRows, start: int, out: torch.Tensor) -> None:
+def decode_rest(stored: torch.Tensor, copy: ScaledRows, start: int, out: torch.Tensor, *, q8: bool = False) -> None:
     """Decode rows of a matrix, enqueued on the current stream of the device.
 
     Args:
-        stored: uint8, what `encode_rest` has written, contiguous, at an address that four divides.
+        stored: uint8, what `encode_rest` or `encode_q8_rest` has written, contiguous, at an address that four divides.
         copy: The one that it was coded with, of the whole matrix, on the same device.
         start: The first row that is decoded.
         out: [rows, K] of any float dtype, contiguous; every element is written.
+        q8: Whether the matrix is in Q8_0, and not in bf16.
     """
     assert out.is_contiguous() and 0 <= start <= start + len(out) <= len(copy.numbers)
     assert stored.dtype == torch.uint8 and stored.is_contiguous()
-    (decode_rest_triton if out.is_cuda else decode_rest_reference)(stored, copy, start, out)
+    (decode_rest_triton if out.is_cuda else decode_rest_reference)(stored, copy, start, out, q8=q8)

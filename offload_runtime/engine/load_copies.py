@@ -5,8 +5,9 @@ Copies are made while the target reads a few tokens, so that what each layer is 
 weigh errors as well as text does: copies of SmolLM2 then say 0.85 and 0.93 of its tokens (prose and code), by text 0.85
 and 0.92.
 
-Layers in bf16 are read from the checkpoint one by one meanwhile, through the ring's memory: what stays on the host, and
-crosses the link in every pass, is what is left of them given their copies. Others pass through the ring as they are.
+Layers in bf16 or Q8_0 are read from the checkpoint one by one meanwhile, through the ring's memory: what stays on the
+host, and crosses the link in every pass, is what is left of them given their copies. Others pass through the ring as
+they are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 
 from offload_runtime.core import Batch
 from offload_runtime.engine.load_model import LoadedModel, LoadProgress, OpenCard, through_scratch
-from offload_runtime.models.layers import LayerWeights, Weight
+from offload_runtime.models.layers import LayerWeights
 from offload_runtime.plan.model import ModelPlan
 from offload_runtime.runners.model_runner import Decoder, ModelRunner
 from offload_runtime.stream.queue import CardRing, LayerStreamer
@@ -62,7 +63,7 @@ def load_copies(
             on_progress("copies of layers", done_bytes, sum(sizes))
 
     if target.plan.left is None:
-        _make(runner, runner.streamer.layers, layout, blocks, lambda layer, _: report(layer))
+        _make(runner, runner.streamer.layers, layout, blocks, report)
     else:
         target = _load_left(source, target, layout, blocks, report)
     scratch_bytes = target.plan.copy_scratch_bytes(card.device.type, plan.step_rows or 0)
@@ -82,7 +83,7 @@ def load_copies(
 @torch.inference_mode()
 def _make(
     runner: ModelRunner, pass_of: Callable[[int], Iterator[tuple[int, LayerWeights]]], layout: ModelLayout,
-    blocks: Mapping[int, torch.Tensor], made: Callable[[int, Mapping[str, Weight]], None],
+    blocks: Mapping[int, torch.Tensor], made: Callable[[int], None],
 ) -> None:  # fmt: skip
     """Make the copies of some layers in these blocks, one behind the other, while all layers go by of a pass over so
     many rows; `made` is called with the layer behind each."""
@@ -97,7 +98,7 @@ def _make(
             seen = LayerWeights(observed(weights, layout.layers[layer]))
             yield layer, seen
             make_copy(seen, layout.layers[layer], blocks[layer])
-            made(layer, seen)
+            made(layer)
 
     runner.forward(Batch(prompts={0: tokens}), layers=layers())
     runner.cache.truncate(0, 0)
@@ -128,9 +129,9 @@ def _load_left(
                     resident[layer] if layer in resident else LayerWeights(reader.read(layer, ring, card.scratch)),
                 )
 
-        def made(layer: int, weights: Mapping[str, Weight]) -> None:
+        def made(layer: int) -> None:
             memory, stored = host.layers[layer].buffer, whole.layers[layer].stored(ring)
-            found[layer], none = store_left(weights, stored, copies[layer], left.layers[layer], memory)
+            found[layer], none = store_left(stored, copies[layer], left.layers[layer], memory)
             report(layer)
             refused.update(*(reader.packed_in(layer, packed) for packed in none))
 

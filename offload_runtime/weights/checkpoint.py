@@ -45,7 +45,7 @@ class DescribedModel:
     """A model that is known by its configuration: what a plan has to know of it. `native_dtype` is what `--dtype auto`
     means: the stored dtype, bf16 when the file is quantised. `kinds` says by transformers' name how tensors are stored
     that can be kept as they are, in the words of `weights.encoding` or as a format of it, and
-    `decoded` that they are not; `uncoded` are matrices that are known not to fit the 12-bit code of bf16.
+    `decoded` that they are not; `uncoded` are matrices that are known not to fit a code.
     `read_vocabulary` reads what files say of its tokens, which may be nothing, and `read_mtp` the head that its files
     carry, if any. `hit_exponent` is of what is expected in a pool of experts (`weights.expert_hits`), None of a model
     that no files are of."""

@@ -1,8 +1,8 @@
 """Copies of layers in few bits, which draft for the layers that they are of.
 
 The block of a copy has the tensors of the layer, matrices in 4 bits and all else as it is. It stays on the device, and
-is made of the layer as that comes from the checkpoint. Of bf16 what crosses the link in every pass is then what is left
-given the copy.
+is made of the layer as that comes from the checkpoint. Of bf16 and Q8_0 what crosses the link in every pass is then
+what is left given the copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from offload_runtime.weights.encoding import (
     Scaled,
     aligned,
     scaled_rows,
-    store_rest,
 )
 from offload_runtime.weights.layout import ModelLayout, PackedLayout, TensorSpec, checkpoint_tensors
 
@@ -52,7 +51,8 @@ def copied(layout: ModelLayout) -> ModelLayout:
 
 
 def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] = ()) -> ModelLayout | None:
-    """Return how layers lie in memory of which there are copies: what is left of matrices in bf16, all else as it is.
+    """Return how layers lie in memory of which there are copies: what is left of matrices in bf16 or Q8_0, all else as
+    it is.
 
     Args:
         layout: How they lie as they are.
@@ -60,9 +60,9 @@ def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] =
         uncoded: Matrices for which there is no room, by transformers' name; they stay as they are.
 
     Returns:
-        None where no matrix is in bf16.
+        None where no matrix is in either.
     """
-    plain, whole = Encoding(torch.bfloat16), dict[int | None, set[str]]()
+    whole = dict[int | None, set[str]]()
     for name, to in checkpoint_tensors(config).items():
         if name in uncoded:
             whole.setdefault(to.layer, set()).add(to.packed)
@@ -72,8 +72,9 @@ def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] =
         specs, offset_bytes = list[TensorSpec](), 0
         for spec in block.tensors:
             found = replace(spec, offset_bytes=offset_bytes)
-            if len(spec.shape) == 2 and spec.encoding == plain and spec.name not in kept:
-                rest = replace(found, encoding=Encoding.of(torch.bfloat16, [(spec.shape[0], RestOfCopy())]))
+            how = RestOfCopy.of(spec.encoding) if len(spec.shape) == 2 and spec.name not in kept else None
+            if how is not None:
+                rest = replace(found, encoding=Encoding.of(layout.dtype, [(spec.shape[0], how)]))
                 found = min(found, rest, key=lambda one: one.nbytes)
             specs.append(found)
             offset_bytes += aligned(found.nbytes)
@@ -81,7 +82,7 @@ def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] =
 
     pairs = enumerate(layout.layers)
     layers = tuple(left(block, frozenset(whole.get(number, ()))) for number, block in pairs)
-    return None if all(block.encoded_bytes == 0 for block in layers) else replace(layout, layers=layers)
+    return None if layers == layout.layers else replace(layout, layers=layers)
 
 
 class ObservedWeight:
@@ -148,15 +149,13 @@ def make_copy(weights: Mapping[str, Weight], copy: PackedLayout, out: torch.Tens
 
 
 def store_left(
-    weights: Mapping[str, Weight], stored: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor],
-    left: PackedLayout, out: torch.Tensor,
-) -> tuple[PackedLayout, set[str]]:  # fmt: skip
+    stored: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor], left: PackedLayout, out: torch.Tensor
+) -> tuple[PackedLayout, set[str]]:
     """Store what is left of a layer given its copy, each tensor behind the one before it.
 
     Args:
-        weights: Of the layer, on the copy's device.
-        stored: Its tensors' bytes there.
-        copies: Its copy's.
+        stored: Its tensors' bytes, on the copy's device.
+        copies: Those of its copy.
         left: How it lies in memory at most.
         out: uint8 [total_bytes of that], host; written.
 
@@ -166,13 +165,14 @@ def store_left(
     specs, refused, offset_bytes = list[TensorSpec](), set[str](), 0
     for spec in left.tensors:
         found, room = replace(spec, offset_bytes=offset_bytes), out[offset_bytes:][: spec.nbytes]
-        if any(isinstance(how, RestOfCopy) for _, how in spec.encoding.parts):
+        rests = [how for _, how in spec.encoding.parts if isinstance(how, RestOfCopy)]
+        for how in rests:
             try:
-                how = store_rest(weights[spec.name].dense, copies[spec.name], room)
-                found = replace(found, encoding=Encoding.of(spec.encoding.dtype, [(spec.shape[0], how)]))
+                kept = how.store(stored[spec.name], spec.shape, copies[spec.name], room)
+                found = replace(found, encoding=Encoding.of(spec.encoding.dtype, [(spec.shape[0], kept)]))
             except NotCodable:
                 refused.add(spec.name)
-        else:
+        if not rests:
             room.copy_(stored[spec.name])
         specs.append(found)
         offset_bytes += aligned(found.nbytes)

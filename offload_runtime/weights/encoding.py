@@ -11,8 +11,8 @@ scales. bf16 is coded in 12 bits an element without loss when it is loaded: all 
 bytes, whatever their values are, so that a plan knows them without reading the weights; that a matrix cannot be coded
 is found when it is read. A GPU's product of a few rows decodes all of these in registers, one of many into a scratch.
 
-One encoding has a base, another tensor that it is decoded with: what is left of bf16 given a copy in few bits, which
-lies elsewhere on the device.
+One encoding has a base, another tensor that it is decoded with: what is left of bf16 or Q8_0 given a copy in few bits,
+which lies elsewhere on the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from offload_runtime_kernels.gguf_blocks import (
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import Activation, gated_product, linear
 from offload_runtime_kernels.low_bit_copy import COPY
-from offload_runtime_kernels.low_bit_rest import decode_rest, encode_rest, rest_bytes, used_bytes
+from offload_runtime_kernels.low_bit_rest import decode_rest, encode_q8_rest, encode_rest, rest_bytes, used_bytes
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import (
     LARGEST_SCALE,
@@ -439,21 +439,32 @@ class CodedBf16(Format):
 
 # --- what is left given a copy
 
-REST = "BF16 given copies"  # what it is called
+Q8_0 = "Q8_0"
 
 
 @dataclass(frozen=True)
 class RestOfCopy(Format):
-    """What is left of a bf16 matrix given its copy of the form `COPY`, the `base`: in the room that a plan has for it,
-    or in the `stored_bytes` that it has turned out to take."""
+    """What is left of a matrix in bf16 or Q8_0 given its copy of the form `COPY`, the `base`: in the room that a plan
+    has for it, or in the `stored_bytes` that it has turned out to take."""
 
-    kind: str = REST
+    kind: str = field(init=False)
+    q8: bool = False
     stored_bytes: int | None = None
     base: torch.Tensor | None = field(default=None, compare=False, repr=False)
     has_rows: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", f"{Q8_0 if self.q8 else 'BF16'} given copies")
+
+    @classmethod
+    def of(cls, encoding: Encoding) -> RestOfCopy | None:
+        """Return what is left of a matrix that is stored so; None where it is otherwise."""
+        if encoding == Encoding(torch.bfloat16):
+            return cls()
+        return cls(q8=True) if [how for _, how in encoding.parts] == [GgufBlocks(Q8_0)] else None
+
     def nbytes(self, rows: int, columns: int) -> int:
-        return rest_bytes(rows, columns) if self.stored_bytes is None else self.stored_bytes
+        return rest_bytes(rows, columns, q8=self.q8) if self.stored_bytes is None else self.stored_bytes
 
     @property
     def expert_encoding(self) -> None:
@@ -461,15 +472,29 @@ class RestOfCopy(Format):
 
     def decode(self, stored: torch.Tensor, rows: int, start: int, out: torch.Tensor) -> None:
         assert self.base is not None, "it is seen with its copy"
-        decode_rest(stored, scaled_rows(self.base, COPY, rows, out.shape[1]), start, out)
+        decode_rest(stored, scaled_rows(self.base, COPY, rows, out.shape[1]), start, out, q8=self.q8)
 
+    def store(self, whole: torch.Tensor, shape: tuple[int, ...], copy: torch.Tensor, out: torch.Tensor) -> RestOfCopy:
+        """Write what is left of a matrix [M, K].
 
-def store_rest(values: torch.Tensor, copy: torch.Tensor, out: torch.Tensor) -> RestOfCopy:
-    """Write what is left of bf16 [M, K] given its copy, uint8 of the form `COPY` on the same device, to uint8
-    [rest_bytes] on any device. Returns how it is stored; raises `NotCodable` where there is no room for it."""
-    if not encode_rest(values, scaled_rows(copy, COPY, *values.shape), out):
-        raise NotCodable
-    return RestOfCopy(stored_bytes=used_bytes(out, len(values)))
+        Args:
+            whole: Its bytes, uint8.
+            shape: [M, K].
+            copy: The copy's, uint8, on the same device.
+            out: uint8 [nbytes], on any device; written.
+
+        Returns:
+            How it is stored. Raises `NotCodable` where there is no room for it.
+        """
+        base = scaled_rows(copy, COPY, *shape)
+        if self.q8:
+            row_bytes = GgufBlocks(Q8_0).row_bytes(shape[1])
+            fits = encode_q8_rest(whole[: shape[0] * row_bytes].view(-1, row_bytes), shape[1], base, out)
+        else:
+            fits = encode_rest(whole.view(torch.bfloat16).view(shape), base, out)
+        if not fits:
+            raise NotCodable
+        return replace(self, stored_bytes=used_bytes(out, shape[0]))
 
 
 # --- quantised safetensors: numbers, scales, their zeros and the groups of columns behind one another, in the one

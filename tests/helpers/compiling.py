@@ -212,7 +212,9 @@ def encoding_calls() -> Iterator[tuple[str, Call]]:
     yield "decode FP8", partial(decode_scaled_triton, numbers_of(squares, 4096, 4096), squares, 0, decoded)
     yield "decode copy", partial(decode_scaled_triton, copy, COPY, 0, torch.empty(4096, 4096, dtype=BF16))
     rest = ints(rest_bytes(large, 4096), dtype=torch.uint8)
-    yield "decode rest", partial(decode_rest_triton, rest, copy, 0, torch.empty(large, 4096, dtype=BF16))
+    for q8 in (False, True):
+        out = torch.empty(large, 4096, dtype=BF16)
+        yield f"decode rest {q8}", partial(decode_rest_triton, rest, copy, 0, out, q8=q8)
 
 
 def attention_calls() -> Iterator[tuple[str, Call]]:

@@ -1,10 +1,14 @@
 """`encode_rest` and `decode_rest`: every bit comes back, by the reference and by the kernel."""
 
+from itertools import product
+
 import pytest
 import torch
+from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference
 from offload_runtime_kernels.low_bit_rest import (
     decode_rest_reference,
     decode_rest_triton,
+    encode_q8_rest,
     encode_rest,
     rest_bytes,
     used_bytes,
@@ -13,7 +17,11 @@ from offload_runtime_kernels.scaled_rows import ScaledRows
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 from tests.kernels.test_coded_bf16 import MATRICES, assert_same_bits, gaussian
+from tests.kernels.test_gguf_blocks import assert_same_bits as assert_same_bits_of
+from tests.kernels.test_gguf_blocks import blocks_of, in_rows
 from tests.kernels.test_low_bit_copy import copy_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # of what fp16 has no room for
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # A group, shorter ones, tiles that end within one and within a group, several tiles.
@@ -92,3 +100,42 @@ def test_a_gpu_writes_what_a_cpu_does(name: str) -> None:
 def test_matrices_of_real_models(rows: int, columns: int) -> None:
     values = (0.02 * torch.randn(rows, columns, device=KERNEL_DEVICE)).bfloat16()
     check(values)
+
+
+def q8_rows(values: torch.Tensor) -> torch.Tensor:
+    """Rows as a GGUF file has them in Q8_0, [R, K / 32, 34] uint8, of fp32."""
+    blocks = values.unflatten(1, (-1, 32))
+    d = (blocks.abs().amax(2, keepdim=True) / 127).half()
+    numbers = (blocks / d.float()).nan_to_num(0.0).round().clamp(-127, 127).to(torch.int8)
+    return torch.cat((d.view(torch.uint8), numbers.view(torch.uint8)), dim=2)
+
+
+def check_q8(blocks: torch.Tensor, nbytes: int | None = None) -> None:
+    """By the reference and by the kernel, all rows and those behind the first, against what the blocks say."""
+    stored, shape = in_rows("Q8_0", blocks.flatten(0, 1), blocks.shape[1]), (len(blocks), 32 * blocks.shape[1])
+    values = torch.empty(shape)
+    decode_blocks_reference(stored, FORMATS["Q8_0"], values)
+    copy = copy_of(values.to(KERNEL_DEVICE))
+    rest = torch.full((nbytes or rest_bytes(*shape, q8=True),), 255, dtype=torch.uint8, device=KERNEL_DEVICE)
+    assert encode_q8_rest(stored.to(KERNEL_DEVICE), shape[1], copy, rest)
+    dtypes = [FP32, FP16] + [BF16] * (KERNEL_DEVICE.type == "cuda")
+    for decode, start, dtype in product((decode_rest_reference, decode_rest_triton), (0, 1), dtypes):
+        expected = torch.empty(shape, dtype=dtype)
+        decode_blocks_reference(stored, FORMATS["Q8_0"], expected)
+        out = torch.full(shape, 7.0, dtype=dtype, device=KERNEL_DEVICE)
+        decode(rest, copy, start, out[: len(out) - start], q8=True)
+        assert_same_bits_of(out[: len(out) - start].cpu(), expected[start:])
+        assert bool((out[len(out) - start :] == 7.0).all())
+
+
+@pytest.mark.parametrize("columns", [32, 96, 576, 1024])
+def test_q8_numbers_come_back(columns: int) -> None:
+    """In the room that a plan has, and whatever bytes and scales are in blocks."""
+    for name in ("Gaussian", "heavy-tailed"):
+        check_q8(q8_rows(MATRICES[name](8, columns).float()))
+    blocks = blocks_of("Q8_0", 3 * columns // 32, (0x0000, 0x8001, 0x1A2B, 0x93C5, 0x3C00, 0x7BFF))[256:]
+    check_q8(blocks.view(3, -1, 34), rest_bytes(3, columns, q8=True) + 12 * columns)
+
+
+def test_q8_has_room() -> None:
+    assert rest_bytes(4096, 4096, q8=True) < 5.6 / 8 * 4096 * 4096
