@@ -32,6 +32,7 @@ from tests.helpers import native_drafts as natives
 from tests.helpers.engine import NUM_LAYERS, PROMPT, byte_level_tokenizer, load, refuse_weights, write_checkpoint
 from tests.helpers.families import family_model
 from tests.helpers.planning import CONFIGS
+from tests.helpers.quantising import FORMATS, write_quantised
 from tests.test_weights_gguf import write
 
 COUNT = 16
@@ -284,6 +285,18 @@ def test_what_is_left_of_q8_0_has_every_bit(random_target: Path, tmp_path: Path)
             brought.append(runtime.generate([5, 6, 7], max_new_tokens=4, ignore_eos=True).stats.bytes_per_pass)
     assert torch.equal(*found)
     assert brought[1] < 0.68 * brought[0]
+
+
+@pytest.mark.parametrize("name", ["FP8 of blocks", "FP8 of channels", "FP8 of a tensor"])
+def test_what_is_left_of_fp8_has_every_bit(name: str, tmp_path: Path) -> None:
+    write_quantised(tmp_path, FORMATS[name])
+    found, brought = [], []
+    for draft in ("none", "self"):
+        with load(tmp_path, draft=draft, resident_layers=1, weights="stored") as runtime:
+            found.append(logits_of(runtime))
+            brought.append(runtime.generate([5, 6, 7], max_new_tokens=4, ignore_eos=True).stats.bytes_per_pass)
+    assert torch.equal(*found)
+    assert brought[1] < 0.65 * brought[0]
 
 
 def test_what_has_no_room_stays_as_it_is(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What makes a matrix out of its copy in 4 bits (`low_bit_copy`), every bit of it: one in bf16, or in Q8_0's blocks.
+"""What makes a matrix out of its copy in 4 bits (`low_bit_copy`), every bit of it: one in bf16, Q8_0 or FP8.
 
 A copy says in which step of its scale a weight lies, about, and how many numbers of the file's format are in that step:
 a code that says which one it is takes just as many bits as it must. So the lengths of all codes are known before one is
@@ -9,18 +9,21 @@ read, and a row's weights are decoded together, after adding lengths up.
     the largest code stands for an exception: places behind the code's room, or out of the step
 
 In bf16 place(w) is the position among the numbers from s / 256 on, negative below zero; nearer to it is place 0, an
-exception. In Q8_0 the place is the integer that is next to w / d, d being the block's scale: w = d place(w).
+exception. In Q8_0 the place is the integer that is next to w / d, d being the block's scale: w = d place(w). In FP8,
+whose scales d are kept elsewhere, it is the position of w / d among the numbers of E4M3, the one below it towards zero;
+-0 and what is no number are exceptions.
 
 Of a row first all codes follow one another from the lowest bit of a word on, in Q8_0 behind the scales of all blocks;
 exceptions, whole patterns of 16 bits or integers, begin at the end and go backwards. A matrix is
 
     starts    4 (M + 1)      the words at which its rows begin, uint32, and the last one ends
-    rows      M (R K + 8)    one behind the other; what is left over is behind the last. R is 17/16 or 11/16
+    rows      M (R K + 8)    one behind the other; what is left over is behind the last. R is 17/16, 11/16 or 5/8
 
 SmolLM2's matrices in bf16, off any grid by noise, take 7.39 to 7.69 bits a weight, but for two of its first layer,
 which take 7.91 and 7.98; Gaussian weights take 7.34, those of Student's t with three degrees of freedom 8.24. A code of
 8 bits for each weight takes 8.4 of SmolLM2's with exceptions in further bytes, and 9.2 with ones of 16 bits. In Q8_0
-all of these take 5.1 to 5.2 bits in place of 8.5.
+all of these take 5.1 to 5.2 bits in place of 8.5, in FP8 with scales of 128 x 128 SmolLM2's 4.0, Gaussian ones 3.9 and
+those of three degrees of freedom 4.7.
 
 What decoding computes in fp32 has one rounding in every sum and quotient and none in a product: it is the same on every
 device.
@@ -34,11 +37,14 @@ import torch
 from offload_runtime_kernels._jit import jit, require_triton, tl
 from offload_runtime_kernels.gguf_blocks import FORMATS, unpack_rows
 from offload_runtime_kernels.low_bit_copy import COPY, GROUP
-from offload_runtime_kernels.scaled_rows import MIDDLE, ScaledRows, unpack_numbers
+from offload_runtime_kernels.scaled_rows import MIDDLE, ScaledFormat, ScaledRows, unpack_numbers
 
 _FLOOR = 8 << 7  # from the pattern of a scale down to that of its 256th
 _ALIGNMENT_BYTES = 256
-_ROOM, _Q8_ROOM, _ROW_BYTES = 17 / 16, 11 / 16, 8  # bytes of a weight, and of a row's words that are not filled
+BF16, Q8_0, FP8 = "BF16", "Q8_0", "FP8"  # what matrices are in
+_KINDS = {BF16: 0, Q8_0: 1, FP8: 2}  # for kernels
+# Bytes of a weight, and of a row's words that are not filled.
+_ROOM, _ROW_BYTES = {BF16: 17 / 16, Q8_0: 11 / 16, FP8: 5 / 8}, 8
 _Q8, _Q8_BLOCK = FORMATS["Q8_0"], 32
 _DECODED_GROUPS = 8  # of a row, at a time
 _ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 21}  # worked on at a time, some 200 MB of a GPU
@@ -48,10 +54,9 @@ def _starts_bytes(rows: int) -> int:
     return -(-4 * (rows + 1) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def rest_bytes(rows: int, columns: int, *, q8: bool = False) -> int:
-    """Return the bytes of what is left of a matrix, in bf16 or in Q8_0, as far as there is room for it."""
-    room = _Q8_ROOM if q8 else _ROOM
-    return _starts_bytes(rows) + rows * (math.ceil(columns * room / 4) * 4 + _ROW_BYTES)
+def rest_bytes(rows: int, columns: int, kind: str = BF16) -> int:
+    """Return the bytes of what is left of a matrix, as far as there is room for it."""
+    return _starts_bytes(rows) + rows * (math.ceil(columns * _ROOM[kind] / 4) * 4 + _ROW_BYTES)
 
 
 def used_bytes(stored: torch.Tensor, rows: int) -> int:
@@ -86,10 +91,20 @@ def _places(patterns: torch.Tensor, floors: torch.Tensor) -> torch.Tensor:
     return torch.where((patterns & 0x8000) != 0, -outside, outside)
 
 
-def _q8_places(x: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """Places of fp32 numbers in blocks of these scales; any, of scales that are zero or no number."""
-    relative = (x / torch.where(d == 0, 1.0, d)).nan_to_num_(0.0).clamp_(-128.0, 127.0)
-    return relative.add_(0.5).floor_().int()
+def _scaled_places(x: torch.Tensor, d: torch.Tensor, kind: str) -> torch.Tensor:
+    """Places of fp32 numbers among those of Q8_0 or FP8 with these scales; any, of scales that are none."""
+    relative = x / torch.where(d == 0, 1.0, d)
+    relative = torch.where(relative.isnan(), 0.0, relative)
+    if kind == Q8_0:
+        return relative.clamp_(-128.0, 127.0).add_(0.5).floor_().int()
+    size = relative.abs().clamp_max_(448.0)
+    places = torch.where(size < 2.0**-6, (size * 512).int(), (size.view(torch.int32) >> 20) - 960)
+    return torch.where(relative < 0, -places, places)
+
+
+def _fp8_places(patterns: torch.Tensor) -> torch.Tensor:
+    """Places of patterns of E4M3."""
+    return torch.where(patterns >= 128, 128 - patterns, patterns)
 
 
 def _sizes(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
@@ -106,10 +121,10 @@ def _steps(copy: ScaledRows, rows: slice, columns: int) -> tuple[torch.Tensor, t
     return first, _sizes(first, last), floors
 
 
-def _q8_steps(copy: ScaledRows, rows: slice, d: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of Q8_0 the same of blocks with the scales [R, K] fp32."""
+def _scaled_steps(copy: ScaledRows, rows: slice, d: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of Q8_0 or FP8 the same of numbers with the scales [R, K] fp32."""
     lowest, highest, _ = _ends(copy, rows, d.shape[1])
-    ends = _q8_places(lowest, d), _q8_places(highest, d)
+    ends = _scaled_places(lowest, d, kind), _scaled_places(highest, d, kind)
     first, last = torch.minimum(*ends), torch.maximum(*ends)  # a scale may be negative
     return first, _sizes(first, last)
 
@@ -146,13 +161,29 @@ def _encode_q8(blocks: torch.Tensor, copy: ScaledRows, rows: slice) -> tuple[tor
     """The same of blocks as a file has them, uint8 [R, blocks, 34]."""
     halves, places = blocks[:, :, :2].contiguous().view(torch.float16), blocks[:, :, 2:].contiguous().view(torch.int8)
     places = places.flatten(1).int()
-    first, sizes = _q8_steps(copy, rows, halves.float().expand(-1, -1, _Q8_BLOCK).flatten(1))
+    first, sizes = _scaled_steps(copy, rows, halves.float().expand(-1, -1, _Q8_BLOCK).flatten(1), Q8_0)
     codes = places - first
     scales = halves.view(torch.int16).flatten(1).long() & 0xFFFF
     scales = torch.nn.functional.pad(scales, (0, scales.shape[1] % 2)).unflatten(1, (-1, 2))
     counts, words = _packed(codes, sizes, (codes < 0) | (codes >= (1 << sizes) - 1), places, scales.shape[1])
     words[:, : scales.shape[1]] = scales[:, :, 0] | scales[:, :, 1] << 16
     return counts, words
+
+
+def _scales_of(scales: torch.Tensor, form: ScaledFormat, rows: slice, columns: int) -> torch.Tensor:
+    """Scales of each of some rows' numbers, fp32 [R, K]."""
+    own = torch.arange(rows.start, rows.stop, device=scales.device) // form.rows
+    return scales[own][:, torch.arange(columns, device=scales.device) // form.columns].float()
+
+
+def _encode_fp8(
+    patterns: torch.Tensor, copy: ScaledRows, rows: slice, d: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of patterns of E4M3 with the scales [R, K] fp32."""
+    first, sizes = _scaled_steps(copy, rows, d, FP8)
+    codes = _fp8_places(patterns) - first
+    excepted = (patterns == 128) | (codes < 0) | (codes >= (1 << sizes) - 1)
+    return _packed(codes, sizes, excepted, patterns, 0)
 
 
 def _encode_all(
@@ -207,6 +238,19 @@ def encode_q8_rest(stored: torch.Tensor, columns: int, copy: ScaledRows, out: to
     return _encode_all(pieces, out, len(stored))
 
 
+def encode_fp8_rest(whole: ScaledRows, form: ScaledFormat, columns: int, copy: ScaledRows, out: torch.Tensor) -> bool:
+    """The same of a matrix of FP8 numbers, whose scales are kept elsewhere; columns are in no order of their own."""
+    height = len(whole.numbers)
+    assert len(copy.numbers) == height and form.number == FP8 and not form.ordered
+
+    def coded(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        patterns = unpack_numbers(whole.numbers[rows], form, columns).int()
+        return _encode_fp8(patterns, copy, rows, _scales_of(whole.scales, form, rows, columns))
+
+    pieces = ((rows, coded(rows)) for rows in _pieces(height, columns, whole.numbers.device))
+    return _encode_all(pieces, out, height)
+
+
 def _unpacked(
     starts: torch.Tensor, pool: torch.Tensor, sizes: torch.Tensor, ahead: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -238,20 +282,38 @@ def _decode_q8_reference(stored: torch.Tensor, copy: ScaledRows, rows: slice, ou
     count = out.shape[1] // _Q8_BLOCK
     at = 2 * starts[:-1][rows, None] + torch.arange(count, device=out.device)
     d = pool.view(torch.float16)[at].float().repeat_interleave(_Q8_BLOCK, 1)
-    first, sizes = _q8_steps(copy, rows, d)
+    first, sizes = _scaled_steps(copy, rows, d, Q8_0)
     codes, at, whole = _unpacked(starts[rows.start : rows.stop + 1], pool, sizes, (count + 1) // 2)
     places = first + codes
     places[at[:, 0], at[:, 1]] = whole
     out.copy_(places * d)
 
 
-def decode_rest_reference(
-    stored: torch.Tensor, copy: ScaledRows, start: int, out: torch.Tensor, *, q8: bool = False
+def _decode_fp8_reference(
+    stored: torch.Tensor, copy: ScaledRows, rows: slice, out: torch.Tensor, scales: torch.Tensor, form: ScaledFormat
 ) -> None:
+    starts, pool = _parts(stored, len(copy.numbers))
+    d = _scales_of(scales, form, rows, out.shape[1])
+    first, sizes = _scaled_steps(copy, rows, d, FP8)
+    codes, at, whole = _unpacked(starts[rows.start : rows.stop + 1], pool, sizes, 0)
+    places = first + codes
+    patterns = places.abs() | (places < 0).int() << 7
+    patterns[at[:, 0], at[:, 1]] = whole
+    numbers = patterns.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    out.copy_(numbers.mul_(d).to(form.scale))
+
+
+def decode_rest_reference(
+    stored: torch.Tensor, copy: ScaledRows, start: int, out: torch.Tensor, kind: str = BF16,
+    scales: torch.Tensor | None = None, form: ScaledFormat | None = None,
+) -> None:  # fmt: skip
     """Plain torch version of `decode_rest`."""
     for some in _pieces(len(out), out.shape[1], out.device):
         rows = slice(start + some.start, start + some.stop)
-        (_decode_q8_reference if q8 else _decode_reference)(stored, copy, rows, out[some])
+        if scales is not None and form is not None:
+            _decode_fp8_reference(stored, copy, rows, out[some], scales, form)
+        else:
+            (_decode_q8_reference if kind == Q8_0 else _decode_reference)(stored, copy, rows, out[some])
 
 
 # --- the kernel: a program decodes a row, so many groups at a time; tensors are [groups, 64]
@@ -273,23 +335,31 @@ def _numbers_at(row_ptr, k, there):
 
 
 @jit
-def _q8_places_of(x, d):
-    """Places of fp32 numbers in blocks of these scales."""
+def _scaled_places_of(x, d, KIND: tl.constexpr):
+    """Places of fp32 numbers among those of Q8_0 or FP8 with these scales."""
     relative = tl.div_rn(x, tl.where(d == 0, 1.0, d))
     relative = tl.where(relative == relative, relative, 0.0)
-    return tl.floor(tl.minimum(tl.maximum(relative, -128.0), 127.0) + 0.5).to(tl.int32)
+    if KIND == 1:
+        found = tl.floor(tl.minimum(tl.maximum(relative, -128.0), 127.0) + 0.5).to(tl.int32)
+    else:
+        size = tl.minimum(tl.abs(relative), 448.0)
+        normal = (size.to(tl.int32, bitcast=True) >> 20) - 960
+        found = tl.where(size < 0.015625, (size * 512).to(tl.int32), normal)
+        found = tl.where(relative < 0, -found, found)
+    return found
 
 
 @jit
-def _steps_of(q, s_bits, c_bits, d, Q8: tl.constexpr):
-    """What `_steps` and `_q8_steps` have, of numbers, the patterns of their scales and centres, and Q8_0's scales."""
+def _steps_of(q, s_bits, c_bits, d, KIND: tl.constexpr):
+    """What `_steps` and `_scaled_steps` have, of the copy's numbers, the patterns of its scales and centres, and the
+    matrix' own scales."""
     s, c = (s_bits << 16).to(tl.float32, bitcast=True), (c_bits << 16).to(tl.float32, bitcast=True)
     floors = tl.maximum(s_bits.to(tl.int32) - 1024, 0)
     u = (q.to(tl.float32) - 7.5) * s + c
     lowest = u - tl.where(q == 0, 1.5, 0.5) * s
     highest = u + tl.where(q == 15, 1.5, 0.5) * s
-    if Q8:
-        one, other = _q8_places_of(lowest, d), _q8_places_of(highest, d)
+    if KIND > 0:
+        one, other = _scaled_places_of(lowest, d, KIND), _scaled_places_of(highest, d, KIND)
         first, last = tl.minimum(one, other), tl.maximum(one, other)
     else:
         first = _places_of(lowest.to(tl.uint32, bitcast=True), floors)
@@ -306,15 +376,24 @@ def _before(counts):
     return tl.cumsum(counts, 1) - counts + before[:, None], tl.sum(of_group)
 
 
+@jit
+def _fp8_numbers(patterns):
+    """fp32 of patterns of E4M3."""
+    halves = ((patterns & 0x80) << 8 | (patterns & 0x7F) << 7).to(tl.uint16).to(tl.float16, bitcast=True)
+    numbers = halves.to(tl.float32)
+    return tl.where(tl.abs(numbers) == 1.875, float("nan"), numbers * 256.0)
+
+
 @jit(do_not_specialize=("start",))
 def _decode_rest_kernel(
-    starts_ptr, pool_ptr, numbers_ptr, scales_ptr, centres_ptr, out_ptr, start, columns, number_words, row_scales,
-    GROUPS: tl.constexpr, Q8: tl.constexpr,
+    starts_ptr, pool_ptr, numbers_ptr, scales_ptr, centres_ptr, own_scales_ptr, out_ptr, start, columns, number_words,
+    row_scales, own_row_scales, own_rows, own_columns, GROUPS: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     row = (start + tl.program_id(0)).to(tl.int64)
     codes_ptr = pool_ptr + tl.load(starts_ptr + row)
-    d_ptr = codes_ptr.to(tl.pointer_type(tl.float16))
-    if Q8:
+    d_ptr = own_scales_ptr + row // own_rows * own_row_scales
+    if KIND == 1:
+        d_ptr = codes_ptr.to(tl.pointer_type(tl.float16))
         codes_ptr += (columns + 63) // 64
     list_ptr = (pool_ptr + tl.load(starts_ptr + row + 1)).to(tl.pointer_type(tl.uint16))
     numbers_ptr, out_ptr = numbers_ptr + row * number_words, out_ptr + tl.program_id(0).to(tl.int64) * columns
@@ -325,11 +404,10 @@ def _decode_rest_kernel(
         there, real = k < columns, group * 64 < columns
         s_bits = tl.load(scales_ptr + row * row_scales + group, mask=real, other=0).to(tl.uint32)
         c_bits = tl.load(centres_ptr + row * row_scales + group, mask=real, other=0).to(tl.uint32)
-        if Q8:
-            d = tl.load(d_ptr + k // 32, mask=there, other=0).to(tl.float32)
-        else:
-            d = 0.0
-        first, sizes, floors = _steps_of(_numbers_at(numbers_ptr, k, there), s_bits, c_bits, d, Q8)
+        d = 0.0
+        if KIND > 0:
+            d = tl.load(d_ptr + k // own_columns, mask=there, other=0).to(tl.float32)
+        first, sizes, floors = _steps_of(_numbers_at(numbers_ptr, k, there), s_bits, c_bits, d, KIND)
         sizes = tl.where(there, sizes, 0)
         begins, all_bits = _before(sizes)
         begins += bits
@@ -342,9 +420,14 @@ def _decode_rest_kernel(
         before, all_listed = _before(excepted.to(tl.int32))
         whole = tl.load(list_ptr - (listed + before + 1), mask=excepted, other=0)
         places = first + codes
-        if Q8:
+        if KIND == 1:
             places = tl.where(excepted, whole.to(tl.int16, bitcast=True).to(tl.int32), places)
             found = (places.to(tl.float32) * d).to(out_ptr.dtype.element_ty)
+        elif KIND == 2:
+            patterns = tl.abs(places) | tl.where(places < 0, 0x80, 0)
+            patterns = tl.where(excepted, whole.to(tl.int32), patterns)
+            w = (_fp8_numbers(patterns) * d).to(own_scales_ptr.dtype.element_ty)
+            found = w.to(tl.float32).to(out_ptr.dtype.element_ty)
         else:
             patterns = (tl.abs(places) - 1 + floors) | tl.where(places < 0, 0x8000, 0)
             patterns = tl.where(excepted, whole.to(tl.int32), patterns)
@@ -358,30 +441,38 @@ def _decode_rest_kernel(
 
 
 def decode_rest_triton(
-    stored: torch.Tensor, copy: ScaledRows, start: int, out: torch.Tensor, *, q8: bool = False
-) -> None:
+    stored: torch.Tensor, copy: ScaledRows, start: int, out: torch.Tensor, kind: str = BF16,
+    scales: torch.Tensor | None = None, form: ScaledFormat | None = None,
+) -> None:  # fmt: skip
     """Triton version of `decode_rest`."""
     require_triton("decoding what is left of weights")
     starts, pool = _parts(stored, len(copy.numbers))
-    bits = out.view(torch.uint16) if out.dtype == torch.bfloat16 and not q8 else out
+    bits = out.view(torch.uint16) if out.dtype == torch.bfloat16 and kind == BF16 else out
+    own, shares = (copy.scales, (1, _Q8_BLOCK)) if scales is None or form is None else (scales, form[1:3])
     with torch.cuda.device_of(out):
         _decode_rest_kernel[(len(out),)](
             starts, pool.view(torch.uint32), copy.numbers.view(torch.uint32), copy.scales.view(torch.uint16),
-            copy.zeros.view(torch.uint16), bits, start, out.shape[1], copy.numbers.shape[1] // 4,
-            copy.scales.stride(0), GROUPS=_DECODED_GROUPS, Q8=q8, num_warps=1,
+            copy.zeros.view(torch.uint16), own, bits, start, out.shape[1], copy.numbers.shape[1] // 4,
+            copy.scales.stride(0), own.stride(0), *shares, GROUPS=_DECODED_GROUPS, KIND=_KINDS[kind], num_warps=1,
         )  # fmt: skip
 
 
-def decode_rest(stored: torch.Tensor, copy: ScaledRows, start: int, out: torch.Tensor, *, q8: bool = False) -> None:
+def decode_rest(
+    stored: torch.Tensor, copy: ScaledRows, start: int, out: torch.Tensor, kind: str = BF16,
+    scales: torch.Tensor | None = None, form: ScaledFormat | None = None,
+) -> None:  # fmt: skip
     """Decode rows of a matrix, enqueued on the current stream of the device.
 
     Args:
-        stored: uint8, what `encode_rest` or `encode_q8_rest` has written, contiguous, at an address that four divides.
+        stored: uint8, what one of the encoders has written, contiguous, at an address that four divides.
         copy: The one that it was coded with, of the whole matrix, on the same device.
         start: The first row that is decoded.
         out: [rows, K] of any float dtype, contiguous; every element is written.
-        q8: Whether the matrix is in Q8_0, and not in bf16.
+        kind: What the matrix is in.
+        scales: Of FP8: [rows of scales, columns of scales].
+        form: Of FP8: how scales are shared.
     """
+    assert (kind == FP8) == (scales is not None) == (form is not None)
     assert out.is_contiguous() and 0 <= start <= start + len(out) <= len(copy.numbers)
     assert stored.dtype == torch.uint8 and stored.is_contiguous()
-    (decode_rest_triton if out.is_cuda else decode_rest_reference)(stored, copy, start, out, q8=q8)
+    (decode_rest_triton if out.is_cuda else decode_rest_reference)(stored, copy, start, out, kind, scales, form)

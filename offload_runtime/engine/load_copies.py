@@ -5,9 +5,9 @@ Copies are made while the target reads a few tokens, so that what each layer is 
 weigh errors as well as text does: copies of SmolLM2 then say 0.85 and 0.93 of its tokens (prose and code), by text 0.85
 and 0.92.
 
-Layers in bf16 or Q8_0 are read from the checkpoint one by one meanwhile, through the ring's memory: what stays on the
-host, and crosses the link in every pass, is what is left of them given their copies. Others pass through the ring as
-they are.
+Layers in bf16, Q8_0 or FP8 are read from the checkpoint one by one meanwhile, through the ring's memory: what stays on
+the host, and crosses the link in every pass, is what is left of them given their copies. Others pass through the ring
+as they are.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def _load_left(
                 )
 
         def made(layer: int) -> None:
-            memory, stored = host.layers[layer].buffer, whole.layers[layer].stored(ring)
-            found[layer], none = store_left(stored, copies[layer], left.layers[layer], memory)
+            memory = host.layers[layer].buffer
+            found[layer], none = store_left(whole.layers[layer], ring, copies[layer], left.layers[layer], memory)
             report(layer)
             refused.update(*(reader.packed_in(layer, packed) for packed in none))
 

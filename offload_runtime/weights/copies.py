@@ -1,8 +1,8 @@
 """Copies of layers in few bits, which draft for the layers that they are of.
 
 The block of a copy has the tensors of the layer, matrices in 4 bits and all else as it is. It stays on the device, and
-is made of the layer as that comes from the checkpoint. Of bf16 and Q8_0 what crosses the link in every pass is then
-what is left given the copy.
+is made of the layer as that comes from the checkpoint. Of bf16, Q8_0 and FP8 what crosses the link in every pass is
+then what is left given the copy.
 """
 
 from __future__ import annotations
@@ -20,10 +20,13 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import Weight
 from offload_runtime.weights.encoding import (
     Encoding,
+    Format,
     NotCodable,
+    Part,
     RestOfCopy,
     Scaled,
     aligned,
+    rows_of_copy,
     scaled_rows,
 )
 from offload_runtime.weights.layout import ModelLayout, PackedLayout, TensorSpec, checkpoint_tensors
@@ -51,8 +54,8 @@ def copied(layout: ModelLayout) -> ModelLayout:
 
 
 def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] = ()) -> ModelLayout | None:
-    """Return how layers lie in memory of which there are copies: what is left of matrices in bf16 or Q8_0, all else as
-    it is.
+    """Return how layers lie in memory of which there are copies: what is left of matrices in bf16, Q8_0 or FP8, all
+    else as it is.
 
     Args:
         layout: How they lie as they are.
@@ -60,7 +63,7 @@ def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] =
         uncoded: Matrices for which there is no room, by transformers' name; they stay as they are.
 
     Returns:
-        None where no matrix is in either.
+        None where no matrix is in one of these.
     """
     whole = dict[int | None, set[str]]()
     for name, to in checkpoint_tensors(config).items():
@@ -72,10 +75,11 @@ def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] =
         specs, offset_bytes = list[TensorSpec](), 0
         for spec in block.tensors:
             found = replace(spec, offset_bytes=offset_bytes)
-            how = RestOfCopy.of(spec.encoding) if len(spec.shape) == 2 and spec.name not in kept else None
-            if how is not None:
-                rest = replace(found, encoding=Encoding.of(layout.dtype, [(spec.shape[0], how)]))
-                found = min(found, rest, key=lambda one: one.nbytes)
+            if len(spec.shape) == 2 and spec.name not in kept:
+                hows = [(rows, RestOfCopy.of(how)) for rows, how in spec.encoding.formats(spec.shape)]
+                rests = [(rows, how) for rows, how in hows if how is not None]
+                rest = replace(found, encoding=Encoding.of(layout.dtype, rests))
+                found = min(found, rest, key=lambda one: one.nbytes) if len(rests) == len(hows) else found
             specs.append(found)
             offset_bytes += aligned(found.nbytes)
         return PackedLayout(tuple(specs), offset_bytes)
@@ -149,31 +153,43 @@ def make_copy(weights: Mapping[str, Weight], copy: PackedLayout, out: torch.Tens
 
 
 def store_left(
-    stored: Mapping[str, torch.Tensor], copies: Mapping[str, torch.Tensor], left: PackedLayout, out: torch.Tensor
+    whole: PackedLayout, memory: torch.Tensor, copies: Mapping[str, torch.Tensor], left: PackedLayout, out: torch.Tensor
 ) -> tuple[PackedLayout, set[str]]:
     """Store what is left of a layer given its copy, each tensor behind the one before it.
 
     Args:
-        stored: Its tensors' bytes, on the copy's device.
-        copies: Those of its copy.
-        left: How it lies in memory at most.
+        whole: How the layer lies in memory as it is.
+        memory: Where, uint8 on the copy's device.
+        copies: The bytes of the copy by packed name, uint8.
+        left: How what is left lies in memory at most.
         out: uint8 [total_bytes of that], host; written.
 
     Returns:
         How it has come to lie there, and the packed matrices for which there was no room, which are not stored.
     """
-    specs, refused, offset_bytes = list[TensorSpec](), set[str](), 0
-    for spec in left.tensors:
+    specs, refused, offset_bytes, stored = list[TensorSpec](), set[str](), 0, whole.stored(memory)
+    for was, spec in zip(whole.tensors, left.tensors, strict=True):
         found, room = replace(spec, offset_bytes=offset_bytes), out[offset_bytes:][: spec.nbytes]
-        rests = [how for _, how in spec.encoding.parts if isinstance(how, RestOfCopy)]
-        for how in rests:
+        if was.encoding == spec.encoding:
+            room.copy_(stored[spec.name])
+        else:
+            parts = was.encoding.split(stored[spec.name], was.shape)
             try:
-                kept = how.store(stored[spec.name], spec.shape, copies[spec.name], room)
-                found = replace(found, encoding=Encoding.of(spec.encoding.dtype, [(spec.shape[0], kept)]))
+                found = replace(found, encoding=_store_rests(spec, parts, copies[spec.name], room))
             except NotCodable:
                 refused.add(spec.name)
-        if not rests:
-            room.copy_(stored[spec.name])
         specs.append(found)
         offset_bytes += aligned(found.nbytes)
     return PackedLayout(tuple(specs), offset_bytes), refused
+
+
+def _store_rests(spec: TensorSpec, parts: list[Part], copy: torch.Tensor, out: torch.Tensor) -> Encoding:
+    """Store what is left of a matrix' parts and return how; raises `NotCodable` where there is no room for it."""
+    (_, columns), hows, at = spec.shape, list[tuple[int, Format]](), 0
+    for (rows, how), part in zip(spec.encoding.parts, parts, strict=True):
+        assert isinstance(how, RestOfCopy)
+        base = rows_of_copy(copy, spec.shape, part.start, part.end)
+        kept = how.store(part.stored, (rows, columns), base, out[at:][: how.nbytes(rows, columns)])
+        hows.append((rows, kept))
+        at += aligned(kept.nbytes(rows, columns))
+    return Encoding.of(spec.encoding.dtype, hows)

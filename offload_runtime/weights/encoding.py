@@ -11,8 +11,8 @@ scales. bf16 is coded in 12 bits an element without loss when it is loaded: all 
 bytes, whatever their values are, so that a plan knows them without reading the weights; that a matrix cannot be coded
 is found when it is read. A GPU's product of a few rows decodes all of these in registers, one of many into a scratch.
 
-One encoding has a base, another tensor that it is decoded with: what is left of bf16 or Q8_0 given a copy in few bits,
-which lies elsewhere on the device.
+One encoding has a base, another tensor that it is decoded with: what is left of bf16, Q8_0 or FP8 given a copy in few
+bits, which lies elsewhere on the device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,17 @@ from offload_runtime_kernels.gguf_blocks import (
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import Activation, gated_product, linear
 from offload_runtime_kernels.low_bit_copy import COPY
-from offload_runtime_kernels.low_bit_rest import decode_rest, encode_q8_rest, encode_rest, rest_bytes, used_bytes
+from offload_runtime_kernels.low_bit_rest import (
+    BF16,
+    FP8,
+    Q8_0,
+    decode_rest,
+    encode_fp8_rest,
+    encode_q8_rest,
+    encode_rest,
+    rest_bytes,
+    used_bytes,
+)
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import (
     LARGEST_SCALE,
@@ -334,18 +344,33 @@ class Encoding:
         """
         if not self.parts:
             return Weight(stored.view(self.dtype).view(shape), bias)
-        found, start = list[Part](), 0
-        for (rows, how), room in zip(self.parts, stored.split(self._part_bytes(shape)), strict=True):
-            if isinstance(how, RestOfCopy):
-                how = replace(how, base=base)
-            found.append(Part(start, start + rows, room[: how.nbytes(rows, shape[1])], how))
-            start += rows
-        assert start == shape[0]
+        found = self.split(stored, shape)
+        if base is not None:
+            found = [
+                part._replace(format=replace(part.format, base=rows_of_copy(base, shape, part.start, part.end)))
+                if isinstance(part.format, RestOfCopy) else part
+                for part in found
+            ]  # fmt: skip
         return StackedWeight(stored, bias, shape=shape, dtype=self.dtype, parts=tuple(found), scratch=scratch)
 
     def _part_bytes(self, shape: tuple[int, ...]) -> list[int]:
         """Return those of each part, as far as the next one's beginning."""
         return [aligned(how.nbytes(rows, shape[1])) for rows, how in self.parts]
+
+    def formats(self, shape: tuple[int, ...]) -> tuple[tuple[int, Format], ...]:
+        """Return the rows of each format, from above; elements of a matrix are in one, too."""
+        return self.parts or ((shape[0], Format(DTYPE_KINDS[self.dtype])),)
+
+    def split(self, stored: torch.Tensor, shape: tuple[int, ...]) -> list[Part]:
+        """Return the parts of a matrix, without copying."""
+        if not self.parts:
+            return [Part(0, shape[0], stored, self.formats(shape)[0][1])]
+        found, start = list[Part](), 0
+        for (rows, how), room in zip(self.parts, stored.split(self._part_bytes(shape)), strict=True):
+            found.append(Part(start, start + rows, room[: how.nbytes(rows, shape[1])], how))
+            start += rows
+        assert start == shape[0]
+        return found
 
 
 # --- formats
@@ -435,66 +460,6 @@ class CodedBf16(Format):
         fill(values, staging)
         if coded_bf16.encode_rows(values, _coded_row(columns), rows, staging.device):
             raise NotCodable
-
-
-# --- what is left given a copy
-
-Q8_0 = "Q8_0"
-
-
-@dataclass(frozen=True)
-class RestOfCopy(Format):
-    """What is left of a matrix in bf16 or Q8_0 given its copy of the form `COPY`, the `base`: in the room that a plan
-    has for it, or in the `stored_bytes` that it has turned out to take."""
-
-    kind: str = field(init=False)
-    q8: bool = False
-    stored_bytes: int | None = None
-    base: torch.Tensor | None = field(default=None, compare=False, repr=False)
-    has_rows: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", f"{Q8_0 if self.q8 else 'BF16'} given copies")
-
-    @classmethod
-    def of(cls, encoding: Encoding) -> RestOfCopy | None:
-        """Return what is left of a matrix that is stored so; None where it is otherwise."""
-        if encoding == Encoding(torch.bfloat16):
-            return cls()
-        return cls(q8=True) if [how for _, how in encoding.parts] == [GgufBlocks(Q8_0)] else None
-
-    def nbytes(self, rows: int, columns: int) -> int:
-        return rest_bytes(rows, columns, q8=self.q8) if self.stored_bytes is None else self.stored_bytes
-
-    @property
-    def expert_encoding(self) -> None:
-        return None
-
-    def decode(self, stored: torch.Tensor, rows: int, start: int, out: torch.Tensor) -> None:
-        assert self.base is not None, "it is seen with its copy"
-        decode_rest(stored, scaled_rows(self.base, COPY, rows, out.shape[1]), start, out, q8=self.q8)
-
-    def store(self, whole: torch.Tensor, shape: tuple[int, ...], copy: torch.Tensor, out: torch.Tensor) -> RestOfCopy:
-        """Write what is left of a matrix [M, K].
-
-        Args:
-            whole: Its bytes, uint8.
-            shape: [M, K].
-            copy: The copy's, uint8, on the same device.
-            out: uint8 [nbytes], on any device; written.
-
-        Returns:
-            How it is stored. Raises `NotCodable` where there is no room for it.
-        """
-        base = scaled_rows(copy, COPY, *shape)
-        if self.q8:
-            row_bytes = GgufBlocks(Q8_0).row_bytes(shape[1])
-            fits = encode_q8_rest(whole[: shape[0] * row_bytes].view(-1, row_bytes), shape[1], base, out)
-        else:
-            fits = encode_rest(whole.view(torch.bfloat16).view(shape), base, out)
-        if not fits:
-            raise NotCodable
-        return replace(self, stored_bytes=used_bytes(out, shape[0]))
 
 
 # --- quantised safetensors: numbers, scales, their zeros and the groups of columns behind one another, in the one
@@ -599,6 +564,91 @@ class ScaledApart(Format):
 
     def decode_rows(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         decode_scaled_reference(rows_apart(stored, self.form, out.shape[1]), self.form, 0, out)
+
+
+# --- what is left given a copy
+
+
+@dataclass(frozen=True)
+class RestOfCopy(Format):
+    """What is left of rows of a matrix given their copy of the form `COPY`, the `base`: of such in bf16, in Q8_0 or, by
+    its `form`, in FP8, whose scales come first; in the room that a plan has for it, or in the `stored_bytes` that it
+    has turned out to take."""
+
+    kind: str = field(init=False)
+    of_kind: str
+    form: ScaledFormat | None = None
+    stored_bytes: int | None = None
+    base: ScaledRows | None = field(default=None, compare=False, repr=False)
+    has_rows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", f"{self.of_kind} given copies")
+
+    @classmethod
+    def of(cls, how: Format) -> RestOfCopy | None:
+        """Return what is left of what is stored so; None where it is in no such format."""
+        if isinstance(how, Scaled):
+            fp8 = how.form.number == FP8 and not how.form.ordered
+            return cls(FP8, how.form) if fp8 else None
+        if isinstance(how, GgufBlocks):
+            return cls(Q8_0) if how.kind == Q8_0 else None
+        return cls(BF16) if how == Format(BF16) else None
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        if self.stored_bytes is not None:
+            return self.stored_bytes
+        return self._scale_bytes(rows, columns) + rest_bytes(rows, columns, self.of_kind)
+
+    @property
+    def expert_encoding(self) -> None:
+        return None
+
+    def decode(self, stored: torch.Tensor, rows: int, start: int, out: torch.Tensor) -> None:
+        assert self.base is not None, "it is seen with its copy"
+        ahead, scales = self._scale_bytes(rows, out.shape[1]), None
+        if self.form is not None:
+            scales = scale_tensors(stored, self.form, rows, out.shape[1]).scales
+        decode_rest(stored[ahead:], self.base, start, out, self.of_kind, scales, self.form)
+
+    def store(self, whole: torch.Tensor, shape: tuple[int, int], copy: ScaledRows, out: torch.Tensor) -> RestOfCopy:
+        """Write what is left of rows.
+
+        Args:
+            whole: How they are stored without their copy, uint8.
+            shape: Their number, and columns.
+            copy: Of these rows, on the same device.
+            out: uint8 [nbytes], on any device; written.
+
+        Returns:
+            How it is stored. Raises `NotCodable` where there is no room for it.
+        """
+        rows, columns = shape
+        ahead = self._scale_bytes(*shape)
+        room = out[ahead:]
+        if self.form is not None:
+            out[:ahead].copy_(whole[scaled_bytes(self.form, *shape) - ahead :][:ahead])
+            fits = encode_fp8_rest(scaled_rows(whole, self.form, *shape), self.form, columns, copy, room)
+        elif self.of_kind == Q8_0:
+            row_bytes = GgufBlocks(Q8_0).row_bytes(columns)
+            fits = encode_q8_rest(whole[: rows * row_bytes].view(rows, row_bytes), columns, copy, room)
+        else:
+            fits = encode_rest(whole[: 2 * rows * columns].view(torch.bfloat16).view(shape), copy, room)
+        if not fits:
+            raise NotCodable
+        return replace(self, stored_bytes=ahead + used_bytes(room, rows))
+
+    def _scale_bytes(self, rows: int, columns: int) -> int:
+        """Return those in front: what a matrix of FP8 has behind its numbers."""
+        if self.form is None:
+            return 0
+        return scaled_bytes(self.form, rows, columns) - aligned(rows * self.form.row_bytes(columns))
+
+
+def rows_of_copy(copy: torch.Tensor, shape: tuple[int, ...], start: int, end: int) -> ScaledRows:
+    """Return some rows of a matrix' copy, whose bytes are uint8, without copying."""
+    numbers, scales, centres, groups = scaled_rows(copy, COPY, *shape)
+    return ScaledRows(numbers[start:end], scales[start:end], centres[start:end], groups)
 
 
 def format_of(kind: str | ScaledFormat) -> Format:

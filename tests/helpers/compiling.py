@@ -212,9 +212,9 @@ def encoding_calls() -> Iterator[tuple[str, Call]]:
     yield "decode FP8", partial(decode_scaled_triton, numbers_of(squares, 4096, 4096), squares, 0, decoded)
     yield "decode copy", partial(decode_scaled_triton, copy, COPY, 0, torch.empty(4096, 4096, dtype=BF16))
     rest = ints(rest_bytes(large, 4096), dtype=torch.uint8)
-    for q8 in (False, True):
-        out = torch.empty(large, 4096, dtype=BF16)
-        yield f"decode rest {q8}", partial(decode_rest_triton, rest, copy, 0, out, q8=q8)
+    out, scales = torch.empty(large, 4096, dtype=BF16), numbers_of(squares, large, 4096).scales
+    for kind, own in (("BF16", ()), ("Q8_0", ()), ("FP8", (scales, squares))):
+        yield f"decode rest {kind}", partial(decode_rest_triton, rest, copy, 0, out, kind, *own)
 
 
 def attention_calls() -> Iterator[tuple[str, Call]]:

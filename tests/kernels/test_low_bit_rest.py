@@ -6,20 +6,24 @@ import pytest
 import torch
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference
 from offload_runtime_kernels.low_bit_rest import (
+    FP8,
+    Q8_0,
     decode_rest_reference,
     decode_rest_triton,
+    encode_fp8_rest,
     encode_q8_rest,
     encode_rest,
     rest_bytes,
     used_bytes,
 )
-from offload_runtime_kernels.scaled_rows import ScaledRows
+from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRows, decode_scaled_reference
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 from tests.kernels.test_coded_bf16 import MATRICES, assert_same_bits, gaussian
 from tests.kernels.test_gguf_blocks import assert_same_bits as assert_same_bits_of
 from tests.kernels.test_gguf_blocks import blocks_of, in_rows
 from tests.kernels.test_low_bit_copy import copy_of
+from tests.kernels.test_scaled_rows import made, on_device, stored_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # of what fp16 has no room for
 
@@ -116,14 +120,14 @@ def check_q8(blocks: torch.Tensor, nbytes: int | None = None) -> None:
     values = torch.empty(shape)
     decode_blocks_reference(stored, FORMATS["Q8_0"], values)
     copy = copy_of(values.to(KERNEL_DEVICE))
-    rest = torch.full((nbytes or rest_bytes(*shape, q8=True),), 255, dtype=torch.uint8, device=KERNEL_DEVICE)
+    rest = torch.full((nbytes or rest_bytes(*shape, Q8_0),), 255, dtype=torch.uint8, device=KERNEL_DEVICE)
     assert encode_q8_rest(stored.to(KERNEL_DEVICE), shape[1], copy, rest)
     dtypes = [FP32, FP16] + [BF16] * (KERNEL_DEVICE.type == "cuda")
     for decode, start, dtype in product((decode_rest_reference, decode_rest_triton), (0, 1), dtypes):
         expected = torch.empty(shape, dtype=dtype)
         decode_blocks_reference(stored, FORMATS["Q8_0"], expected)
         out = torch.full(shape, 7.0, dtype=dtype, device=KERNEL_DEVICE)
-        decode(rest, copy, start, out[: len(out) - start], q8=True)
+        decode(rest, copy, start, out[: len(out) - start], Q8_0)
         assert_same_bits_of(out[: len(out) - start].cpu(), expected[start:])
         assert bool((out[len(out) - start :] == 7.0).all())
 
@@ -134,8 +138,54 @@ def test_q8_numbers_come_back(columns: int) -> None:
     for name in ("Gaussian", "heavy-tailed"):
         check_q8(q8_rows(MATRICES[name](8, columns).float()))
     blocks = blocks_of("Q8_0", 3 * columns // 32, (0x0000, 0x8001, 0x1A2B, 0x93C5, 0x3C00, 0x7BFF))[256:]
-    check_q8(blocks.view(3, -1, 34), rest_bytes(3, columns, q8=True) + 12 * columns)
+    check_q8(blocks.view(3, -1, 34), rest_bytes(3, columns, Q8_0) + 12 * columns)
 
 
 def test_q8_has_room() -> None:
-    assert rest_bytes(4096, 4096, q8=True) < 5.6 / 8 * 4096 * 4096
+    assert rest_bytes(4096, 4096, Q8_0) < 5.6 / 8 * 4096 * 4096
+
+
+def fp8_matrix(values: torch.Tensor, form: ScaledFormat) -> ScaledRows:
+    """fp32 [M, K] with the scales that its blocks need."""
+    height, columns = values.shape
+    down, across = form.scales(height, columns)
+    rows, groups = torch.arange(height) // form.rows, torch.arange(columns) // form.columns
+    scales = torch.zeros(down, across)
+    index = rows[:, None] * across + groups
+    scales.view(-1).scatter_reduce_(0, index.flatten(), values.abs().flatten(), "amax")
+    scales = (scales / 448).to(form.scale)
+    numbers = (values / scales[rows][:, groups].float()).nan_to_num(0.0).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return stored_rows(form, numbers.view(torch.uint8), scales, scales[:0].view(torch.uint8), torch.empty(0))
+
+
+def check_fp8(whole: ScaledRows, form: ScaledFormat, columns: int, nbytes: int | None = None) -> None:
+    """By the reference and by the kernel, all rows and those behind the first, against what the numbers say."""
+    shape = (len(whole.numbers), columns)
+    values, moved = torch.empty(shape), on_device(whole)
+    decode_scaled_reference(whole, form, 0, values)
+    copy = copy_of(values.to(KERNEL_DEVICE))
+    rest = torch.full((nbytes or rest_bytes(*shape, FP8),), 255, dtype=torch.uint8, device=KERNEL_DEVICE)
+    assert encode_fp8_rest(moved, form, columns, copy, rest)
+    dtypes = [FP32, FP16] + [BF16] * (KERNEL_DEVICE.type == "cuda")
+    for decode, start, dtype in product((decode_rest_reference, decode_rest_triton), (0, 1), dtypes):
+        expected = torch.empty(shape, dtype=dtype)
+        decode_scaled_reference(whole, form, 0, expected)
+        out = torch.full(shape, 7.0, dtype=dtype, device=KERNEL_DEVICE)
+        decode(rest, copy, start, out[: len(out) - start], FP8, moved.scales, form)
+        assert_same_bits_of(out[: len(out) - start].cpu(), expected[start:])
+        assert bool((out[len(out) - start :] == 7.0).all())
+
+
+@pytest.mark.parametrize("form", [
+    ScaledFormat("FP8", 128, 128, FP32), ScaledFormat("FP8", 1, 1 << 16, FP16), ScaledFormat("FP8", 4, 32, FP32),
+    pytest.param(ScaledFormat("FP8", 1, 1 << 16, BF16), marks=pytest.mark.gpu),
+])  # fmt: skip
+def test_fp8_numbers_come_back(form: ScaledFormat) -> None:
+    """In the room that a plan has, and whatever bytes and scales are in a matrix."""
+    for name, columns in (("Gaussian", 576), ("heavy-tailed", 1024), ("zero", 40)):
+        check_fp8(fp8_matrix(MATRICES[name](8, columns).float(), form), form, columns)
+    check_fp8(made(form, 9, 256), form, 256, 9 * 256 * 5 + 1024)
+
+
+def test_fp8_has_room() -> None:
+    assert rest_bytes(4096, 4096, FP8) < 5.1 / 8 * 4096 * 4096

@@ -8,6 +8,7 @@ reference of a product decodes the matrix into memory and multiplies there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -16,26 +17,20 @@ import torch
 from kernel_cases.case import DEVICE, Case, Cases, num_inputs, random_bf16
 from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_reference, decode_rows_triton, encode_rows
 from offload_runtime_kernels.coded_linear import coded_linear_triton
-from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference, decode_blocks_triton
+from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference, decode_blocks_triton, pack_rows
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import linear_triton
 from offload_runtime_kernels.low_bit_copy import COPY, quantise
-from offload_runtime_kernels.low_bit_rest import (
-    decode_rest_reference,
-    decode_rest_triton,
-    encode_rest,
-    rest_bytes,
-    used_bytes,
-)
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import (
     ScaledFormat,
     ScaledRows,
     decode_scaled_reference,
     decode_scaled_triton,
+    pack_numbers,
 )
 
-from offload_runtime.weights.encoding import scaled_bytes, scaled_rows
+from offload_runtime.weights.encoding import Format, RestOfCopy, Scaled, format_of, scaled_bytes, scaled_rows
 
 Decode = Callable[[torch.Tensor, torch.Tensor], object]
 # Of down, and of gate and up together.
@@ -170,21 +165,47 @@ def make_decode_copy(m: int, k: int) -> Case:
     )  # fmt: skip
 
 
-def make_decode_rest(m: int, k: int) -> Case:
-    """A matrix [m, k] of Gaussian weights out of its 4-bit copy and what is left; told by the bytes of the latter."""
-    values = (0.02 * torch.randn(m, k, device=DEVICE)).bfloat16()
-    (stored, matrices), out = copies(m, k), torch.empty_like(values)
-    rests = torch.empty(len(matrices), rest_bytes(m, k), dtype=torch.uint8, device=DEVICE)
-    quantise(values, matrices[0])
+def stored_gaussian(kind: str, m: int, k: int) -> tuple[torch.Tensor, Format]:
+    """The bytes of a Gaussian matrix [m, k] in bf16, in Q8_0, or in FP8 with scales of 128 x 128, and their format."""
+    how = format_of(ScaledFormat("FP8", 128, 128, torch.float32) if kind == "FP8" else kind)
+    values = 0.02 * torch.randn(m, k, device=DEVICE)
+    whole = torch.empty(how.nbytes(m, k), dtype=torch.uint8, device=DEVICE)
+    if isinstance(how, Scaled):
+        matrix, blocks = scaled_rows(whole, how.form, m, k), values.view(m // 128, 128, k // 128, 128)
+        matrix.scales.copy_(blocks.abs().amax((1, 3)) / 448)
+        numbers = (blocks / matrix.scales[:, None, :, None]).view(m, k).to(torch.float8_e4m3fn)
+        pack_numbers(numbers.view(torch.uint8), how.form, matrix.numbers)
+    elif kind == "Q8_0":
+        groups = values.view(m, -1, 32)
+        d = (groups.abs().amax(2, keepdim=True) / 127).half()
+        numbers = (groups / d.float()).round().clamp(-127, 127).to(torch.int8)
+        rows = torch.cat((d.view(torch.uint8), numbers.view(torch.uint8)), dim=2).flatten(1)
+        pack_rows(rows, FORMATS[kind], k, whole.view(m, -1))
+    else:
+        whole.view(torch.bfloat16).copy_(values.view(-1))
+    return whole, how
+
+
+def make_decode_rest(kind: str, m: int, k: int) -> Case:
+    """A Gaussian matrix [m, k] out of its 4-bit copy and what is left of it, told by the bytes of the latter."""
+    (whole, how), (stored, matrices) = stored_gaussian(kind, m, k), copies(m, k)
+    out, rest = torch.empty(m, k, dtype=torch.bfloat16, device=DEVICE), RestOfCopy.of(how)
+    assert rest is not None
+    how.decode(whole, m, 0, out)
+    quantise(out, matrices[0])
     stored[1:] = stored[0]
-    assert encode_rest(values, matrices[0], rests[0]), "there is no room for what is left"
+    rests = torch.empty(len(matrices), rest.nbytes(m, k), dtype=torch.uint8, device=DEVICE)
+    kept = rest.store(whole, (m, k), matrices[0], rests[0])
     rests[1:] = rests[0]
-    used = used_bytes(rests[0], m)
+    hows, nbytes = [replace(kept, base=base) for base in matrices], kept.nbytes(m, k)
+
+    def decode_whole(i: int) -> None:
+        how.decode(whole, m, 0, out)
+
     return Case(
-        configuration={"encoding": "copy and rest", "m": m, "k": k},
-        kernel=lambda i: decode_rest_triton(rests[i], matrices[i], 0, out),
-        reference=lambda i: decode_rest_reference(rests[i], matrices[i], 0, out), num_inputs=len(rests),
-        moved_bytes=scaled_bytes(COPY, m, k) + used + out.nbytes, stored_bytes=used, reference_in_graph=False,
+        configuration={"encoding": f"{kind} given copies", "m": m, "k": k},
+        kernel=lambda i: hows[i].decode(rests[i], m, 0, out), reference=decode_whole, num_inputs=len(rests),
+        moved_bytes=scaled_bytes(COPY, m, k) + nbytes + out.nbytes, stored_bytes=nbytes,
     )  # fmt: skip
 
 
@@ -201,7 +222,9 @@ def make_copy_linear(rows: int, m: int, k: int) -> Case:
 CASES: Cases = {
     "decode_blocks": [partial(make_decode_blocks, kind, *shape) for kind in FORMATS for shape in _SHAPES],
     "decode_copy": [partial(make_decode_copy, *shape) for shape in _SHAPES],
-    "decode_rest": [partial(make_decode_rest, *shape) for shape in _SHAPES],
+    "decode_rest": [
+        partial(make_decode_rest, kind, *shape) for kind, shape in product(("BF16", "Q8_0", "FP8"), _SHAPES)
+    ],
     "decode_coded": [partial(make_decode_coded, *shape) for shape in _SHAPES],
     "gguf_linear": [
         partial(make_gguf_linear, kind, rows, *shape)
