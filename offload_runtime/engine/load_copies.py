@@ -12,6 +12,7 @@ as they are.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
@@ -113,6 +114,7 @@ def _load_left(
 ) -> LoadedModel:  # fmt: skip
     """Make copies while layers are read, and stream what is left of these from now on; `report` is called behind each.
     Other arguments and errors as of `load_copies`."""
+    started = time.perf_counter()
     runner, plan, card, host = target.runner, target.plan, target.cards[0], target.weights
     assert plan.left is not None and plan.whole is not None
     whole, left, resident = plan.whole, plan.left, runner.streamer.resident
@@ -138,6 +140,7 @@ def _load_left(
         _make(runner, layers, layout, blocks, made)
     if refused:
         raise MatricesNotCodable(frozenset(refused))
+    host.load_seconds += time.perf_counter() - started
     stored_left = replace(left, layers=tuple(found))
     plan, host.layout = replace(plan, stored_left=stored_left), plan.layout.with_layers(stored_left, blocks)
     nothing = torch.empty(0, dtype=torch.uint8)
