@@ -132,7 +132,7 @@ def check_q8(blocks: torch.Tensor, nbytes: int | None = None) -> None:
         assert bool((out[len(out) - start :] == 7.0).all())
 
 
-@pytest.mark.parametrize("columns", [32, 96, 576, 1024])
+@pytest.mark.parametrize("columns", [96, pytest.param(32, marks=pytest.mark.slow), 576])
 def test_q8_numbers_come_back(columns: int) -> None:
     """In the room that a plan has, and whatever bytes and scales are in blocks."""
     for name in ("Gaussian", "heavy-tailed"):
@@ -177,12 +177,13 @@ def check_fp8(whole: ScaledRows, form: ScaledFormat, columns: int, nbytes: int |
 
 
 @pytest.mark.parametrize("form", [
-    ScaledFormat("FP8", 128, 128, FP32), ScaledFormat("FP8", 1, 1 << 16, FP16), ScaledFormat("FP8", 4, 32, FP32),
+    ScaledFormat("FP8", 4, 32, FP32), pytest.param(ScaledFormat("FP8", 128, 128, FP32), marks=pytest.mark.slow),
+    pytest.param(ScaledFormat("FP8", 1, 1 << 16, FP16), marks=pytest.mark.slow),
     pytest.param(ScaledFormat("FP8", 1, 1 << 16, BF16), marks=pytest.mark.gpu),
 ])  # fmt: skip
 def test_fp8_numbers_come_back(form: ScaledFormat) -> None:
     """In the room that a plan has, and whatever bytes and scales are in a matrix."""
-    for name, columns in (("Gaussian", 576), ("heavy-tailed", 1024), ("zero", 40)):
+    for name, columns in (("Gaussian", 576), ("heavy-tailed", 200), ("zero", 40)):
         check_fp8(fp8_matrix(MATRICES[name](8, columns).float(), form), form, columns)
     check_fp8(made(form, 9, 256), form, 256, 9 * 256 * 5 + 1024)
 
