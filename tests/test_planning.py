@@ -408,7 +408,7 @@ RESIDENT: dict[str, tuple[str, str, dict[str, Any], int, float]] = {
     **{f"resident-8b-{name}": ("llama3-8b", name.replace("-", "_"), {"context": 928}, 520, 0.0)
        for name in ("bf16", "q4-k-m", "q8-0")},
     "experts-qwen3-30b-a3b": ("qwen3-30b-a3b", "q4_k_m", {}, 96, 0.6e-3),
-    "experts-gpt-oss-120b-resident": ("gpt-oss-120b", "mxfp4", {}, 96, 0.6e-3),
+    "experts-gpt-oss-120b-resident": ("gpt-oss-120b", "mxfp4", {}, 96, 0.7e-3),
 }  # fmt: skip
 
 
