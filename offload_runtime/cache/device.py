@@ -6,7 +6,7 @@ It is reserved in full up front; `cache.host` has the one whose blocks live in h
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Protocol
 
@@ -75,8 +75,11 @@ class KVCache:
         self._num_blocks = {
             layer: num_blocks(one.reserved_tokens(capacity_tokens, pass_rows)) for layer, one in attentions.items()
         }
-        windows = ((one.window, self._num_blocks[layer]) for layer, one in attentions.items())
-        self._windows = {(window, blocks) for window, blocks in windows if window is not None}
+        self._windows = {
+            (one.window, num_blocks(one.reserved_tokens(capacity_tokens, pass_rows)))
+            for one in config.all_attentions
+            if one.window is not None
+        }
         # Of every sequence the end of what was ever written, and the first block that was restored in layers of these.
         self._written, self._restored_from = [0] * batch, [0] * batch
         self._owners = owners or (0,) * config.num_layers
@@ -84,6 +87,8 @@ class KVCache:
         self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
         self.spare_positions = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_positions)
         self.observers: list[BlockObserver] = []
+        # Is told of a slot which rows of its window become part of it: other machines keep those of their layers.
+        self.on_path: Callable[[int, Sequence[int]], None] | None = None
         self._lengths = [0] * batch
         self._ends = [0] * batch  # tokens that the announced window reaches
         self._rows = slice(None)  # of the batch, that the running pass is about
@@ -272,6 +277,8 @@ class KVCache:
         """
         if len(rows) > 1:  # else the root, which is where it belongs
             compact_path([data[:, slot] for data in self._stacks], self._lengths[slot], rows)
+        if self.on_path is not None:
+            self.on_path(slot, rows)
         self.commit(slot, len(rows), rows)
 
     def adopt(self, slot: int, cache_positions: Sequence[int], first: int) -> None:

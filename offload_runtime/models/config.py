@@ -66,6 +66,21 @@ class ModelConfig:
             require_positive(name, getattr(self, name))
 
     @property
+    def is_part(self) -> bool:
+        """Return whether other machines have the rest of the model."""
+        return False
+
+    @property
+    def has_ends(self) -> bool:
+        """Return whether it has what lies around the layers: embedding and head."""
+        return True
+
+    @cached_property
+    def all_attentions(self) -> tuple[Attention, ...]:
+        """Return the attentions by whose windows a sequence can be cut, wherever their layers are."""
+        return tuple(self.attentions.values())
+
+    @property
     def attention(self) -> Attention:
         """That of the first layer that has keys and values."""
         return next(iter(self.attentions.values()))

@@ -365,10 +365,10 @@ class ModelLayout:
 
     @cached_property
     def head(self) -> PackedLayout:
-        """Return the `lm_head`, or the embedding where it is tied, or what is lent."""
+        """Return the `lm_head`, or the embedding where it is tied, or what is lent; nothing where it is elsewhere."""
         specs = {spec.name: spec for spec in self.shared.tensors}
-        spec = self.lent or specs.get("lm_head") or specs["embedding"]
-        return PackedLayout((spec,), spec.nbytes)
+        spec = self.lent or specs.get("lm_head") or specs.get("embedding")
+        return PackedLayout((), 0) if spec is None else PackedLayout((spec,), spec.nbytes)
 
     def block(self, layer: int | None) -> PackedLayout:
         """Return the block of a layer, with None the shared one, or `EMBEDDING`'s."""

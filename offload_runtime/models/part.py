@@ -1,0 +1,53 @@
+"""Consecutive layers of a model, which one of several machines has: a model of its own to plans, caches and loaders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import Attention, Tensor
+
+
+@dataclass(frozen=True)
+class PartConfig(ModelConfig):
+    """Some layers of a `whole` model, from its layer `first` on. The part with the first of them has what lies around
+    the layers, too; in the others rows come from another machine and go back there, so that in place of logits they
+    have channels of the residual stream."""
+
+    whole: ModelConfig | None = None
+    first: int = 0
+
+    @classmethod
+    def of(cls, whole: ModelConfig, layers: range) -> PartConfig:
+        """Return the part of a model that has these of its layers."""
+        values = {one.name: getattr(whole, one.name) for one in fields(ModelConfig)}
+        values["layers"] = whole.layers[layers.start : layers.stop]
+        if layers.start:
+            values |= {"vocab_size": whole.hidden_size, "tie_word_embeddings": True}
+        return cls(**values, whole=whole, first=layers.start)
+
+    @property
+    def is_part(self) -> bool:
+        """Return whether other machines have the rest of the model: yes."""
+        return True
+
+    @property
+    def has_ends(self) -> bool:
+        """Return whether it has what lies around the layers."""
+        return not self.first
+
+    @cached_property
+    def all_attentions(self) -> tuple[Attention, ...]:
+        """Return those of the whole model: to how many tokens a sequence can be cut is the same on all machines."""
+        assert self.whole is not None
+        return tuple(self.whole.attentions.values())
+
+    def layer_prefix(self, number: int) -> str:
+        """Return what stands before the names of a layer's tensors."""
+        return super().layer_prefix(self.first + number)
+
+    def shared_tensors(self) -> Iterator[Tensor]:
+        """What lies around the layers, if that is here."""
+        return super().shared_tensors() if self.has_ends else iter(())

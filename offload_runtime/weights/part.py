@@ -1,0 +1,18 @@
+"""Consecutive layers of a checkpoint, as a checkpoint of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offload_runtime.models.part import PartConfig
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.layout import checkpoint_tensors
+
+
+def part_of(source: CheckpointSource, layers: range) -> CheckpointSource:
+    """Return what one of several machines has of a checkpoint: these of its layers, and with the first of them what
+    lies around all. It carries no head: that would read what other machines make."""
+    config = PartConfig.of(source.config(), layers)
+    wanted = checkpoint_tensors(config)
+    fills = {name: fill for name, fill in source.fills.items() if name in wanted}
+    return replace(source, model_config=config, fills=fills, read_mtp=lambda: None)
