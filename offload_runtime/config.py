@@ -232,6 +232,14 @@ class RuntimeConfig:
         MACHINE, metavar="NAME|FILE",
     )  # fmt: skip
     pace: Any = option(None, "Makes for a device what slows its link down, to it and back: two `LinkPace`.", flag=None)
+    interface: str | None = option(
+        None, "Network interface over which machines that share the model reach each other, such as eth1 or wg0, where "
+        "torchrun has started the command on each; by itself, what GLOO_SOCKET_IFNAME names.", MACHINE, metavar="NAME",
+    )  # fmt: skip
+    host_timeout_s: float = option(
+        30.0, "How long such a machine may not be heard from.", MACHINE, flag="--host-timeout", least=0.1,
+        metavar="SECONDS",
+    )  # fmt: skip
     trace: Path | None = option(
         None, "Write when what ran, for ui.perfetto.dev and tools/timeline.py.", OUTPUT, metavar="FILE"
     )

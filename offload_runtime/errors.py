@@ -113,5 +113,9 @@ class DeviceError(OffloadError):
     """The asked device is not there or lacks a needed capability."""
 
 
+class HostError(DeviceError):
+    """Another machine that has layers of the model has ended, is not heard from, or cannot do its part."""
+
+
 class ProfileError(OffloadError):
     """A machine profile is unknown, cannot be read, or has a wrong key or value."""

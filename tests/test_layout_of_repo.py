@@ -44,13 +44,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"stream", "hardware", "cache", "models", "runners", "sampling", "speculation", "weights", KERNELS},
     "runners": {"stream", "grammar", "models", "cache", "sampling", "trace", KERNELS},
     "speculation": {"grammar", "cache", "stream", "models", "sampling", "runners", "trace", KERNELS},
+    "hosts": {"runners", "stream"},
     "engine": {
-        "stream", "grammar", "cache", "hardware", "models", "plan", "runners", "sampling", "speculation", "trace",
-        "weights", KERNELS,
+        "stream", "grammar", "cache", "hardware", "hosts", "models", "plan", "runners", "sampling", "speculation",
+        "trace", "weights", KERNELS,
     },
     "verify": {"engine", "cache", "models", "runners", "sampling", "speculation"},
     "server": {"engine", "grammar"},
-    "cli": {"engine", "hardware", "plan", "server", "verify", "weights", "__init__"},  # of itself the version
+    "cli": {"engine", "hardware", "hosts", "plan", "server", "verify", "weights", "__init__"},  # of itself the version
     "__init__": {"engine"},
     "__main__": {"cli"},
     KERNELS: set(),

@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from offload_runtime.cli import terminal
 from offload_runtime.cli.chat import chat
 from offload_runtime.cli.generate import demo, generate, load_runtime
+from offload_runtime.cli.hosts import has_layers_for_another
 from offload_runtime.cli.options import ServeOptions, refuse_early, with_options
 from offload_runtime.cli.plan import plan
 from offload_runtime.cli.reports import profile, verify
@@ -87,6 +88,8 @@ class OrderlyGroup(TyperGroup):
 
 def serve(options: ServeOptions) -> None:
     """Answer requests of OpenAI's API, and with a page to chat with at /."""
+    if has_layers_for_another(options):
+        return
     config, served = options.config, options.server  # judged before anything is loaded
     refuse_early(config)
     require_extra()

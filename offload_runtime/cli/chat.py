@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import answer_line, answer_record, load_runtime, run_record, show_stats, stream_answer
+from offload_runtime.cli.hosts import has_layers_for_another
 from offload_runtime.cli.options import (
     SAMPLING_OPTIONS,
     ChatOptions,
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 def chat(options: ChatOptions) -> None:
     """Hold a conversation; through a pipe every line of stdin is one turn."""
+    if has_layers_for_another(options):
+        return
     config = options.config  # judged before anything is loaded
     # A person needs one of the two output streams on the terminal to see the prompt at all.
     interactive = sys.stdin.isatty() and (sys.stdout.isatty() or sys.stderr.isatty())

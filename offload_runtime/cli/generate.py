@@ -23,6 +23,7 @@ import typer
 from rich.table import Column, Table
 
 from offload_runtime.cli import interrupt, terminal
+from offload_runtime.cli.hosts import end_with_others, has_layers_for_another
 from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions, LoadOptions, refuse_early
 from offload_runtime.cli.plan import print_explanation
 from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
@@ -44,6 +45,8 @@ _WORDS = {**SOURCES, "unigram": "n-grams", "copy": "copied"}  # of those who pro
 
 def generate(options: GenerateOptions) -> None:
     """Answer one prompt as the text comes, or several at once: text on stdout, progress and figures on stderr."""
+    if has_layers_for_another(options):
+        return
     params, config = options.params, replace(options.config, max_batch=max(1, len(options.prompt_file or ())))
     allowed = options.chat or not config.allow_special_tokens
     require(allowed, "--allow-special-tokens does nothing without --chat: a plain prompt always allows them")
@@ -137,6 +140,7 @@ def load_runtime(
         with terminal.ProgressBars(enabled=not options.no_progress, in_bytes=True) as bars:
             runtime = Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)
         with runtime:
+            end_with_others(runtime)
             terminal.status_line(runtime.load_report)
             terminal.status_line(runtime.placement)
             yield runtime

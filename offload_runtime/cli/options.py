@@ -97,7 +97,7 @@ class PlanOptions:
     """`plan` takes these options."""
 
     config: RuntimeConfig = _part(
-        without=("trace", "allow_special_tokens"),
+        without=("trace", "allow_special_tokens", "interface", "host_timeout_s"),
         changed={
             "max_batch": {"help": "Prompts that are answered at once.", "flag": "--batch", "auto": False},
             "device": {"help": "Cards to plan for, such as cuda:0,cuda:1; auto: all that the machine has."},

@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
 from offload_runtime.cli.generate import load_runtime
+from offload_runtime.cli.hosts import has_layers_for_another
 from offload_runtime.cli.options import ProfileOptions, VerifyOptions, refuse_early
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.hardware import check_name, profile_to_mapping, profile_toml, save_profile
@@ -132,6 +133,8 @@ _MOST_FINDINGS = 10
 
 def verify(options: VerifyOptions) -> None:
     """Prove on this machine that speculation changes nothing; exit code 1 when it does."""
+    if has_layers_for_another(options):
+        return
     config = options.config
     extra = {} if options.prompts is None else read_prompts(options.prompts)
     mode = config.speculation.mode

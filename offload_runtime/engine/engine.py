@@ -27,6 +27,8 @@ from offload_runtime.engine.load_model import LoadedModel
 from offload_runtime.engine.prefix_cache import PrefixCache, SavedCache
 from offload_runtime.engine.proposing import WindowChooser
 from offload_runtime.engine.request import GenerationResult, GenerationStats, PromptRoom, Request
+from offload_runtime.hosts.shares import Shares
+from offload_runtime.options import require
 from offload_runtime.plan.sizes import RunPlan
 from offload_runtime.runners.model_runner import OnLayer
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
@@ -99,6 +101,7 @@ class Engine:
             machine.
         resources: Closing it ends the copies, then frees all memory and lifts the allocator's cap.
         recorder: Of a trace, if there is one.
+        shares: Who has which layers, where several machines share the target.
         waiting: Requests that have no slot yet, in their order.
         running: Requests that have one, by slot.
         prefix_cache: What the slots hold.
@@ -117,6 +120,7 @@ class Engine:
     cost: Cost | None
     resources: ExitStack
     recorder: TraceRecorder | None = None
+    shares: Shares | None = None
 
     def __post_init__(self) -> None:
         self.device, self._num_slots = self.budgets[0].device, self.plan.target.batch
@@ -364,7 +368,9 @@ class Engine:
         return sum(nbytes for _, nbytes in peaks)
 
     def saved_caches(self) -> dict[str, SavedCache]:
-        """Return the caches whose blocks are saved."""
+        """Return the caches whose blocks are saved. Raises `OptionError` where other machines have some of them."""
+        remedy = "drop --session, --sessions and --prefix-cache; what slots hold is used all the same"
+        require(self.shares is None, f"keys and values of several machines are not saved yet: {remedy}")
         return SavedCache.of(self.plan, self.target, self.draft, self.drafter.draft_state)
 
 

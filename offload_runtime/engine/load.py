@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -24,12 +24,15 @@ from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine.channels import has_channels
 from offload_runtime.engine.engine import Engine, device_errors
 from offload_runtime.engine.load_copies import load_copies
+from offload_runtime.engine.load_hosts import check_request, load_first, serve_layers, share_layers
 from offload_runtime.engine.load_model import LoadedModel, LoadProgress, OpenCard, load_models
 from offload_runtime.engine.proposing import largest_windows, make_drafter
 from offload_runtime.engine.request import PromptRoom
-from offload_runtime.errors import BudgetError, DeviceError, OptionError
+from offload_runtime.errors import BudgetError, DeviceError, OffloadError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.bench import read_host_info
+from offload_runtime.hosts.group import HostGroup, num_ranks, own_rank
+from offload_runtime.hosts.shares import Shares
 from offload_runtime.options import require
 from offload_runtime.plan import cost, report, search
 from offload_runtime.plan.sizes import (
@@ -152,7 +155,53 @@ def load_runtime(
     Whether a matrix can be coded is known when it has been read: where some cannot, everything is planned and loaded
     once more.
     """
-    load = partial(_load, on_progress=on_progress, on_plan=on_plan, check=check)
+    if num_ranks(config.interface) == 1:
+        return _load_here(config, on_progress=on_progress, on_plan=on_plan, check=check)
+    require(own_rank() == 0, "the first rank alone answers: the others have layers for it (`serve_own_layers`)")
+    shares = _share(config)
+    return load_first(shares, partial(_load_here, on_progress=on_progress, check=check), on_plan)
+
+
+def serve_own_layers(
+    config: RuntimeConfig, *, say: Callable[[str], None], on_progress: LoadProgress | None = None,
+    on_start: Callable[[HostGroup], None] | None = None,
+) -> None:  # fmt: skip
+    """Have layers for the first of several ranks, of which this is another one, until that ends.
+
+    Args:
+        config: What was asked for here; the first rank's is what counts but for device and memory.
+        say: Is told what lives where.
+        on_progress: As of `load_runtime`.
+        on_start: Is given the group of the ranks once they have met.
+
+    Raises:
+        HostError: Another rank is gone.
+        OffloadError: As of `Runtime.load`; the first rank's ends by the same.
+    """
+    shares = _share(config)
+    if on_start is not None:
+        on_start(shares.group)
+    try:
+        serve_layers(shares, partial(_load_here, on_progress=on_progress, check=None), say)
+    except OffloadError as error:
+        shares.group.say_end(str(error))
+        raise
+    finally:
+        shares.group.close()
+
+
+def _share(config: RuntimeConfig) -> Shares:
+    """Meet the other ranks. Raises as `share_layers`."""
+    config = check_request(config)
+    return share_layers(config, _opened(config.target))
+
+
+def _load_here(
+    config: RuntimeConfig, *, on_progress: LoadProgress | None, on_plan: Callable[[RunPlan], None] | None,
+    check: Callable[[PromptRoom], object] | None, in_use: Mapping[str, int] | None = None,
+) -> Engine:  # fmt: skip
+    """Load what is on this machine; `in_use` as of `device_memory_in_use`, where that was asked before."""
+    load = partial(_load, on_progress=on_progress, on_plan=on_plan, check=check, in_use=in_use)
     try:
         return load(config)
     except MatricesNotCodable as error:
@@ -177,14 +226,15 @@ def _opened_draft(config: RuntimeConfig, target: CheckpointSource, name: object)
 
 def _load(
     config: RuntimeConfig, *, on_progress: LoadProgress | None, on_plan: Callable[[RunPlan], None] | None,
-    check: Callable[[PromptRoom], object] | None,
+    check: Callable[[PromptRoom], object] | None, in_use: Mapping[str, int] | None,
 ) -> Engine:  # fmt: skip
     """Raises `MatricesNotCodable` for what the plan codes and cannot be."""
     if config.trace is not None:
         require_writable(config.trace)
     profile = None if config.profile is None else load_profile(config.profile)
     # Before anything else touches the GPUs: afterwards our own context would count as somebody else's memory.
-    in_use = {} if config.devices[0] == "cpu" else device_memory_in_use()
+    if in_use is None:
+        in_use = {} if config.devices[0] == "cpu" else device_memory_in_use()
     devices = choose_devices(config)
     device = devices[0]
     if device.type == "cuda" and not triton_available:
@@ -273,7 +323,9 @@ def _load(
         free, demand = max(0, min(config.max_gamma, free_rows - 1)), plan.target.pool_share < 1
         placed = replace(plan, target=target.plan)
         # Without figures of this machine plans are only compared.
-        known_cost = None if own_figures is None else partial(cost.predicted_step_s, placed, figures)
+        # Nor are they those of several.
+        is_known = own_figures is not None and not plan.target.config.is_part
+        known_cost = None if not is_known else partial(cost.predicted_step_s, placed, figures)
         target.runner.recorder = recorder
         target.runner.streamer.recorders = recorders
         return Engine(

@@ -34,7 +34,7 @@ from offload_runtime.plan.model import ModelPlan, Placement
 from offload_runtime.plan.search import place_staged, with_staging_rings
 from offload_runtime.plan.sizes import RunPlan
 from offload_runtime.runners.head_decoder import HeadDecoder
-from offload_runtime.runners.model_runner import WARM_UP_ROWS, CapturedPasses, Decoder, ModelRunner
+from offload_runtime.runners.model_runner import WARM_UP_ROWS, CapturedPasses, Decoder, ModelRunner, RowsDecoder
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
 from offload_runtime.sizes import format_bytes
 from offload_runtime.stream import staging
@@ -546,10 +546,12 @@ def connect_model(
     )  # fmt: skip
     embedding = held[EMBEDDING] if EMBEDDING in held else weights.block(EMBEDDING)
     shared = layout.shared.views(held[None], scratches[0]) | layout.embedding.views(embedding)
-    if plan.head is not None:
+    if not plan.config.has_ends:
+        decoder: Decoder = RowsDecoder(plan.config, plan.dtype, partition)
+    elif plan.head is not None:
         assert lender is not None, "a head is loaded behind its target"
         around = {**lent_to_head(lender.runner.decoder, scratches[0]), **shared}
-        decoder: Decoder = HeadDecoder(plan.head, around, partition)
+        decoder = HeadDecoder(plan.head, around, partition)
     else:
         decoder = Decoder(plan.config, shared, partition)
     plan = replace(plan, placements=tuple(memory.placement for memory in memories))

@@ -71,6 +71,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         self.device = self.devices[0]
         self.dtype = weights.layout.dtype
         self.plan, self.placement = engine.plan, describe_placement(target, engine.plan, engine.budgets)
+        if engine.shares is not None:
+            self.placement = f"{engine.shares.in_words}; here {self.placement}"
         speed = f"{weights.load_seconds:.1f} s ({weights.load_gbps:.1f} GB/s)"
         self.load_report = f"loaded {format_bytes(weights.layout.total_bytes)} in {speed}: {weights.layout.stored_as}"
         # Tokens that prompt and answer may have together.

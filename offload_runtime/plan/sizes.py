@@ -264,9 +264,9 @@ class RunPlan:
     @cached_property
     def captured_bytes(self) -> int:
         """CUDA graphs of the target's passes, where all that these need is on the device, with room for them; none yet
-        where passes cross from card to card."""
+        where passes cross from card to card, or from machine to machine."""
         target = self.target
-        if self.on_cpu or self.num_cards > 1 or len(target.layers) < target.config.num_layers:
+        if self.on_cpu or self.num_cards > 1 or len(target.layers) < target.config.num_layers or target.config.is_part:
             return 0
         if self.placement.streamed_layers or target.kv_layers_on_host:
             return 0
@@ -401,9 +401,18 @@ class RunPlan:
                 "rows between cards": self.transfer_bytes,
                 # Of a CPU, whose memory is the host's.
                 "all that a GPU would hold": self.device_bytes if self.on_cpu else 0,
+                "rows between machines": self.message_bytes,
                 "Python and libraries": PROCESS_BYTES,
             }
         )
+
+    @property
+    def message_bytes(self) -> int:
+        """What the largest pass takes of the host where other machines have layers of the target: its rows twice."""
+        target = self.target
+        rows = most_prompt_tokens(target.chunk_tokens, target.context_tokens) + target.batch * target.window_tokens
+        row_bytes = target.config.hidden_size * target.dtype.itemsize
+        return 2 * rows * row_bytes if target.config.is_part else 0
 
     @property
     def transfer_bytes(self) -> int:

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -78,7 +78,7 @@ def workspace_bytes(
     """
     of_prompts = most_prompt_tokens(chunk_tokens, context_tokens) if mixes else context_tokens
     tokens = of_prompts + (rows if mixes else 0)
-    residual = tokens * config.hidden_size
+    residual = tokens * config.hidden_size * (1 if config.has_ends else 2)  # and as it came from another machine
     chunk = max(min(chunk_tokens, context_tokens), rows) * config.row_elements
     more_tokens = min(expert_tokens, of_prompts) - min(chunk_tokens, context_tokens)
     of_experts = max(0, more_tokens) * config.prompt_row_elements
@@ -211,6 +211,51 @@ class KeptRows:
         return pieces
 
 
+class RowsDecoder(Decoder):
+    """Has nothing around its layers, which are not the first ones of a model: the tokens of a pass are numbers of rows
+    that another machine has `received` of it, [N, H], and what it says of them is the residual stream behind the last
+    of its layers.
+
+    Args:
+        config: Its layers.
+        dtype: Of the residual stream.
+        partition: Of one card.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, partition: stream.LayerPartition) -> None:
+        self.config, self.shared, self.partition = config, {}, partition
+        self.num_layers, self.in_blocks = config.num_layers, partition.in_blocks
+        self.final_norm = torch.empty(0, dtype=dtype, device=partition.cards[0].device)  # says dtype and place alone
+        self.received = self.final_norm.new_zeros(1, config.hidden_size)  # for a warm-up
+
+    def embed(self, rows: Rows) -> torch.Tensor:
+        """Return the residual stream below its layers: [N, H]."""
+        return self.received.index_select(0, rows.tokens)
+
+    def outputs(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return rows of the residual stream [N, H] as they are, twice."""
+        return residual, residual
+
+
+class NextStage(Protocol):
+    """Has the layers of a model that follow those of a runner, on another machine."""
+
+    def run(self, batch: Batch, committed: Sequence[int], residuals: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Take a pass through them, and wait for it.
+
+        Args:
+            batch: What the pass is about.
+            committed: Tokens of each of its slots.
+            residuals: Behind the layers before, [N, H] of each piece of the prompts, then of all rows of trees.
+
+        Returns:
+            Behind the last layer [N, H]: the rows of the trees, then of each prompt that of its last token.
+
+        Raises:
+            HostError: Another machine has ended, is not heard from, or has failed.
+        """
+
+
 @dataclass(eq=False)
 class ModelRunner:
     """Runs passes of one model.
@@ -226,6 +271,7 @@ class ModelRunner:
         recorder: Of a trace, if there is one.
         captured: Runs trees as CUDA graphs; set where all that they need is on the device and there is room for it.
         taps: What a head wants to read of every pass; None where there is no head.
+        following: The layers that other machines have; None where all are here.
     """
 
     decoder: Decoder
@@ -237,6 +283,7 @@ class ModelRunner:
     recorder: TraceRecorder | None = None
     captured: CapturedPasses | None = None
     taps: HiddenTaps | None = None
+    following: NextStage | None = None
 
     @property
     def most_prompt_tokens(self) -> int:
@@ -317,8 +364,13 @@ class ModelRunner:
             pieces.append(self.rows(trees, committed[: len(trees)], [*batch.trees]))
             last.append(len(pieces) - 1)
         hidden = None if self.taps is None or layers is not None else KeptRows.of(self.taps, self.decoder, pieces)
-        wanted = last if hidden is None or not hidden.reads_last else range(len(pieces))
+        reads_all = self.following is not None or (hidden is not None and hidden.reads_last)
+        wanted = range(len(pieces)) if reads_all else last
         found = self._run(pieces, wanted, batch.on_layer, layers, hidden, prompts=bool(batch.prompts))
+        if self.following is not None:
+            assert hidden is None, "heads read what is here alone"
+            there = [*found[:-1], *_present(found[-1], trees)] if trees else found
+            return self.decoder.head(self.following.run(batch, committed, there))
         residuals = [found[wanted.index(piece)] for piece in last]
         of_trees = _present(residuals.pop(), trees) if trees else []
         decisive = [*of_trees, *(residual[-1:] for residual in residuals)]

@@ -362,8 +362,8 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 # How errors are told, the first that fits; all others are defects of ours.
 _STATUS: tuple[tuple[type[Exception], int, str | None], ...] = (
     (ModelNotFoundError, 404, "model_not_found"), (errors.UnavailableError, 503, None), (errors.BudgetError, 503, None),
-    (errors.OptionError, 400, None), (errors.ContextLengthError, 400, "context_length_exceeded"),
-    (errors.QueueFullError, 429, None),
+    (errors.HostError, 503, None), (errors.OptionError, 400, None),
+    (errors.ContextLengthError, 400, "context_length_exceeded"), (errors.QueueFullError, 429, None),
 )  # fmt: skip
 
 

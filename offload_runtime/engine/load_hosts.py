@@ -1,0 +1,270 @@
+"""A model whose layers several machines share: what each says of itself, who gets which layers, and how both the first
+rank and the others load theirs.
+
+The first rank plans as if its own layers were all of the model, and what is the same for all is what it has planned:
+context, requests at once, rows of a window. Each of the others plans its layers with its own memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import offload_runtime_kernels
+import torch
+
+from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.engine.engine import Engine
+from offload_runtime.errors import OffloadError
+from offload_runtime.hardware.bench import read_host_info
+from offload_runtime.hosts.group import HostGroup, own_card
+from offload_runtime.hosts.link import DONE, FAILED, LOAD, Link, Orders
+from offload_runtime.hosts.shares import Shares, deal, require_same
+from offload_runtime.hosts.stage import RemoteStage, serve_passes, told
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.options import require
+from offload_runtime.plan.sizes import DTYPE_NAMES, RunPlan, resolve_dtype
+from offload_runtime.sizes import counted
+from offload_runtime.stream.device import device_memory_in_use, resolve_device
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.part import part_of
+from offload_runtime.weights.sources import open_checkpoint
+
+# What has to be the same in all ranks for the bits of one machine, and what it is called.
+_SAME = {
+    "version": "version of offload-runtime", "torch": "version of torch", "device": "device",
+    "dtype": "element type (--dtype)", "model": "file of the target",
+}  # fmt: skip
+
+
+_OTHER_DRAFT = "name a draft model, or take --draft ngram"
+
+
+class LoadPart(Protocol):
+    """Loads a runtime of what a configuration asks for; `in_use` as of `device_memory_in_use`."""
+
+    def __call__(
+        self, config: RuntimeConfig, *, on_plan: Callable[[RunPlan], None] | None, in_use: Mapping[str, int]
+    ) -> Engine: ...
+
+
+def check_request(config: RuntimeConfig) -> RuntimeConfig:
+    """Refuse what ranks do not do together, before anything is opened; return the configuration of this one.
+
+    Raises:
+        OptionError: As it says.
+    """
+    named = config.draft if isinstance(config.draft, str) else ""
+    for fine, what, remedy in (
+        (config.kv != "host", "--kv host keeps keys and values in host memory", "drop it"),
+        (config.speculation.mode != "triforce", "--speculation triforce reads the keys of all layers", "take chain"),
+        (not config.drafts_itself, "--draft self copies layers", _OTHER_DRAFT),
+        (named != "mtp", "--draft mtp reads what the last layer makes of a prompt", "take --draft ngram"),
+        (config.trace is None, "--trace sees one machine", "drop it"),
+    ):
+        require(fine, f"{what}, which does not go over several machines yet: {remedy}")
+    mode = config.speculation.mode
+    if mode == "auto" and config.proposed_by == "the draft":
+        mode = "chain"
+    # A draft that nobody has named would be chosen by predictions, which know one machine.
+    draft = "ngram" if named == "auto" and mode != "none" else config.draft
+    return replace(
+        config, device=own_card(config.device), kv="gpu", draft=draft,
+        speculation=replace(config.speculation, mode=mode),
+    )  # fmt: skip
+
+
+def _check_model(config: ModelConfig, ranks: int) -> None:
+    """Refuse models whose layers several machines do not share. Raises `OptionError`."""
+    for fine, what in (
+        (not config.deltas, "gated delta layers have states that"),
+        (not config.mixtures, "experts"),
+    ):
+        require(fine, f"{what} do not go over several machines yet: run it on one")
+    many = f"{ranks} ranks share {counted(config.num_layers, 'layer')}"
+    require(config.num_layers >= ranks, f"{many}, and each needs one: start fewer")
+
+
+def share_layers(config: RuntimeConfig, source: CheckpointSource) -> Shares:
+    """Meet the other ranks, and deal the layers out by what each has free.
+
+    Args:
+        config: As of `check_request`.
+        source: The opened target, of which this rank has its own copy.
+
+    Raises:
+        HostError: They cannot be reached, or one has ended.
+        OptionError: What has to be the same differs; or the model is of a kind that they do not share.
+    """
+    in_use = {} if config.device_type == "cpu" else device_memory_in_use()
+    device = resolve_device(config.device)
+    group = HostGroup(config.interface, config.host_timeout_s)
+    try:
+        _check_model(source.config(), group.size)
+        dtype = resolve_dtype(config.dtype, source, config.device_type)
+        taken_bytes = 0 if group.rank else _first_bytes(config, source, dtype)
+        facts = group.exchange(
+            {
+                "version": _code(),
+                "torch": torch.__version__,
+                "device": _device_name(device),
+                "dtype": DTYPE_NAMES[dtype],
+                "model": source.fingerprint,
+                "free_bytes": max(0, _free_bytes(config, device, in_use) - taken_bytes),
+            }
+        )
+        require_same(facts, _SAME)
+        dealt = deal(source.layout(dtype).layer_bytes, [one["free_bytes"] for one in facts])
+    except BaseException as error:
+        group.say_end(str(error) or type(error).__name__)
+        group.close()
+        raise
+    config = replace(config, target=part_of(source, dealt[group.rank]))
+    return Shares(group, dealt, config, in_use, facts)
+
+
+def _code() -> str:
+    """Return what tells this version of the program, kernels included, from every other one."""
+    found = hashlib.blake2b(digest_size=8)
+    for folder in (Path(__file__).parents[1], Path(offload_runtime_kernels.__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            found.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def _device_name(device: torch.device) -> str:
+    """Return the type of a device by which its bits are told."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU with {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _first_bytes(config: RuntimeConfig, source: CheckpointSource, dtype: torch.dtype) -> int:
+    """Return the bytes of weights that the first rank has besides layers: what lies around these, and a draft."""
+    layout = source.layout(dtype)
+    draft = open_checkpoint(config.draft) if config.proposed_by == "the draft" else None
+    draft_bytes = 0 if draft is None else draft.layout(dtype).total_bytes
+    return layout.shared.total_bytes + layout.embedding.total_bytes + draft_bytes
+
+
+def _free_bytes(config: RuntimeConfig, device: torch.device, in_use: Mapping[str, int]) -> int:
+    """Return the memory that a rank may take for its layers: of its card, or of a CPU of the host."""
+    if device.type == "cpu":
+        return config.ram or read_host_info().available_bytes
+    (limit_bytes,) = config.vram_of_cards(1)
+    if limit_bytes is not None:
+        return limit_bytes
+    about = torch.cuda.get_device_properties(device)
+    return int(about.total_memory) - in_use.get(f"GPU-{about.uuid}", 0)
+
+
+def load_first(shares: Shares, load: LoadPart, on_plan: Callable[[RunPlan], None] | None) -> Engine:
+    """Load the first rank's layers while the others load theirs. Closing the engine's resources ends them.
+
+    Raises:
+        HostError: Another rank has ended, or its layers do not fit there.
+        OffloadError: As of `load_runtime`; the others then end as well.
+    """
+    group, orders = shares.group, Orders(Link(shares.group, 1, shares.group.timeout_s))
+    try:
+        engine = _load_before(shares, load, orders, on_plan)
+    except BaseException as error:
+        group.say_end(f"it could not load its layers ({error})" if isinstance(error, OffloadError) else "stopped")
+        orders.close()
+        group.close()
+        raise
+    RemoteStage(orders, engine.target.runner)
+    engine.resources.callback(group.close)
+    engine.resources.callback(orders.close)
+    engine.shares = shares
+    return engine
+
+
+def _load_before(
+    shares: Shares, load: LoadPart, orders: Orders, on_plan: Callable[[RunPlan], None] | None,
+    order: Mapping[str, Any] | None = None,
+) -> Engine:  # fmt: skip
+    """Load a rank's layers, and let the ranks behind do so, as soon as these are planned; wait for them, too. The
+    `order` is the first rank's; None: this is the first, and makes it."""
+    told_plan = dict[str, Any]()
+
+    def planned(plan: RunPlan) -> None:
+        taps = plan.draft is not None and plan.draft.is_head
+        require(not taps, f"{plan.drafter_in_words} reads rows of the target that other machines have: {_OTHER_DRAFT}")
+        own = order or {
+            "context": plan.target.context_tokens, "batch": plan.target.batch, "window": plan.target.window_tokens,
+        }  # fmt: skip
+        if not told_plan:  # and not planned again, without what cannot be coded
+            told_plan.update(own)
+            orders.ask(LOAD, own)
+        assert told_plan == own
+        if on_plan is not None:
+            on_plan(plan)
+
+    engine = load(shares.config, on_plan=planned, in_use=shares.in_use)
+    orders.next_answer()
+    return engine
+
+
+def serve_layers(shares: Shares, load: LoadPart, say: Callable[[str], None]) -> None:
+    """Have layers for the ranks before until these end: plan and load what the first one asks for, then run passes.
+
+    Args:
+        shares: As of `share_layers`; this is not the first rank.
+        load: Loads them.
+        say: Is told what lives where.
+
+    Raises:
+        OffloadError: What failed here, which the rank before was told; `HostError` where another one is gone.
+    """
+    group = shares.group
+    before = Link(group, group.rank - 1, None)
+    orders = Orders(Link(group, group.rank + 1, group.timeout_s)) if group.rank + 1 < group.size else None
+    order = before.receive()
+    assert order.kind == LOAD
+    config = _config_of_stage(shares.config, order.says)
+    try:
+        engine = _load_behind(replace(shares, config=config), load, before, orders, order.says)
+        with engine.resources:
+            if orders is not None:
+                RemoteStage(orders, engine.target.runner)
+            say(f"ready: {shares.in_words}")
+            before.send(DONE, {})
+            serve_passes(before, engine.target.runner)
+    finally:
+        if orders is not None:
+            orders.close()
+
+
+def _load_behind(
+    shares: Shares, load: LoadPart, before: Link, orders: Orders | None, order: Mapping[str, Any]
+) -> Engine:
+    """Load the layers of a rank that is not the first, as that has ordered, and tell the rank before when they are
+    planned, and what has failed. Raises `OffloadError`."""
+    is_told = False
+
+    def planned(plan: RunPlan) -> None:
+        nonlocal is_told
+        if not is_told:
+            before.send(DONE, {})
+        is_told = True
+
+    try:
+        with before.at_work():
+            if orders is None:
+                return load(shares.config, on_plan=planned, in_use=shares.in_use)
+            return _load_before(shares, load, orders, planned, order)
+    except OffloadError as error:
+        before.send(FAILED, {"error": told(before, error)})
+        raise
+
+
+def _config_of_stage(config: RuntimeConfig, order: Mapping[str, Any]) -> RuntimeConfig:
+    """Return what a rank loads that is not the first: its own limits, and sizes as the first one has them."""
+    return replace(
+        config, draft="none", speculation=SpeculationOptions(), tree_nodes=None, gamma=None,
+        max_gamma=order["window"] - 1, context=order["context"], max_batch=order["batch"],
+    )  # fmt: skip

@@ -1,0 +1,175 @@
+"""What two neighbouring ranks say to each other: orders there and answers back, each a head and a body.
+
+A head is three integers; a body is JSON and then rows, as bytes. Nothing of it is ever run or unpickled. One that is at
+work says so every second, so that a rank which is slow is told from one that is gone.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from offload_runtime.errors import HostError
+from offload_runtime.hosts.group import HostGroup
+
+LOAD, PASS, QUIT, BUSY, DONE, FAILED = range(6)
+_BEAT_S = 1.0
+_FOR_EVER = timedelta(days=3650)  # for who waits for orders
+_MOST_BYTES = 1 << 40
+
+
+class Message(NamedTuple):
+    """An order or an answer as it has come: its kind, what it says, and rows as bytes, uint8 on the host."""
+
+    kind: int
+    says: Mapping[str, Any]
+    rows: torch.Tensor
+
+
+class Link:
+    """The connection to one neighbour. One thread at a time may receive.
+
+    Args:
+        group: Of all ranks.
+        peer: The neighbour's rank.
+        wait_s: How long to wait for it; None: for ever, as one that waits for orders does.
+    """
+
+    def __init__(self, group: HostGroup, peer: int, wait_s: float | None) -> None:
+        self._group, self.peer, self._wait_s = group, peer, wait_s
+        self.own_name = group.name(group.rank)
+        self._timeout = _FOR_EVER if wait_s is None else timedelta(seconds=wait_s)
+        self._sending = threading.Lock()
+
+    def send(self, kind: int, says: Mapping[str, Any], rows: Sequence[torch.Tensor] = ()) -> None:
+        """Send a message, whose rows lie on the host, uint8 each. Raises `HostError`."""
+        words = torch.frombuffer(bytearray(json.dumps(says).encode()), dtype=torch.uint8)
+        body = torch.cat([words, *rows])
+        head = torch.tensor([kind, len(words), len(body)], dtype=torch.int64)
+        with self._sending:
+            try:
+                for work in [dist.isend(part, self.peer) for part in (head, body)]:
+                    assert work is not None
+                    work.wait(self._timeout)
+            except RuntimeError as error:
+                raise self._failure(error) from error
+
+    def receive(self) -> Message:
+        """Wait for a message. Raises `HostError`."""
+        kind, num_words, size = self._received(torch.empty(3, dtype=torch.int64)).tolist()
+        assert 0 < num_words <= size < _MOST_BYTES
+        body = self._received(torch.empty(size, dtype=torch.uint8))
+        return Message(kind, json.loads(bytes(body[:num_words].numpy())), body[num_words:])
+
+    def _received(self, room: torch.Tensor) -> torch.Tensor:
+        try:
+            work = dist.irecv(room, self.peer)
+            assert work is not None
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        return room
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Tell the neighbour every second, while within, that this rank is at work."""
+        is_done = threading.Event()
+
+        def tell() -> None:
+            try:
+                while not is_done.wait(_BEAT_S):
+                    self.send(BUSY, {})
+            except HostError:
+                return  # who sends the answer sees it as well
+
+        beats = threading.Thread(target=tell, name="at work", daemon=True)
+        beats.start()
+        try:
+            yield
+        finally:
+            is_done.set()
+            beats.join()
+
+    def _failure(self, error: RuntimeError) -> HostError:
+        """Return the error for a neighbour that has ended, by what it has said last, or is not heard from."""
+        name, reason = self._group.name(self.peer), self._group.why_ended(self.peer)
+        if reason is not None:
+            what = f"{name} has ended: {reason}"
+        elif "timed out" in str(error).lower() or "timeout" in str(error).lower():
+            what = f"{name} has not been heard from for {self._wait_s:g} s (--host-timeout)"
+        else:
+            what = f"{name} is gone ({str(error).splitlines()[0]})"
+        return HostError(f"{what}: start all ranks again")
+
+
+class _Order(NamedTuple):
+    """What `Link.send` takes."""
+
+    kind: int
+    says: Mapping[str, Any]
+    rows: Sequence[torch.Tensor] = ()
+
+
+class Orders:
+    """Gives a neighbour orders, and waits for its answers in a thread of its own: Ctrl-C may come at any time, and what
+    is on its way then still arrives as a whole, to be forgotten. After an error nothing is sent any more."""
+
+    def __init__(self, link: Link) -> None:
+        self._link, self._number = link, 0
+        self.failure: HostError | None = None
+        self._asked = SimpleQueue[tuple[int, _Order | None]]()
+        self._answers = SimpleQueue[tuple[int, Message | HostError]]()
+        self._thread = threading.Thread(target=self._run, name=f"rank {link.peer}", daemon=True)
+        self._thread.start()
+
+    def ask(self, kind: int, says: Mapping[str, Any], rows: Sequence[torch.Tensor] = ()) -> Message:
+        """Give an order, and wait for the answer. Raises `HostError`, also of what the neighbour has failed by."""
+        return self._answer(_Order(kind, says, rows))
+
+    def next_answer(self) -> Message:
+        """Wait for a further answer to the last order. Raises as `ask`."""
+        return self._answer(None)
+
+    def close(self) -> None:
+        """Give no more orders, and wait until the last one is answered, or its answer is given up."""
+        self._number += 1
+        self._asked.put((self._number, _Order(QUIT, {})))
+        self._thread.join()
+
+    def _answer(self, order: _Order | None) -> Message:
+        if self.failure is not None:
+            raise HostError(str(self.failure)) from self.failure
+        self._number += 1
+        self._asked.put((self._number, order))
+        number, found = 0, self.failure
+        while number != self._number:  # others are to orders that nobody waits for any more
+            number, found = self._answers.get()
+        if not isinstance(found, Message):
+            assert found is not None
+            raise found
+        return found
+
+    def _run(self) -> None:
+        while self.failure is None:
+            number, order = self._asked.get()
+            try:
+                if order is not None:
+                    self._link.send(*order)
+                while (message := self._link.receive()).kind == BUSY:
+                    pass
+                if message.kind == FAILED:
+                    raise HostError(message.says["error"])
+                self._answers.put((number, message))
+                if order is not None and order.kind == QUIT:
+                    return
+            except HostError as error:
+                self.failure = error
+                self._answers.put((number, error))

@@ -1,0 +1,69 @@
+"""Who has which layers of a model that several machines share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+from offload_runtime.config import RuntimeConfig
+from offload_runtime.errors import OptionError
+from offload_runtime.hosts.group import HostGroup
+from offload_runtime.sizes import counted, format_bytes
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Says which layers each rank has, and what this one found out on its way.
+
+    Attributes:
+        group: Of the ranks.
+        layers: By rank.
+        config: Of what this rank loads.
+        in_use: Of its GPUs, before it touched any.
+        facts: What each rank has said of itself.
+    """
+
+    group: HostGroup
+    layers: Sequence[range]
+    config: RuntimeConfig
+    in_use: Mapping[str, int]
+    facts: Sequence[Mapping[str, Any]]
+
+    @property
+    def in_words(self) -> str:
+        """Say who has what."""
+        each = (
+            f"{counted(len(layers), 'layer')} ({layers.start} to {layers.stop - 1}) on {self.group.name(rank)}, "
+            f"{one['device']} with {format_bytes(one['free_bytes'])}"
+            for rank, (layers, one) in enumerate(zip(self.layers, self.facts, strict=True))
+        )
+        return "; ".join(each)
+
+
+def deal(layer_bytes: Sequence[int], free_bytes: Sequence[int]) -> list[range]:
+    """Return the layers of each rank: consecutive ones, at least one, of as large a share of all bytes as it has of the
+    free memory. Where all fit they then fit everywhere, and where they do not as much of each is streamed."""
+    ranks, num_layers = len(free_bytes), len(layer_bytes)
+    shares = [max(1, free) for free in free_bytes]
+    below = [0, *accumulate(layer_bytes)]
+    ends = [0]
+    for rank, share in enumerate(accumulate(shares[:-1])):
+        wanted = below[-1] * share / sum(shares)
+        end = min(range(num_layers + 1), key=lambda one: abs(below[one] - wanted))
+        ends.append(min(max(end, ends[-1] + 1), num_layers - (ranks - 1 - rank)))
+    return [range(start, end) for start, end in pairwise([*ends, num_layers])]
+
+
+def require_same(facts: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> None:
+    """Refuse ranks of which one says something else than the first about what has to be the same, whose `names` people
+    know. Raises `OptionError`, which says who has what."""
+    first = facts[0]
+    for key, what in names.items():
+        for rank, one in enumerate(facts):
+            if one[key] != first[key]:
+                raise OptionError(
+                    f"rank {rank} ({one['host']}) has another {what} than rank 0 ({first['host']}): {one[key]}, not "
+                    f"{first[key]}; its bits would be others than those of one machine"
+                )

@@ -1,0 +1,113 @@
+"""Layers of other machines: a pass goes from one rank to the next as one message, and its last rows come back as one.
+
+A `RemoteStage` is what a runner sees of the ranks behind it. There `serve_passes` runs the same passes through layers
+of its own, which may have another `RemoteStage` behind them. The slots of all ranks hold the same tokens: a pass says
+what was committed since the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from offload_runtime.core import Batch, TokenTree
+from offload_runtime.errors import HostError, OffloadError
+from offload_runtime.hosts.link import DONE, FAILED, PASS, QUIT, Link, Message, Orders
+from offload_runtime.runners.model_runner import ModelRunner, RowsDecoder
+from offload_runtime.stream.device import current_device
+
+
+class RemoteStage:
+    """The layers behind those of a runner, on other machines; a `NextStage`.
+
+    Args:
+        orders: To the next rank.
+        runner: Whose layers they follow; its cache says what is committed.
+    """
+
+    def __init__(self, orders: Orders, runner: ModelRunner) -> None:
+        self._orders = orders
+        self._paths = dict[int, list[int]]()  # of slots, since the last pass
+        self._like = runner.decoder.final_norm
+        runner.cache.on_path = self._commit
+        runner.following = self
+
+    def _commit(self, slot: int, rows: Sequence[int]) -> None:
+        self._paths[slot] = [*rows]
+
+    def run(self, batch: Batch, committed: Sequence[int], residuals: Sequence[torch.Tensor]) -> torch.Tensor:
+        """As of a `NextStage`: [N, H] on the compute device."""
+        paths, self._paths = self._paths, {}
+        says = {
+            "paths": [[slot, rows] for slot, rows in paths.items()],
+            "committed": list(zip(batch.slots, committed, strict=True)),
+            "trees": [[slot, tree.parents] for slot, tree in batch.trees.items()],
+            "prompts": [[slot, len(tokens)] for slot, tokens in batch.prompts.items()],
+        }
+        answer = self._orders.ask(PASS, says, [_to_bytes(rows) for rows in residuals])
+        return _from_bytes(answer.rows, self._like.dtype, residuals[0].shape[1]).to(self._like.device)
+
+
+def serve_passes(link: Link, runner: ModelRunner) -> None:
+    """Run the passes of the rank before through this one's layers until it says that there are no more.
+
+    Raises:
+        HostError: It is gone, or a rank behind.
+        OffloadError: What failed here, which it was told.
+    """
+    assert isinstance(runner.decoder, RowsDecoder)
+    while (order := link.receive()).kind == PASS:
+        try:
+            with link.at_work(), current_device(runner.decoder.final_norm.device):
+                found = _to_bytes(_run_pass(order, runner, runner.decoder))
+        except (OffloadError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
+            link.send(FAILED, {"error": told(link, error)})
+            raise
+        link.send(DONE, {}, [found])
+    assert order.kind == QUIT
+    link.send(DONE, {})
+
+
+def told(link: Link, error: BaseException) -> str:
+    """Return what the rank before is told of an error here; of one of a rank behind, as it was told."""
+    return str(error) if isinstance(error, HostError) else f"{link.own_name} has failed: {error}"
+
+
+def _run_pass(order: Message, runner: ModelRunner, decoder: RowsDecoder) -> torch.Tensor:
+    """Return the rows that a pass gives back, [N, H]."""
+    cache, says = runner.cache, order.says
+    for slot, rows in says["paths"]:
+        cache.commit_path(slot, rows)
+    for slot, length in says["committed"]:
+        # A pass that was interrupted has committed its prompts here, and not there.
+        if cache.length(slot) > length or not length:
+            cache.truncate(slot, length)
+        assert cache.length(slot) == length, "all ranks hold the same tokens"
+    decoder.received = _from_bytes(order.rows, decoder.final_norm.dtype, decoder.config.hidden_size).to(
+        decoder.final_norm.device
+    )
+    return runner.forward(_batch(says)).logits
+
+
+def _batch(says: Mapping[str, Any]) -> Batch:
+    """Return the batch of a pass: prompts, then trees, of the numbers of its rows."""
+    prompts, trees, first = dict[int, Sequence[int]](), dict[int, TokenTree](), 0
+    for slot, count in says["prompts"]:
+        prompts[slot] = range(first, first + count)
+        first += count
+    for slot, parents in says["trees"]:
+        trees[slot] = TokenTree(tuple(range(first, first + len(parents))), tuple(parents))
+        first += len(parents)
+    return Batch(trees, prompts)
+
+
+def _to_bytes(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows [N, H] as bytes on the host, uint8. Waits for them."""
+    return rows.contiguous().view(-1).view(torch.uint8).cpu()
+
+
+def _from_bytes(data: torch.Tensor, dtype: torch.dtype, width: int) -> torch.Tensor:
+    """Return rows [N, H], on the host."""
+    return data.clone().view(dtype).view(-1, width)

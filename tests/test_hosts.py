@@ -1,0 +1,227 @@
+"""Layers of other machines, which are processes here, reached over loopback: the same tokens, what is refused, and what
+happens when one of them is gone."""
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from offload_runtime.config import ServerConfig
+from offload_runtime.engine import Runtime
+from offload_runtime.errors import HostError, OptionError
+from offload_runtime.server.app import Server
+from tests.helpers.hosts import LOOPBACK, OtherRank, first_rank, free_port, rank_environment
+from tests.test_cli_process import command, environment
+
+TARGET = "deep_target"
+TEXTS = ["the quick brown fox jumps over the lazy dog and the quick brown fox", "a link, a layer, a link, a", "on"]
+LONG = "the quick brown fox jumps over the lazy dog and " * 16  # several pieces of a prompt
+
+
+@pytest.fixture(scope="module")
+def others() -> Iterator[list[OtherRank]]:
+    other = OtherRank()
+    yield [other]
+    other.close()
+
+
+@pytest.fixture(scope="module")
+def third() -> Iterator[OtherRank]:
+    other = OtherRank()
+    yield other
+    other.close()
+
+
+def tokens(runtime: Runtime, prompts: list[str], **options: Any) -> list[list[int]]:
+    results = runtime.generate_batch(prompts, max_new_tokens=16, ignore_eos=True, **options)
+    return [result.tokens for result in results]
+
+
+def compare(others: list[OtherRank], target: Path, **options: Any) -> None:
+    """Answers of several ranks are those of one: greedy and sampled, short and long prompts, one after the other and at
+    once, and a turn that goes on from what the slots hold."""
+
+    def answers(runtime: Runtime) -> list[Any]:
+        found: list[Any] = [tokens(runtime, TEXTS[:2], temperature=0.8, seed=3), tokens(runtime, [LONG, TEXTS[2]])]
+        talk = runtime.conversation()
+        for text in (TEXTS[0], TEXTS[1]):
+            found.append("".join(talk.say(text, max_new_tokens=12, temperature=0.0)))
+        return [*found, tokens(runtime, [TEXTS[0]], speculate=False)]
+
+    with Runtime.load(target, device="cpu", max_batch=2, **options) as one:
+        expected = answers(one)
+    with first_rank(others, target, max_batch=2, **options) as several:
+        assert answers(several) == expected
+    assert [one.ended() for one in others] == [""] * len(others)
+
+
+def test_two_ranks_say_what_one_says(others: list[OtherRank], target: Path) -> None:
+    compare(others, target, draft="ngram")
+
+
+@pytest.mark.slow
+def test_streamed_layers_decoded_plainly(others: list[OtherRank], target: Path) -> None:
+    compare(others, target, draft="none", resident_layers=0)
+
+
+@pytest.mark.slow
+def test_trees_of_a_draft_over_three_ranks(
+    others: list[OtherRank], third: OtherRank, target: Path, draft: Path
+) -> None:
+    compare([*others, third], target, draft=draft, tree_nodes=16, resident_layers=1, dtype="bf16")
+
+
+@pytest.mark.slow
+def test_windows_that_slide_in_some_layers(others: list[OtherRank], windowed_target: Path) -> None:
+    """Only the second of two layers has one, and the first rank has to know to where a sequence can be cut."""
+    compare(others, windowed_target, draft="ngram")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "cohere2"])
+def test_families(others: list[OtherRank], tmp_path: Path, family: str) -> None:
+    """As GGUF files, in whose layers are numbers."""
+    from tests.helpers.engine import byte_level_tokenizer
+    from tests.helpers.families import family_model
+
+    model = family_model(family, 0)
+    model.save_pretrained(tmp_path)
+    byte_level_tokenizer(model.config.vocab_size).save_pretrained(tmp_path)
+
+    def answers(runtime: Runtime) -> Any:
+        prompts = [[5, 9, 5, 9, 7, 5], [3]]
+        return [one.tokens for one in runtime.generate_batch(prompts, max_new_tokens=20, ignore_eos=True)]
+
+    with Runtime.load(tmp_path, device="cpu", max_batch=2, draft="ngram") as one:
+        expected = answers(one)
+    with first_rank(others, tmp_path, max_batch=2, draft="ngram") as several:
+        assert answers(several) == expected
+    assert others[0].ended() == ""
+
+
+REFUSED = [
+    ({"kv": "host"}, "--kv host"),
+    ({"draft": "self", "resident_layers": 0}, "--draft self"),
+    ({"draft": "mtp"}, "--draft mtp"),
+    ({"device": "cpu,cpu"}, "one card"),
+    ({"interface": "nowhere"}, "nowhere is not an interface"),
+]
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED, ids=str)
+def test_what_ranks_do_not_do_is_refused_before_they_meet(target: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said), first_rank([], target, size=2, **options):
+        pass
+
+
+def test_an_interface_without_other_ranks_is_refused(target: Path) -> None:
+    with pytest.raises(OptionError, match="does nothing for one machine"):
+        Runtime.load(target, device="cpu", interface=LOOPBACK)
+
+
+@pytest.mark.slow
+def test_another_file_or_element_type_is_refused_and_named(
+    others: list[OtherRank], target: Path, two_layer_target: Path
+) -> None:
+    for theirs, said in (
+        ({"target": str(two_layer_target)}, "rank 1 .* has another file of the target"),
+        ({"dtype": "bf16"}, "rank 1 .* has another element type .*: bf16, not fp32"),
+    ):
+        with pytest.raises(OptionError, match=said), first_rank(others, target, theirs=theirs):
+            pass
+        assert "rank 1" in others[0].ended()
+
+
+@pytest.mark.slow
+def test_layers_that_do_not_fit_there_are_refused_by_name(others: list[OtherRank], target: Path) -> None:
+    with (
+        pytest.raises(HostError, match=r"rank 1 .* has failed: .*--ram"),
+        first_rank(others, target, theirs={"ram": 50_000_000}),
+    ):
+        pass
+    assert "BudgetError" in others[0].ended()
+
+
+@pytest.mark.slow
+def test_an_interrupted_prompt_leaves_all_ranks_alike(others: list[OtherRank], target: Path) -> None:
+    """Ctrl-C comes while another rank reads the prompt, whose answer then comes to nobody."""
+    with Runtime.load(target, device="cpu", draft="ngram") as one:
+        expected = tokens(one, [LONG])
+    with first_rank(others, target, draft="ngram") as several:
+        tokens(several, [LONG])
+        runner = several.engine.target.runner
+        following = runner.following
+        assert following is not None
+        runner.following = Interrupted(following)
+        with pytest.raises(KeyboardInterrupt):
+            tokens(several, [TEXTS[0] + LONG])
+        runner.following = following
+        assert tokens(several, [LONG]) == expected
+    assert others[0].ended() == ""
+
+
+class Interrupted:
+    """A stage of whose passes nobody waits for the end."""
+
+    def __init__(self, stage: Any) -> None:
+        self._stage = stage
+
+    def run(self, *args: Any) -> Any:
+        self._stage.run(*args)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.slow
+def test_a_command_that_is_another_rank_says_how_it_ends(target: Path, tmp_path: Path) -> None:
+    """By a signal, which is heard while it waits for the first rank."""
+    port = free_port()
+    words = command("generate", "--target", str(target), "--prompt", "x", "--device", "cpu", "--interface", LOOPBACK)
+    own = {**environment(tmp_path), **rank_environment(1, 2, port)}
+    with (
+        subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=own) as other,
+        first_rank([], target, size=2, port=port) as runtime,
+    ):
+        stream = runtime.stream(TEXTS[0], max_new_tokens=2000, ignore_eos=True)
+        next(stream)
+        other.send_signal(signal.SIGTERM)
+        with pytest.raises(HostError, match=r"rank 1 .* has ended: it was stopped by SIGTERM"):
+            list(stream)
+        said, lines = other.communicate(timeout=60)
+        assert (other.returncode, said) == (128 + signal.SIGTERM, "")
+        assert "5 layers (5 to 9) on rank 1" in " ".join(lines.split())
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs(third: OtherRank, target: Path) -> None:
+    """The answer ends with an error that names it, once the time-out is over, and so does every further one. Of this
+    process nothing is asked any more."""
+    with first_rank([third], target, host_timeout_s=2.5) as runtime:
+        stream = runtime.stream(TEXTS[0], max_new_tokens=2000, ignore_eos=True)
+        next(stream)
+        third.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(HostError, match=r"rank 1 .* not been heard from for 2.5 s"):
+            list(stream)
+        with pytest.raises(HostError, match="rank 1"):
+            runtime.generate(TEXTS[1])
+
+
+@pytest.mark.slow
+def test_the_server_says_who_is_gone(others: list[OtherRank], target: Path) -> None:
+    """To the request that was running, and to those that come later. Of this process nothing is asked any more."""
+    with (
+        first_rank(others, target, host_timeout_s=5.0, max_batch=2) as runtime,
+        Server(ServerConfig(port=0, grace_s=0.0)) as server,
+        server.serving(runtime, "small"),
+        httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,
+    ):
+        asked = {"messages": [{"role": "user", "content": TEXTS[0]}], "max_tokens": 4}
+        assert client.post("/v1/chat/completions", json=asked).status_code == 200
+        others[0].process.kill()
+        for _ in range(2):
+            answer = client.post("/v1/chat/completions", json=asked)
+            assert answer.status_code == 503
+            assert "rank 1" in answer.json()["error"]["message"]
