@@ -187,6 +187,15 @@ class DeltaStates:
         """What of it is page-locked."""
         return sum(arena.pinned_bytes for arena in self._arenas)
 
+    def take_over(self, source: DeltaStates, slot: int) -> None:
+        """Let a sequence have here what it has in `source`, which is of the same layers and as many tokens, and whose
+        states stand at the beginning of its open chunk; enqueued on the current stream of each card."""
+        self._bases[slot], self._is_lost[slot] = self._lengths[slot] // CHUNK_TOKENS, False
+        for own, other in zip(self._cards, source._cards, strict=True):
+            with current_device(own.numbers.device):
+                for part, new in zip(_parts(own.stack), _parts(other.stack), strict=True):
+                    part[:, slot].copy_(new[:, slot])
+
     def close(self) -> None:
         """Give host memory back, to or from which nothing is copied any more."""
         for arena in self._arenas:

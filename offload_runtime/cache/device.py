@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import copy
 from itertools import pairwise
 from typing import Protocol
 
@@ -106,10 +107,32 @@ class KVCache:
                 owners=self._owners, name=f"{name}: states", registrar=registrar,
                 spare_positions=self.spare_positions if drafts else None,
             )  # fmt: skip
+        self._renewed_from: DeltaStates | None = None  # as a copy sees it: the model's own
         # Of trees one path alone leads over the end of so many positions; None: any do.
         self.chunk_tokens = None if self._states is None else CHUNK_TOKENS
         # Tokens that steps may put behind the committed ones of a sequence; None: as many as there is room for.
         self.step_tokens = None if self._states is None else window_tokens
+
+    def for_copy(
+        self, config: ModelConfig, dtype: torch.dtype, *, budgets: Sequence[DeviceBudget], name: str
+    ) -> KVCache:
+        """Return this cache as a copy of the model's layers sees it, whose steps write guesses: all is the same but for
+        the states of gated delta layers, of which it has its own, and a text's are taken over by `renew`. `name` is
+        what these are called in the ledgers."""
+        found = copy(self)
+        if self._states is not None:
+            assert self.step_tokens is not None
+            found._renewed_from = self._states
+            found._states = DeltaStates(
+                config, dtype, lengths=self._lengths, window_tokens=self.step_tokens, budgets=budgets,
+                owners=self._owners, name=name, registrar=None, spare_positions=self.spare_positions,
+            )  # fmt: skip
+        return found
+
+    def renew(self, slot: int) -> None:
+        """Let a copy's states of a sequence be those behind its committed tokens; enqueued on the current stream."""
+        if self._states is not None and self._renewed_from is not None:
+            self._states.take_over(self._renewed_from, slot)
 
     @property
     def pinned_bytes(self) -> int:

@@ -78,7 +78,8 @@ def load_copies(
         [nothing] * len(layers), dict.fromkeys(layers, nothing), [ring], make_views=lambda layer, _: layers[layer]
     )
     decoder = Decoder(target.config, through_scratch(runner.decoder.shared, scratch), runner.decoder.partition)
-    return target, ModelRunner(decoder, streamer, runner.cache, runner.rope, runner.chunk_tokens)
+    cache = runner.cache.for_copy(target.config, plan.dtype, budgets=[card.budget], name="draft: states")
+    return target, ModelRunner(decoder, streamer, cache, runner.rope, runner.chunk_tokens)
 
 
 @torch.inference_mode()

@@ -210,7 +210,7 @@ class ModelPlan:
     def tree_positions(self) -> int:
         """Places in the cache of a draft that grows trees, or of a target whose copy does, for what may become part of
         a sequence."""
-        few, grows = bool(self.config.deltas or self.copies), self.tree_nodes and not self.block_rows
+        few, grows = bool(self.config.deltas or self.copies or self.is_copy), self.tree_nodes and not self.block_rows
         return tree_positions(self.tree_nodes, few=few) if grows else 0
 
     @property
@@ -441,7 +441,7 @@ class ModelPlan:
     def pass_rows(self) -> int | None:
         """Most rows that a pass has of a sequence, and as many again as may be taken back; None for caches that keep
         all that they are given, as those of drafts, and those in which trees grow."""
-        keeps_all = self.is_draft or self.tree_positions
+        keeps_all = self.is_draft or self.copies is not None
         return None if keeps_all else self.chunk_tokens + self.window_tokens
 
     def kv_bytes_of(self, layers: Iterable[int], tokens: int) -> int:
@@ -532,14 +532,20 @@ class ModelPlan:
     def state_window_tokens(self) -> int:
         """Tokens behind the committed ones that layers with states have room for. A draft's trees are cut where its
         paths end; steps of a retrieval verifier may go beyond what is asked for."""
+        if self.is_copy or self.copies is not None:  # which hand over what they have
+            return max(self.window_tokens, self.streaming_window_tokens, MOST_DELTA_DEPTH)
         if self.is_draft:
             return max(self.streaming_window_tokens, MOST_DELTA_DEPTH)
         return self.window_tokens + (MOST_LEVELS + 2 if self.verified else 0)
 
     @property
     def anchor_bytes(self) -> int:
-        """Host memory of the states that sequences can be taken back to."""
-        return self.batch * delta.anchor_bytes(self.config, self.layers, self.dtype, self.context_tokens)
+        """Host memory of the states that sequences can be taken back to, which a copy's are not."""
+        return (
+            0
+            if self.is_copy
+            else self.batch * delta.anchor_bytes(self.config, self.layers, self.dtype, self.context_tokens)
+        )
 
     @property
     def kv_parts(self) -> Parts:
@@ -547,7 +553,7 @@ class ModelPlan:
         if len(self.placements) > 1:
             return sum((card.kv_parts for card in self.cards), Parts())
         if self.is_copy:
-            return Parts()
+            return Parts({"states": self.state_bytes})
         if not self.on_host:
             chosen_bytes = self.retrieved_bytes if self.cache == "retrieval" else 0
             return Parts({"KV cache": self.whole_kv_bytes + chosen_bytes, "states": self.state_bytes})

@@ -584,8 +584,6 @@ def _plan_copy(request: RuntimeConfig, target: ModelPlan, limits: MemoryLimits) 
     for fine, why, remedy in (
         (not target.layout.experts, "a copy of experts would be far larger than what a token needs of them",
          "take --draft auto"),
-        (not target.config.deltas, "it shares the keys of the target, and gated delta layers have states in their "
-         "place", "take --draft auto, or mtp if it has MTP layers"),
         (share <= _MOST_COPY_SHARE, f"a copy in {COPY_BITS} bits would be {share:.0%} of the layers as they are, whose "
          "place on the card is better taken by these themselves", "take --draft auto"),
         (request.kv != "host", "the copy reads the target's KV cache on the card, not in host memory",

@@ -242,9 +242,11 @@ class TargetKVState(DraftKVState):
         """Do nothing: the target reads the prompt."""
 
     def catch_up(self, slot: int, tokens: Sequence[int], most: int = REWRITTEN_TOKENS) -> Sequence[int]:
-        """Return the last token: the target has all others. Empties the cache where there are none."""
+        """Return the last token: the target has all others, and the states behind these. Empties the cache where there
+        are none."""
         if not tokens:
             self._runner.cache.truncate(slot, 0)
+        self._runner.cache.renew(slot)
         return tokens[-1:]
 
     def holds(self, slot: int, tokens: Sequence[int]) -> bool:

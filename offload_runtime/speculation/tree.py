@@ -412,6 +412,9 @@ class ModelDrafter(Drafter):
     def ahead(self, pending: Callable[[], bool]) -> None:
         """Expand the trees past their windows, one step at a time, as far as there are places for what is found."""
         with self._at_work():
+            # A pass that reads a prompt may run after one that was about nothing that was proposed.
+            known = [slot for slot in self._verified if self.runner.texts.knows(slot, self.trees[slot].text)]
+            self._verified = known
             while self._verified and not self.runner.on_demand and pending():
                 started_s = time.perf_counter()
                 # So deep that a window behind the deepest of this one is full.
