@@ -94,8 +94,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("windows", "batch"), [
-    ("trees", 2), ("chains", 1), pytest.param("deep trees", 1, marks=pytest.mark.slow),
-    pytest.param("chosen", 2, marks=pytest.mark.slow),
+    ("trees", 2),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (("chains", 1), ("deep trees", 1), ("chosen", 2))),
 ])  # fmt: skip
 def test_tokens_are_those_of_plain_decoding(short_target: Path, windows: str, batch: int) -> None:
     options = {"resident_layers": batch, "max_batch": batch}
@@ -113,7 +113,11 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kind", ["bf16", "Q8_0", pytest.param("12 bits", marks=pytest.mark.slow), "sliding windows", "gemma2"]
+    "kind",
+    [
+        "Q8_0",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "12 bits", "sliding windows", "gemma2")),
+    ],
 )
 def test_whatever_the_target_is(
     exact_target: Path, two_layers: Path, windowed_target: Path, kind: str, tmp_path: Path
@@ -140,7 +144,7 @@ def test_whatever_the_target_is(
     assert found[0] == found[1] == found[2]
 
 
-@pytest.fixture(scope="module", params=["exact_target", "exact_hybrid"])
+@pytest.fixture(scope="module", params=["exact_target", pytest.param("exact_hybrid", marks=pytest.mark.slow)])
 def exact(request: pytest.FixtureRequest) -> Iterator[Runtime]:
     path = request.getfixturevalue(request.param)
     with load(path, draft="self", resident_layers=1, tree_nodes=24, max_batch=3) as runtime:
@@ -243,6 +247,7 @@ def test_a_conversation_goes_on_and_is_saved(exact_target: Path, tmp_path: Path)
     assert said[0] == said[1]
 
 
+@pytest.mark.slow
 def test_the_context_can_be_filled(exact_target: Path) -> None:
     for more in ({"tree_nodes": 12}, {"gamma": 9}):
         found = []

@@ -105,6 +105,7 @@ def exactly_bf16(rows: int, columns: int) -> torch.Tensor:
     return (numbers - MIDDLE) * scales + 2.5 * scales
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("tile", TILES)
 def test_products(tile: object) -> None:
     for columns in (512, 576, 40):

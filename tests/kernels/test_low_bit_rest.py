@@ -132,7 +132,7 @@ def check_q8(blocks: torch.Tensor, nbytes: int | None = None) -> None:
         assert bool((out[len(out) - start :] == 7.0).all())
 
 
-@pytest.mark.parametrize("columns", [96, pytest.param(32, marks=pytest.mark.slow), 576])
+@pytest.mark.parametrize("columns", [96, *(pytest.param(one, marks=pytest.mark.slow) for one in (32, 576))])
 def test_q8_numbers_come_back(columns: int) -> None:
     """In the room that a plan has, and whatever bytes and scales are in blocks."""
     for name in ("Gaussian", "heavy-tailed"):
