@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 from offload_runtime.cli import terminal
 from offload_runtime.cli.options import LoadOptions
 from offload_runtime.errors import OffloadError
+from offload_runtime.hosts import started_as_one_of_several
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def has_layers_for_another(options: LoadOptions) -> bool:
     """Serve the first rank, where this is another one, until that ends; return whether it was. Raises as
     `serve_own_layers`."""
-    if not _shares() or os.environ["RANK"] == "0":
+    if not started_as_one_of_several() or os.environ["RANK"] == "0":
         return False
     from offload_runtime.engine.load import serve_own_layers
 
@@ -65,7 +66,7 @@ def has_layers_for_another(options: LoadOptions) -> bool:
 def end_with_others(runtime: Runtime) -> None:
     """End this process by SIGTERM, where its runtime is the first of several ranks, when another one says that it was
     stopped."""
-    if not _shares():
+    if not started_as_one_of_several():
         return
     shares = runtime.engine.shares
     assert shares is not None, "else it was refused"
@@ -75,11 +76,6 @@ def end_with_others(runtime: Runtime) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     shares.group.watch(end)
-
-
-def _shares() -> bool:
-    """Return whether torchrun has started this process as one of several."""
-    return "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def _leave(line: str, code: int) -> NoReturn:

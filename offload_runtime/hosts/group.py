@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from offload_runtime.errors import HostError
+from offload_runtime.hosts import started_as_one_of_several
 from offload_runtime.options import require
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -34,8 +35,7 @@ def num_ranks(interface: str | None) -> int:
     Raises:
         OptionError: An interface is named and there is nobody to reach over it, or none is and there is somebody.
     """
-    started = "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if not started:
+    if not started_as_one_of_several():
         alone = "does nothing for one machine: start the command by torchrun on each of several, or drop it"
         require(interface is None, f"--interface {interface} {alone}")
         return 1
