@@ -29,9 +29,10 @@ def tapping(config: Any, layers: Sequence[int]) -> HiddenTaps:
     size = config.hidden_size
 
     def tap(number: int, x: torch.Tensor, out: torch.Tensor) -> None:
-        assert number == 0 or not out[:, number * size - 1].isnan().any(), "in their order"
         out[:, number * size :] = torch.nan
         out[:, number * size : (number + 1) * size] = x
+        if number:  # NaN unless they come in their order; no graph can be captured of an assert
+            out[:, number * size : (number + 1) * size] += 0 * out[:, number * size - 1 : number * size]
 
     return HiddenTaps(tuple(layers), len(layers) * size, tap)
 
