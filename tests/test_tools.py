@@ -89,6 +89,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("bench_copy", ["rest", "--source", "a", "--text", "b", "--bits", "4,9"], "--bits (4, 9) are not all 2 to 8"),
         ("bench_drafters", ["--source", "a", "--text", "no-text", "--device", "cpu"], "no-text cannot be read"),
         ("bench_kernels", ["softmax"], "invalid choice: 'softmax'"),
+        ("bench_kernels", ["experts_cpu", "--only", "Q9_K"], "--only 'Q9_K' is in the name of none of MXFP4, Q4_K"),
         ("bench_long_context", ["--source", "no-model", "--text", "no-text", "--device", "cpu"], "no-model"),
         ("bench_serving", ["--shape", "tiny", "--device", "cpu", "--disconnects", "2"], "a share from 0 to 1"),
         ("bench_streaming", ["--systems", "theirs"], "unknown system 'theirs'"),

@@ -1,6 +1,8 @@
-"""Time kernels: each Triton kernel beside its torch reference, and beside its bound.
+"""Time kernels: each Triton kernel beside its torch reference, and beside its bound; experts that threads of the CPU
+compute beside reading memory.
 
     python tools/bench_kernels.py attention [--only WORDS] [--out FILE] [--commit HASH]
+    python tools/bench_kernels.py experts_cpu
 
 The bound of a case is the larger of its bytes over the device's own copy bandwidth (the link's, if it brings them)
 and its operations over a matrix product's own speed, all measured in the same call. Kernels run in a CUDA graph, over
@@ -17,7 +19,7 @@ from typing import Any
 import harness
 import torch
 from harness import check_out, emit, percentiles, provenance
-from kernel_cases import attention, delta, encodings, experts, kv, linear, rows
+from kernel_cases import attention, delta, encodings, experts, experts_cpu, kv, linear, rows
 from kernel_cases.case import DEVICE, Case
 from timing import event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps, measure_matmul_flops
 
@@ -27,6 +29,7 @@ from offload_runtime.sizes import GB
 OPERATIONS = {
     **attention.CASES, **delta.CASES, **encodings.CASES, **experts.CASES, **kv.CASES, **linear.CASES, **rows.CASES,
 }  # fmt: skip
+EXPERTS_CPU = "experts_cpu"
 
 
 def decoding_rates(case: Case, seconds: float) -> dict[str, float]:
@@ -96,11 +99,15 @@ def measure_all(
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure one kernel's cases."""
     parser = harness.make_parser(__doc__)
-    parser.add_argument("operation", choices=OPERATIONS)
+    parser.add_argument("operation", choices=[*OPERATIONS, EXPERTS_CPU])
     parser.add_argument("--only", default="", help="time those cases whose arguments contain these words")
     harness.add_report_options(parser)
     options = parser.parse_args(argv)
     check_out(options.out)
+    if options.operation == EXPERTS_CPU:
+        report = {"benchmark": EXPERTS_CPU, **provenance(torch.device("cpu"), commit=options.commit)}
+        emit(report | {"cases": list(experts_cpu.measure_all(options.only))}, options.out)
+        return 0
     if not torch.cuda.is_available():
         raise DeviceError("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
     copy_gbps, link_gbps = measure_copy_gbps(DEVICE), measure_link_gbps(DEVICE)
