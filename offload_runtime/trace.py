@@ -313,6 +313,10 @@ class CopyLog:
         """The host waited for pageable memory to be staged."""
         self.recorder.add_host(f"staging for the {self.row}", start_s, end_s, {})
 
+    def computed(self, layer: int, start_s: float, end_s: float, **args: Any) -> None:
+        """The CPU computed experts of a layer."""
+        self.recorder.add_host(f"experts of layer {layer}", start_s, end_s, {"layer": layer, **args})
+
 
 Interval = tuple[float, float]
 

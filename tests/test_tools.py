@@ -130,10 +130,11 @@ def test_exactness(shape: str, given: tuple[object, ...], runtimes: int, capsys:
 
 
 @pytest.mark.slow
-def test_pools_of_experts_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pools_of_experts_are_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--prompts", 20, "--tokens", 4, "--warm-up", 2, "--context", 128)
-    pools = ("--pools", "auto,300KB", "--cpu-shares", 0)
+    pools = ("--pools", "auto,300KB", "--cpu-shares", 0, "--trace", tmp_path / "trace.json")
     assert call("bench_experts", "--shape", "tiny-gpt-oss", *ON_CPU, *pools, *sizes) == 0
+    assert {one.name for one in tmp_path.iterdir()} == {"0-trace.json", "1-trace.json"}
     whole, some = json.loads(capsys.readouterr().out.splitlines()[-1])["pools"]
     assert whole["expert_hit_rate"] is None and 0 == whole["bytes_per_pass"] < some["bytes_per_pass"]
 

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -52,6 +53,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vram", help="of the device's memory (default: all)")
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--seed", type=int, default=0, help="of weights and texts")
+    parser.add_argument("--trace", type=Path, help="trace each row, to files of this name behind the row's number")
     options = parser.parse_args(argv)
     harness.require_all_positive(options, "vocab_size", "tokens", "warm_up", "context")
     harness.check_machine(options.vram, options.emulate)
@@ -119,9 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, first, checks = list[dict[str, Any]](), None, list[Check]()
     for pool, share in product(options.pools.split(","), options.cpu_shares.split(",")):
         started_s = time.perf_counter()
+        traced = options.trace and options.trace.with_name(f"{len(rows)}-{options.trace.name}")
         with Runtime.load(
             model_of(options), draft="none", dtype=options.dtype, context=options.context, expert_pool=pool,
-            cpu_share=share if share == "auto" else float(share), **machine,
+            trace=traced, cpu_share=share if share == "auto" else float(share), **machine,
         ) as runtime:  # fmt: skip
             loaded_s = time.perf_counter() - started_s
             row, logits = measure(runtime, options)

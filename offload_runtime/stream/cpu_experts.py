@@ -6,6 +6,7 @@ been eight times slower elsewhere. Where an expert is computed changes no bit.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -64,7 +65,8 @@ class CpuExperts:
         self._y_host = y_host.view(-1)
         self._rates = {"link": Rate(), "CPU": Rate()}
         self._copied = engine.bytes_copied, engine.copy_seconds()
-        self._owed, self._idle, self._is_busy = 0.0, 0, False
+        self._owed, self._idle = 0.0, 0
+        self._began: tuple[int, float] | None = None  # of what is computed: its layer, and when
 
     def fetch_rows(self, x: torch.Tensor) -> None:
         """Bring the rows of a layer, [N, H], to host memory, enqueued on the current stream."""
@@ -110,15 +112,17 @@ class CpuExperts:
         rows = len(choices)
         out = self._y_host[: choices.numel() * self._x_host.shape[1]].view(*choices.shape, -1)
         wanted = [(number, unit.data_ptr()) for number, unit in units]
-        self._is_busy = True
+        self._began = layer, time.perf_counter()
         self._threads.submit(self.layers[layer], self._x_host[:rows], choices, wanted, out)
 
     def finish(self) -> None:
         """Wait until the CPU has computed what it was given."""
-        if self._is_busy:
-            work = self._threads.wait()
-            self._is_busy = False
+        if self._began is not None:
+            work, (layer, began_s) = self._threads.wait(), self._began
+            self._began = None
             self._rates["CPU"].note(work.nbytes, work.seconds)
+            if self._engine.log is not None:
+                self._engine.log.computed(layer, began_s, time.perf_counter(), bytes=work.nbytes, seconds=work.seconds)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
