@@ -812,6 +812,7 @@ struct Job {
     std::vector<float> x, h;               // [tokens, row_stride], and [rows, inner_stride] in the order of `rows`
     std::vector<std::atomic<long>> panels_done;  // first ones, by expert
     void* y;
+    int32_t* ready;  // or null
 };
 
 class Pool {
@@ -848,9 +849,9 @@ class Pool {
     bool refused = false;
 
     void submit(const Experts& experts, const void* x, long tokens, const int64_t* choices, long num_chosen,
-                const int64_t* wanted, const Bytes* blocks, long count, void* y) {
+                const int64_t* wanted, const Bytes* blocks, long count, void* y, int32_t* ready) {
         while (inside.load(std::memory_order_acquire)) pause();  // some may still find that nothing is left of the last
-        job.experts = experts, job.num_chosen = num_chosen, job.y = y;
+        job.experts = experts, job.num_chosen = num_chosen, job.y = y, job.ready = ready;
         job.blocks.assign(blocks, blocks + count);
         job.experts_wanted.assign(wanted, wanted + count);
         job.starts.assign(1, 0), job.rows.clear();
@@ -871,6 +872,7 @@ class Pool {
         next.store(0, std::memory_order_relaxed), remaining.store(job.num_tasks, std::memory_order_relaxed);
         began = ended = Clock::now();
         done.store(!job.num_tasks, std::memory_order_relaxed);
+        if (ready) __atomic_store_n(ready, !job.num_tasks, __ATOMIC_RELEASE);
         inside.store(workers.size(), std::memory_order_relaxed);
         generation.fetch_add(1);
         if (sleepers.load()) {
@@ -928,6 +930,7 @@ class Pool {
                 following = next.fetch_add(1);  // claimed already, to be fetched meanwhile
                 run(task, following);
                 if (remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+                    if (job.ready) __atomic_store_n(job.ready, 1, __ATOMIC_RELEASE);
                     std::lock_guard<std::mutex> lock(mutex);
                     ended = Clock::now();
                     done.store(true, std::memory_order_release);
@@ -1036,12 +1039,12 @@ void* experts_start(int threads, const int32_t* cores) {
 
 void experts_stop(void* pool) { delete (Pool*)pool; }
 
-// Returns whether there is memory for it. `y` is written until `experts_wait` returns; all but weights and biases is
-// read before this returns.
+// Returns whether there is memory for it. `y` is written until `experts_wait` returns, or `ready` is 1, which is 0 until
+// then; all but weights and biases is read before this returns.
 bool experts_submit(void* pool, const Experts* experts, const void* x, int64_t tokens, const int64_t* choices,
                     int64_t num_chosen, const int64_t* wanted, const uint8_t* const* blocks, int64_t count,
-                    void* y) try {
-    ((Pool*)pool)->submit(*experts, x, tokens, choices, num_chosen, wanted, blocks, count, y);
+                    void* y, int32_t* ready) try {
+    ((Pool*)pool)->submit(*experts, x, tokens, choices, num_chosen, wanted, blocks, count, y, ready);
     return true;
 } catch (const std::bad_alloc&) {
     return false;

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -179,7 +179,7 @@ class ExpertsLibrary:
     def __init__(self, code: Any, dtype: torch.dtype, encodings: Sequence[str]) -> None:
         self.code, self.dtype, self.encodings = code, dtype, tuple(encodings)
         address, integer = ctypes.c_void_p, ctypes.c_int64
-        submitted = [address, address, address, integer, address, integer, address, address, integer, address]
+        submitted = [address] * 3 + [integer, address, integer, address, address, integer, address, address]
         for name, result, arguments in (
             ("instructions", ctypes.c_char_p, []), ("start", address, [ctypes.c_int, address]),
             ("stop", None, [address]), ("submit", ctypes.c_bool, submitted), ("wait", ctypes.c_double, [address]),
@@ -330,7 +330,8 @@ class ExpertsCpu:
         if len(cores) < threads or not set(cores) <= set(allowed):
             raise NoCpuShare(f"{threads} threads need a core each, of the {len(allowed)} that this process may use")
         self.library, self._bytes = library, 0
-        self._held: tuple[HostExperts, torch.Tensor] | None = None
+        self._held: tuple[Any, ...] = ()
+        self._on_done: Callable[[Work], None] | None = None
         self._threads = library.code.experts_start(threads, (ctypes.c_int32 * threads)(*cores[:threads]))
         if not self._threads:
             raise NoCpuShare(f"the system refuses {threads} threads")
@@ -338,9 +339,9 @@ class ExpertsCpu:
 
     def submit(
         self, layer: HostExperts, x: torch.Tensor, choices: torch.Tensor, experts: Sequence[tuple[int, int]],
-        out: torch.Tensor,
+        out: torch.Tensor, *, ready: torch.Tensor | None = None, on_done: Callable[[Work], None] | None = None,
     ) -> None:  # fmt: skip
-        """Begin with some experts of a layer; what was submitted before must have been waited for.
+        """Begin with some experts of a layer, when what was submitted before is done.
 
         Args:
             layer: Their layer, of the same library.
@@ -350,7 +351,11 @@ class ExpertsCpu:
             experts: The number of each that is wanted, and the address of its block.
             out: [N, k, H] in the dtype of x, contiguous. Rows of the experts that are wanted are written until `wait`
                 returns, and no others.
+            ready: [1] int32, host, or None: 0 from now on and 1 when all of these are written, for whoever cannot wait.
+            on_done: Is told of the work by who waits for it, or by what is submitted next.
         """
+        if self._on_done is not None:
+            self.wait()
         (tokens, num_chosen), hidden, count = choices.shape, layer.shape.hidden, len(experts)
         assert layer.library is self.library and x.dtype == out.dtype == self.library.dtype
         assert (
@@ -360,16 +365,21 @@ class ExpertsCpu:
         assert x.is_contiguous() and choices.is_contiguous() and out.is_contiguous()
         wanted = (ctypes.c_int64 * count)(*(number for number, _ in experts))
         blocks = (ctypes.c_void_p * count)(*(address for _, address in experts))
-        self._bytes, self._held = count * layer.expert_bytes, (layer, out)  # their memory stays
+        self._bytes, self._held = count * layer.expert_bytes, (layer, out, ready)  # their memory stays
         if not self.library.code.experts_submit(
             self._threads, ctypes.byref(layer.described), x.data_ptr(), tokens, choices.data_ptr(), num_chosen, wanted,
-            blocks, count, out.data_ptr(),
+            blocks, count, out.data_ptr(), None if ready is None else ready.data_ptr(),
         ):  # fmt: skip
             raise MemoryError(f"rows of {count} experts find no memory")
+        self._on_done = on_done
 
     def wait(self) -> Work:
         """Wait until all that was submitted is written; other threads of Python run meanwhile."""
-        return Work(self._bytes, self.library.code.experts_wait(self._threads))
+        work = Work(self._bytes, self.library.code.experts_wait(self._threads))
+        on_done, self._on_done = self._on_done, None
+        if on_done is not None:
+            on_done(work)
+        return work
 
     def close(self) -> None:
         """End the threads, which first finish what was submitted."""

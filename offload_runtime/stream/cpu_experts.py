@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from offload_runtime_kernels.copy_words import copy_words
-from offload_runtime_kernels.experts_cpu import ExpertsCpu, HostExperts
+from offload_runtime_kernels.experts_cpu import ExpertsCpu, HostExperts, Work
+from offload_runtime_kernels.host_rows import take_host_rows
 
 from offload_runtime.sizes import GB
 from offload_runtime.stream.copy_engine import CopyEngine
@@ -63,18 +65,25 @@ class CpuExperts:
             for rows in (MOST_CPU_ROWS, MOST_CPU_ROWS * num_chosen)
         )
         self._y_host = y_host.view(-1)
+        # By row and choice whether the CPU computes it, and whether it has computed all of them.
+        self._computed = torch.zeros(len(y_host), dtype=torch.int32, pin_memory=x.is_cuda)
+        self._ready = torch.ones(1, dtype=torch.int32, pin_memory=x.is_cuda)
         self._rates = {"link": Rate(), "CPU": Rate()}
         self._copied = engine.bytes_copied, engine.copy_seconds()
-        self._owed, self._idle = 0.0, 0
-        self._began: tuple[int, float] | None = None  # of what is computed: its layer, and when
+        self._owed, self._idle, self._is_busy = 0.0, 0, False
 
     def fetch_rows(self, x: torch.Tensor) -> None:
         """Bring the rows of a layer, [N, H], to host memory, enqueued on the current stream."""
         copy_words(_words(x), _words(self._x_host[: len(x)]))
 
     def give_results(self, y: torch.Tensor) -> None:
-        """Write what was computed to `y` [N, k, H], enqueued on the current stream; other rows get what lies there."""
-        copy_words(_words(self._y_host[: y.numel()]), _words(y))
+        """Write what was computed to `y` [N, k, H], when it is there; other rows are left as they are. Enqueued on the
+        current stream, which waits for the CPU: until then it does what was enqueued before."""
+        if not y.is_cuda:
+            self.finish()
+        rows = y.view(-1, y.shape[-1]).view(torch.int32)
+        source = self._y_host[: y.numel()].view(len(rows), -1).view(torch.int32)
+        take_host_rows(self._ready, self._computed[: len(rows)], source, rows)
 
     def split(self, count: int, unit_bytes: int, *, queued: int) -> int:
         """Return how many of so many missing experts the CPU is to compute, while so many are on the link already."""
@@ -100,29 +109,38 @@ class CpuExperts:
             return 1
         return best
 
-    def begin(self, layer: int, choices: torch.Tensor, units: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Begin with some experts of a layer for the rows that were fetched.
+    def begin(self, layer: int, choices: torch.Tensor, units: Sequence[tuple[int, int]]) -> None:
+        """Begin with some experts of a layer, or none, for the rows that were fetched. The card has been waited for.
 
         Args:
             layer: Its number.
             choices: [N, k] int64, host.
-            units: The number and the bytes of each expert, host.
+            units: The number of each expert, and the address of its bytes.
         """
         self.finish()  # of a pass that was interrupted
-        rows = len(choices)
-        out = self._y_host[: choices.numel() * self._x_host.shape[1]].view(*choices.shape, -1)
-        wanted = [(number, unit.data_ptr()) for number, unit in units]
-        self._began = layer, time.perf_counter()
-        self._threads.submit(self.layers[layer], self._x_host[:rows], choices, wanted, out)
+        numbers, chosen = {number for number, _ in units}, choices.view(-1).tolist()
+        self._computed.numpy()[: len(chosen)] = [one in numbers for one in chosen]
+        if not units:
+            return
+        rows, width = len(choices), self._x_host.shape[1]
+        out = self._y_host[: len(chosen) * width].view(*choices.shape, width)
+        self._is_busy, began_s = True, time.perf_counter()
+        self._threads.submit(
+            self.layers[layer], self._x_host[:rows], choices, units, out, ready=self._ready,
+            on_done=partial(self._note, layer, began_s),
+        )  # fmt: skip
 
     def finish(self) -> None:
         """Wait until the CPU has computed what it was given."""
-        if self._began is not None:
-            work, (layer, began_s) = self._threads.wait(), self._began
-            self._began = None
-            self._rates["CPU"].note(work.nbytes, work.seconds)
-            if self._engine.log is not None:
-                self._engine.log.computed(layer, began_s, time.perf_counter(), bytes=work.nbytes, seconds=work.seconds)
+        if self._is_busy:
+            self._threads.wait()
+
+    def _note(self, layer: int, began_s: float, work: Work) -> None:
+        """Take up what was measured of a layer's experts."""
+        self._is_busy = False
+        self._rates["CPU"].note(work.nbytes, work.seconds)
+        if (log := self._engine.log) is not None:
+            log.computed(layer, began_s, began_s + work.seconds, bytes=work.nbytes)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

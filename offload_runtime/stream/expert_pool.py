@@ -244,14 +244,14 @@ class ExpertPool:
             cpu.fetch_rows(x)
         remaining = list[int]()
         host_action(partial(self._act_on_choices, layer, chosen, len(x), remaining, cpu))
-        if cpu is not None:
-            cpu.give_results(y)
-        while True:
+        copy_words(host, buffers)
+        yield buffers
+        while remaining:
+            host_action(partial(self._go_on, layer, remaining))
             copy_words(host, buffers)
             yield buffers
-            if not remaining:
-                return
-            host_action(partial(self._go_on, layer, remaining))
+        if cpu is not None:
+            cpu.give_results(y)
 
     def _act_on_choices(
         self, layer: int, chosen: torch.Tensor, rows: int, remaining: list[int], cpu: CpuExperts | None
@@ -260,29 +260,30 @@ class ExpertPool:
         missing, and fetch the first round of the `remaining` experts. The card and mostly the link wait for this."""
         assert self.engine is not None
         self._wait_for_card()
+        if cpu is not None:
+            cpu.finish()  # which the card has waited for
         if self._prefetched and (cpu is None or self.engine.is_done(self._prefetched_ready)):
             self._take_prefetched()
         remaining[:] = dict.fromkeys(chosen.tolist())
         wanted, missing = len(remaining), [one for one in remaining if (layer, one) not in self._cached]
         computed = self._for_cpu(layer, missing, cpu) if cpu is not None and missing else []
+        if cpu is not None:
+            units = self._layers[layer].host
+            assert units is not None
+            address, step = units.data_ptr(), units.stride(0)
+            cpu.begin(layer, chosen.view(rows, -1), [(one, address + one * step) for one in computed])
         counts = self.counts
         self.counts = PoolCounts(
             counts.wanted + wanted, counts.found + wanted - len(missing), counts.bytes_begun,
             counts.computed + len(computed),
         )  # fmt: skip
-        if cpu is None or not computed:
-            self._fetch_round(layer, remaining)
-            return
         remaining[:] = [expert for expert in remaining if expert not in computed]
-        units = self._layers[layer].host
-        assert units is not None
-        cpu.begin(layer, chosen.view(rows, -1), [(expert, units[expert]) for expert in computed])
         self._fetch_round(layer, remaining)
-        if self._reserved and not self._prefetched and cpu.share is None:  # the link is idle while the CPU computes
+        # The link is idle while the CPU computes.
+        if computed and cpu is not None and self._reserved and not self._prefetched and cpu.share is None:
             buffer = self._free.pop() if self._free else self._cached.popitem(last=False)[1]
             self._copy(layer, computed[0], buffer, self._always_free, self._prefetched_ready)
             self._prefetched[layer, computed[0]] = buffer
-        cpu.finish()
 
     def _for_cpu(self, layer: int, missing: list[int], cpu: CpuExperts) -> list[int]:
         """Return which of the missing experts of a layer the CPU is to compute."""

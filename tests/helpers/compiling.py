@@ -35,6 +35,7 @@ from offload_runtime_kernels.experts_decoded import decoding_bytes, expert_rows_
 from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
+from offload_runtime_kernels.host_rows import take_host_rows_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.linear import default_tile, linear_triton
 from offload_runtime_kernels.low_bit_copy import COPY
@@ -169,6 +170,8 @@ def expert_calls() -> Iterator[tuple[str, Call]]:
     )
     for how, tokens in (*product(numbers, (64,)), (numbers[0], 8192)):
         yield f"experts {tokens} {how.number}", partial(route, tokens, qwen3, 8, how)
+    rows = ints(4, gpt_oss.hidden // 2)
+    yield "experts of the host", partial(take_host_rows_triton, ints(1), ints(4), rows, rows)
     for shape, kind in ((gpt_oss, "MXFP4"), (qwen3, "Q4_K"), *((qwen3, how) for how in numbers)):
         scratch = ints(decoding_bytes(shape, 8192, 8, BF16.itemsize), dtype=torch.uint8)
         decoded, name = partial(expert_rows_decoded, scratch=scratch), getattr(kind, "number", kind)

@@ -169,12 +169,14 @@ def test_matrices_may_be_stored_in_different_ways(simple: ops.ExpertsLibrary) ->
 
 def test_rows_of_other_experts_stay(simple: ops.ExpertsLibrary) -> None:
     problem = Problem.random("F32", FP32, 40, 24)
-    out = torch.full((16, 2, 40), torch.nan)
+    out, ready, works = torch.full((16, 2, 40), torch.nan), torch.zeros(1, dtype=torch.int32), list[ops.Work]()
     with ops.ExpertsCpu(simple, threads=1) as cpu:
         layer = problem.layer(simple)
         for wanted in ([], [4], [5, 1]):
-            cpu.submit(layer, problem.x, problem.choices, problem.blocks(*wanted), out)
-            cpu.wait()
+            given = layer, problem.x, problem.choices, problem.blocks(*wanted), out
+            cpu.submit(*given, ready=ready, on_done=works.append)  # waits for the one before
+        cpu.wait()
+    assert ready.item() == 1 and [one.nbytes for one in works] == [count * layer.expert_bytes for count in range(3)]
     written = torch.isin(problem.choices, torch.tensor([1, 4, 5]))
     assert torch.equal(out[written], problem.expected[written]) and out[~written].isnan().all()
 
