@@ -14,6 +14,7 @@ from offload_runtime.config import ServerConfig
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import HostError, OptionError
 from offload_runtime.server.app import Server
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.hosts import LOOPBACK, OtherRank, first_rank, free_port, rank_environment
 from tests.test_cli_process import command, environment
 
@@ -81,32 +82,70 @@ def test_windows_that_slide_in_some_layers(others: list[OtherRank], windowed_tar
     compare(others, windowed_target, draft="ngram")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3_text", "gemma4_text", "cohere2"])
-def test_families(others: list[OtherRank], tmp_path: Path, family: str) -> None:
-    """As GGUF files, in whose layers are numbers."""
-    from tests.helpers.engine import byte_level_tokenizer
-    from tests.helpers.families import family_model
+KINDS = ["linear_attention", "full_attention"] * 2
+HYBRID = {"num_hidden_layers": 4, "layer_types": KINDS}
+# Of each family what is asked for, and what its configuration says; a head is made for those that name one.
+FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "windows that slide in some layers": ("gemma3_text", {"draft": "ngram"}, {}),
+    "other sizes in some layers": ("gemma4_text", {"draft": "ngram"}, {}),
+    "parallel layers": ("cohere2", {"draft": "ngram", "kv": "host"}, {}),
+    "states": ("qwen3_5_text", {"draft": "ngram"}, HYBRID),
+    "states and KV on the host": ("qwen3_5_text", {"draft": "ngram", "kv": "host", "resident_layers": 1}, HYBRID),
+    "experts": ("gpt_oss", {"draft": "ngram"}, {}),
+    "experts and states": ("qwen3_next", {"draft": "none", "expert_pool": 200_000}, HYBRID),
+    "MTP": ("qwen3_5_text", {"draft": "mtp", "gamma": 3, "tree_nodes": 0}, HYBRID),
+    "EAGLE-3": ("llama", {"draft": "eagle3", "gamma": 4, "tree_nodes": 12}, {"num_hidden_layers": 4}),
+    "DFlash": ("llama", {"draft": "dflash", "gamma": 4, "tree_nodes": 12}, {"num_hidden_layers": 4}),
+}  # fmt: skip
+LONGER = [5 + (3 * i * i + i // 7) % 280 for i in range(300)]  # than a piece of a prompt, and a block
 
-    model = family_model(family, 0)
-    model.save_pretrained(tmp_path)
-    byte_level_tokenizer(model.config.vocab_size).save_pretrained(tmp_path)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_families(others: list[OtherRank], tmp_path: Path, kind: str) -> None:
+    """With prompts of which a part is in a slot already. Heads, whose windows are given, take as many passes, too: they
+    read the same."""
+    family, options, changes = FAMILIES[kind]
+    target, options = written_family(tmp_path, family, changes, options["draft"]), {**options}
+    if (head := tmp_path / "head").exists():
+        options["draft"] = str(head)
 
     def answers(runtime: Runtime) -> Any:
-        prompts = [[5, 9, 5, 9, 7, 5], [3]]
-        return [one.tokens for one in runtime.generate_batch(prompts, max_new_tokens=20, ignore_eos=True)]
+        found = list[Any]()
+        for prompts in ([[5, 9, 5, 9, 7, 5], LONGER], [LONGER[:200]], [[*LONGER[:70], 7, 8], [3]]):
+            results = runtime.generate_batch(prompts, max_new_tokens=20, ignore_eos=True, temperature=0.7, seed=3)
+            found += [(one.tokens, one.stats.passes if "gamma" in options else None) for one in results]
+        return found
 
-    with Runtime.load(tmp_path, device="cpu", max_batch=2, draft="ngram") as one:
+    with Runtime.load(target, device="cpu", max_batch=2, **options) as one:
         expected = answers(one)
-    with first_rank(others, tmp_path, max_batch=2, draft="ngram") as several:
+    with first_rank(others, target, max_batch=2, **options) as several:
         assert answers(several) == expected
     assert others[0].ended() == ""
 
 
+def written_family(directory: Path, family: str, changes: dict[str, Any], draft: str) -> Path:
+    """A model of a family, and a random head for it where that drafts."""
+    from tests.helpers.dflash import config_of, random_tensors, settings, write_dflash
+    from tests.helpers.engine import byte_level_tokenizer
+    from tests.helpers.families import family_model
+    from tests.helpers.heads import Eagle3, add_random_mtp
+
+    model = family_model(family, 0, **changes)
+    model.save_pretrained(directory / "target")
+    byte_level_tokenizer(model.config.vocab_size).save_pretrained(directory / "target")
+    if draft == "mtp":
+        return add_random_mtp(directory / "target", directory / "with a head")
+    if draft == "eagle3":
+        Eagle3.of(model, taps=(1, 2, 4)).write(directory / "head")
+    if draft == "dflash":
+        stated = settings(open_checkpoint(directory / "target").config())
+        write_dflash(directory / "head", stated, random_tensors(config_of(stated)))
+    return directory / "target"
+
+
 REFUSED = [
-    ({"kv": "host"}, "--kv host"),
     ({"draft": "self", "resident_layers": 0}, "--draft self"),
-    ({"draft": "mtp"}, "--draft mtp"),
     ({"device": "cpu,cpu"}, "one card"),
     ({"interface": "nowhere"}, "nowhere is not an interface"),
 ]

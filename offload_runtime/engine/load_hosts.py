@@ -18,20 +18,21 @@ import torch
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.engine.engine import Engine
-from offload_runtime.errors import OffloadError
+from offload_runtime.errors import HostError, OffloadError
 from offload_runtime.hardware.bench import read_host_info
 from offload_runtime.hosts.group import HostGroup, own_card
 from offload_runtime.hosts.link import DONE, FAILED, LOAD, Link, Orders
 from offload_runtime.hosts.shares import Shares, deal, require_same
-from offload_runtime.hosts.stage import RemoteStage, serve_passes, told
+from offload_runtime.hosts.stage import RemoteStage, serve_passes, streams_for, told
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.part import PartConfig
 from offload_runtime.options import require
 from offload_runtime.plan.sizes import DTYPE_NAMES, RunPlan, resolve_dtype
 from offload_runtime.sizes import counted
 from offload_runtime.stream.device import device_memory_in_use, resolve_device
 from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.part import part_of
-from offload_runtime.weights.sources import open_checkpoint
+from offload_runtime.weights.sources import draft_beside, open_checkpoint
 
 # What has to be the same in all ranks for the bits of one machine, and what it is called.
 _SAME = {
@@ -59,10 +60,8 @@ def check_request(config: RuntimeConfig) -> RuntimeConfig:
     """
     named = config.draft if isinstance(config.draft, str) else ""
     for fine, what, remedy in (
-        (config.kv != "host", "--kv host keeps keys and values in host memory", "drop it"),
         (config.speculation.mode != "triforce", "--speculation triforce reads the keys of all layers", "take chain"),
         (not config.drafts_itself, "--draft self copies layers", _OTHER_DRAFT),
-        (named != "mtp", "--draft mtp reads what the last layer makes of a prompt", "take --draft ngram"),
         (config.trace is None, "--trace sees one machine", "drop it"),
     ):
         require(fine, f"{what}, which does not go over several machines yet: {remedy}")
@@ -72,18 +71,13 @@ def check_request(config: RuntimeConfig) -> RuntimeConfig:
     # A draft that nobody has named would be chosen by predictions, which know one machine.
     draft = "ngram" if named == "auto" and mode != "none" else config.draft
     return replace(
-        config, device=own_card(config.device), kv="gpu", draft=draft,
+        config, device=own_card(config.device), kv="host" if config.kv == "host" else "gpu", draft=draft,
         speculation=replace(config.speculation, mode=mode),
     )  # fmt: skip
 
 
 def _check_model(config: ModelConfig, ranks: int) -> None:
-    """Refuse models whose layers several machines do not share. Raises `OptionError`."""
-    for fine, what in (
-        (not config.deltas, "gated delta layers have states that"),
-        (not config.mixtures, "experts"),
-    ):
-        require(fine, f"{what} do not go over several machines yet: run it on one")
+    """Refuse more ranks than there are layers. Raises `OptionError`."""
     many = f"{ranks} ranks share {counted(config.num_layers, 'layer')}"
     require(config.num_layers >= ranks, f"{many}, and each needs one: start fewer")
 
@@ -118,6 +112,10 @@ def share_layers(config: RuntimeConfig, source: CheckpointSource) -> Shares:
         )
         require_same(facts, _SAME)
         dealt = deal(source.layout(dtype).layer_bytes, [one["free_bytes"] for one in facts])
+        # The first rank says to where sequences are cut, which states decide.
+        deltas, first = source.config().deltas, dealt[0]
+        has_states = not deltas or min(deltas) in first
+        require(has_states, f"layer {min(deltas, default=0)} has states, and rank 0 ends before: give it more memory")
     except BaseException as error:
         group.say_end(str(error) or type(error).__name__)
         group.close()
@@ -145,7 +143,8 @@ def _device_name(device: torch.device) -> str:
 def _first_bytes(config: RuntimeConfig, source: CheckpointSource, dtype: torch.dtype) -> int:
     """Return the bytes of weights that the first rank has besides layers: what lies around these, and a draft."""
     layout = source.layout(dtype)
-    draft = open_checkpoint(config.draft) if config.proposed_by == "the draft" else None
+    named = config.proposed_by == "the draft"
+    draft = draft_beside(config.draft, source, open_checkpoint, config.target) if named else None
     draft_bytes = 0 if draft is None else draft.layout(dtype).total_bytes
     return layout.shared.total_bytes + layout.embedding.total_bytes + draft_bytes
 
@@ -192,10 +191,10 @@ def _load_before(
     told_plan = dict[str, Any]()
 
     def planned(plan: RunPlan) -> None:
-        taps = plan.draft is not None and plan.draft.is_head
-        require(not taps, f"{plan.drafter_in_words} reads rows of the target that other machines have: {_OTHER_DRAFT}")
+        head = plan.draft.head if plan.draft is not None else None
         own = order or {
             "context": plan.target.context_tokens, "batch": plan.target.batch, "window": plan.target.window_tokens,
+            "kv": shares.config.kv, "taps": () if head is None else head.taps,
         }  # fmt: skip
         if not told_plan:  # and not planned again, without what cannot be coded
             told_plan.update(own)
@@ -224,13 +223,18 @@ def serve_layers(shares: Shares, load: LoadPart, say: Callable[[str], None]) -> 
     before = Link(group, group.rank - 1, None)
     orders = Orders(Link(group, group.rank + 1, group.timeout_s)) if group.rank + 1 < group.size else None
     order = before.receive()
-    assert order.kind == LOAD
+    if order.kind != LOAD:  # the first rank was stopped before it had planned
+        before.send(DONE, {})
+        raise HostError(f"{before.peer_name} has ended before it had layers for this one: start all ranks again")
     config = _config_of_stage(shares.config, order.says)
     try:
         engine = _load_behind(replace(shares, config=config), load, before, orders, order.says)
         with engine.resources:
             if orders is not None:
                 RemoteStage(orders, engine.target.runner)
+            part = engine.target.plan.config
+            if isinstance(part, PartConfig) and part.taps:
+                engine.target.runner.taps = streams_for(part.taps, part.hidden_size)
             say(f"ready: {shares.in_words}")
             before.send(DONE, {})
             serve_passes(before, engine.target.runner)
@@ -264,7 +268,13 @@ def _load_behind(
 
 def _config_of_stage(config: RuntimeConfig, order: Mapping[str, Any]) -> RuntimeConfig:
     """Return what a rank loads that is not the first: its own limits, and sizes as the first one has them."""
+    source = config.target
+    assert isinstance(source, CheckpointSource)
+    part = source.model_config
+    assert isinstance(part, PartConfig)
+    taps = tuple(tap - part.first for tap in order["taps"] if tap >= part.first)
     return replace(
-        config, draft="none", speculation=SpeculationOptions(), tree_nodes=None, gamma=None,
-        max_gamma=order["window"] - 1, context=order["context"], max_batch=order["batch"],
+        config, target=replace(source, model_config=replace(part, taps=taps)), draft="none",
+        speculation=SpeculationOptions(), tree_nodes=None, gamma=None, max_gamma=order["window"] - 1,
+        context=order["context"], max_batch=order["batch"], kv=order["kv"],
     )  # fmt: skip

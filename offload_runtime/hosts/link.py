@@ -45,7 +45,7 @@ class Link:
 
     def __init__(self, group: HostGroup, peer: int, wait_s: float | None) -> None:
         self._group, self.peer, self._wait_s = group, peer, wait_s
-        self.own_name = group.name(group.rank)
+        self.own_name, self.peer_name = group.name(group.rank), group.name(peer)
         self._timeout = _FOR_EVER if wait_s is None else timedelta(seconds=wait_s)
         self._sending = threading.Lock()
 
@@ -100,7 +100,7 @@ class Link:
 
     def _failure(self, error: RuntimeError) -> HostError:
         """Return the error for a neighbour that has ended, by what it has said last, or is not heard from."""
-        name, reason = self._group.name(self.peer), self._group.why_ended(self.peer)
+        name, reason = self.peer_name, self._group.why_ended(self.peer)
         if reason is not None:
             what = f"{name} has ended: {reason}"
         elif "timed out" in str(error).lower() or "timeout" in str(error).lower():

@@ -15,7 +15,7 @@ import torch
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.errors import HostError, OffloadError
 from offload_runtime.hosts.link import DONE, FAILED, PASS, QUIT, Link, Message, Orders
-from offload_runtime.runners.model_runner import ModelRunner, RowsDecoder
+from offload_runtime.runners.model_runner import HiddenTaps, ModelRunner, RowsDecoder
 from offload_runtime.stream.device import current_device
 
 
@@ -37,8 +37,10 @@ class RemoteStage:
     def _commit(self, slot: int, rows: Sequence[int]) -> None:
         self._paths[slot] = [*rows]
 
-    def run(self, batch: Batch, committed: Sequence[int], residuals: Sequence[torch.Tensor]) -> torch.Tensor:
-        """As of a `NextStage`: [N, H] on the compute device."""
+    def run(
+        self, batch: Batch, committed: Sequence[int], residuals: Sequence[torch.Tensor], num_kept: int
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """As of a `NextStage`."""
         paths, self._paths = self._paths, {}
         says = {
             "paths": [[slot, rows] for slot, rows in paths.items()],
@@ -47,7 +49,10 @@ class RemoteStage:
             "prompts": [[slot, len(tokens)] for slot, tokens in batch.prompts.items()],
         }
         answer = self._orders.ask(PASS, says, [_to_bytes(rows) for rows in residuals])
-        return _from_bytes(answer.rows, self._like.dtype, residuals[0].shape[1]).to(self._like.device)
+        num_rows, width = sum(len(rows) for rows in residuals), residuals[0].shape[1]
+        found = _from_bytes(answer.rows, self._like.dtype, width)
+        decisive, *kept = found.split([len(found) - num_kept * num_rows, *[num_rows] * num_kept])
+        return decisive.to(self._like.device), kept
 
 
 def serve_passes(link: Link, runner: ModelRunner) -> None:
@@ -61,11 +66,11 @@ def serve_passes(link: Link, runner: ModelRunner) -> None:
     while (order := link.receive()).kind == PASS:
         try:
             with link.at_work(), current_device(runner.decoder.final_norm.device):
-                found = _to_bytes(_run_pass(order, runner, runner.decoder))
+                found = _run_pass(order, runner, runner.decoder)
         except (OffloadError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
             link.send(FAILED, {"error": told(link, error)})
             raise
-        link.send(DONE, {}, [found])
+        link.send(DONE, {}, found)
     assert order.kind == QUIT
     link.send(DONE, {})
 
@@ -75,8 +80,17 @@ def told(link: Link, error: BaseException) -> str:
     return str(error) if isinstance(error, HostError) else f"{link.own_name} has failed: {error}"
 
 
-def _run_pass(order: Message, runner: ModelRunner, decoder: RowsDecoder) -> torch.Tensor:
-    """Return the rows that a pass gives back, [N, H]."""
+def streams_for(taps: tuple[int, ...], width: int) -> HiddenTaps:
+    """Return what keeps the residual streams below layers, of so many channels, for a head of another machine."""
+
+    def tap(number: int, x: torch.Tensor, out: torch.Tensor) -> None:
+        out[:, number * width :][:, :width].copy_(x)
+
+    return HiddenTaps(taps, len(taps) * width, tap)
+
+
+def _run_pass(order: Message, runner: ModelRunner, decoder: RowsDecoder) -> list[torch.Tensor]:
+    """Return the rows that a pass gives back as bytes, [N, H] each: what `NextStage.run` returns."""
     cache, says = runner.cache, order.says
     for slot, rows in says["paths"]:
         cache.commit_path(slot, rows)
@@ -88,7 +102,10 @@ def _run_pass(order: Message, runner: ModelRunner, decoder: RowsDecoder) -> torc
     decoder.received = _from_bytes(order.rows, decoder.final_norm.dtype, decoder.config.hidden_size).to(
         decoder.final_norm.device
     )
-    return runner.forward(_batch(says)).logits
+    batch = runner.forward(_batch(says))
+    kept = [part for parts in batch.hidden.values() for part in parts]
+    streams = torch.cat(kept).split(decoder.config.hidden_size, dim=1) if kept else []
+    return [_to_bytes(rows) for rows in (batch.logits, *streams)]
 
 
 def _batch(says: Mapping[str, Any]) -> Batch:

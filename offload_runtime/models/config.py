@@ -71,6 +71,16 @@ class ModelConfig:
         return False
 
     @property
+    def num_streams(self) -> int:
+        """Return how many streams of its rows go to another machine, for a head to read, besides that of the last."""
+        return 0
+
+    @property
+    def complete(self) -> ModelConfig:
+        """Return the model that it is a part of, or itself."""
+        return self
+
+    @property
     def has_ends(self) -> bool:
         """Return whether it has what lies around the layers: embedding and head."""
         return True

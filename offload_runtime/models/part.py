@@ -14,10 +14,12 @@ from offload_runtime.models.layers import Attention, Tensor
 class PartConfig(ModelConfig):
     """Some layers of a `whole` model, from its layer `first` on. The part with the first of them has what lies around
     the layers, too; in the others rows come from another machine and go back there, so that in place of logits they
-    have channels of the residual stream."""
+    have channels of the residual stream. A head, which is where the first part is, reads the streams below the layers
+    `taps`, by their numbers here, and those of the parts behind."""
 
     whole: ModelConfig | None = None
     first: int = 0
+    taps: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, whole: ModelConfig, layers: range) -> PartConfig:
@@ -38,11 +40,21 @@ class PartConfig(ModelConfig):
         """Return whether it has what lies around the layers."""
         return not self.first
 
+    @property
+    def num_streams(self) -> int:
+        """Return how many streams of its rows go to another machine, for a head to read, besides that of the last."""
+        return len(self.taps)
+
+    @property
+    def complete(self) -> ModelConfig:
+        """Return the model that it is a part of."""
+        assert self.whole is not None
+        return self.whole
+
     @cached_property
     def all_attentions(self) -> tuple[Attention, ...]:
         """Return those of the whole model: to how many tokens a sequence can be cut is the same on all machines."""
-        assert self.whole is not None
-        return tuple(self.whole.attentions.values())
+        return tuple(self.complete.attentions.values())
 
     def layer_prefix(self, number: int) -> str:
         """Return what stands before the names of a layer's tensors."""

@@ -343,9 +343,10 @@ class RunPlan:
         their residual streams, of what was accepted and of rows of graphs, what a head is told of together, which is
         joined for that, and what of it steps read."""
         draft, target = self.draft, self.target
-        if draft is None or draft.head is None:
-            return 0
         window_rows = target.batch * target.window_tokens
+        if draft is None or draft.head is None:  # twice, as they are joined
+            rows = most_prompt_tokens(target.chunk_tokens, target.context_tokens) + window_rows
+            return 2 * rows * target.config.num_streams * target.config.hidden_size * target.dtype.itemsize
         rows = window_rows + 2 * graphs.CAPTURED_ROWS + hidden_store_rows(target.batch, draft.tree_positions)
         rows += (target.batch + 1) * MOST_UNTOLD_TOKENS
         if not draft.head.taps_in_place:
@@ -408,11 +409,14 @@ class RunPlan:
 
     @property
     def message_bytes(self) -> int:
-        """What the largest pass takes of the host where other machines have layers of the target: its rows twice."""
-        target = self.target
+        """What the largest pass takes of the host where other machines have layers of the target: its rows twice, and
+        so what a head reads of them."""
+        target, head = self.target, self.draft.head if self.draft else None
+        streams = 1 + target.config.num_streams
+        streams += sum(tap >= target.config.num_layers for tap in (head.taps if head else ()))
         rows = most_prompt_tokens(target.chunk_tokens, target.context_tokens) + target.batch * target.window_tokens
         row_bytes = target.config.hidden_size * target.dtype.itemsize
-        return 2 * rows * row_bytes if target.config.is_part else 0
+        return 2 * streams * rows * row_bytes if target.config.is_part else 0
 
     @property
     def transfer_bytes(self) -> int:

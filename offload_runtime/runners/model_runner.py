@@ -240,16 +240,21 @@ class RowsDecoder(Decoder):
 class NextStage(Protocol):
     """Has the layers of a model that follow those of a runner, on another machine."""
 
-    def run(self, batch: Batch, committed: Sequence[int], residuals: Sequence[torch.Tensor]) -> torch.Tensor:
+    def run(
+        self, batch: Batch, committed: Sequence[int], residuals: Sequence[torch.Tensor], num_kept: int
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Take a pass through them, and wait for it.
 
         Args:
             batch: What the pass is about.
             committed: Tokens of each of its slots.
             residuals: Behind the layers before, [N, H] of each piece of the prompts, then of all rows of trees.
+            num_kept: How many of the streams there a head reads.
 
         Returns:
-            Behind the last layer [N, H]: the rows of the trees, then of each prompt that of its last token.
+            Behind the last layer [N, H], on the compute device: the rows of the trees, then of each prompt that of its
+            last token. And of each stream that a head reads, in ascending order, what it is of all rows, [N, H], on
+            the host.
 
         Raises:
             HostError: Another machine has ended, is not heard from, or has failed.
@@ -368,9 +373,7 @@ class ModelRunner:
         wanted = range(len(pieces)) if reads_all else last
         found = self._run(pieces, wanted, batch.on_layer, layers, hidden, prompts=bool(batch.prompts))
         if self.following is not None:
-            assert hidden is None, "heads read what is here alone"
-            there = [*found[:-1], *_present(found[-1], trees)] if trees else found
-            return self.decoder.head(self.following.run(batch, committed, there))
+            return self._behind(self.following, batch, committed, pieces, found, hidden)
         residuals = [found[wanted.index(piece)] for piece in last]
         of_trees = _present(residuals.pop(), trees) if trees else []
         decisive = [*of_trees, *(residual[-1:] for residual in residuals)]
@@ -378,6 +381,26 @@ class ModelRunner:
         if hidden is not None:
             batch.hidden = _by_slot(hidden.behind(found), pieces, batch.trees)
         return logits
+
+    def _behind(
+        self, following: NextStage, batch: Batch, committed: Sequence[int], pieces: Sequence[Rows],
+        found: Sequence[torch.Tensor], hidden: KeptRows | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Return as `_logits`, where other machines have the layers behind those of which it `found` the streams, and
+        let what is read there be kept, too."""
+        trees, first = [*batch.trees.values()], 0
+        there = [*found[:-1], *_present(found[-1], trees)] if trees else found
+        if hidden is not None:
+            first = sum(layer < self.decoder.num_layers for layer in hidden.taps.layers)
+        num_kept = 0 if hidden is None else len(hidden.taps.layers) - first
+        residual, kept = following.run(batch, committed, there, num_kept)
+        if hidden is not None:
+            batch.hidden = _by_slot(hidden.pieces or found, pieces, batch.trees)
+            parts = [part for parts in batch.hidden.values() for part in parts]
+            for number, rows in enumerate(kept, first):
+                for part, x in zip(parts, rows.split([len(part) for part in parts]), strict=True):
+                    hidden.taps.tap(number, x.to(part.device), part)
+        return self.decoder.head(residual)
 
     def _beginnings(self, start: int, end: int) -> Sequence[int]:
         """Return where pieces of a prompt begin that brings a sequence from `start` to `end` tokens: at multiples of

@@ -74,7 +74,11 @@ class DescribedModel:
             CheckpointError, VocabularyMismatchError: As of `HeadConfig.fitted`.
         """
         head = self.model_config
-        return replace(self, model_config=head.fitted(target.model_config)) if isinstance(head, HeadConfig) else self
+        return (
+            replace(self, model_config=head.fitted(target.model_config.complete))
+            if isinstance(head, HeadConfig)
+            else self
+        )
 
     def layout(self, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
         """Return how its weights lie in memory where it computes in `dtype`; with `coded`, those in bf16 in 12 bits."""

@@ -11,8 +11,9 @@ from offload_runtime.weights.layout import checkpoint_tensors
 
 def part_of(source: CheckpointSource, layers: range) -> CheckpointSource:
     """Return what one of several machines has of a checkpoint: these of its layers, and with the first of them what
-    lies around all. It carries no head: that would read what other machines make."""
+    lies around all, the head that it carries included."""
     config = PartConfig.of(source.config(), layers)
     wanted = checkpoint_tensors(config)
     fills = {name: fill for name, fill in source.fills.items() if name in wanted}
-    return replace(source, model_config=config, fills=fills, read_mtp=lambda: None)
+    found = replace(source, model_config=config, fills=fills)
+    return found if config.has_ends else replace(found, read_mtp=lambda: None)
