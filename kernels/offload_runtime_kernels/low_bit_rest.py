@@ -9,9 +9,9 @@ read, and a row's weights are decoded together, after adding lengths up.
     the largest code stands for an exception: places behind the code's room, or out of the step
 
 In bf16 place(w) is the position among the numbers from s / 256 on, negative below zero; nearer to it is place 0, an
-exception. In Q8_0 the place is the integer that is next to w / d, d being the block's scale: w = d place(w). In FP8,
-whose scales d are kept elsewhere, it is the position of w / d among the numbers of E4M3, the one below it towards zero;
--0 and what is no number are exceptions.
+exception. In Q8_0 the place is the integer that is next to w (1 / d), d being the block's scale: w = d place(w). In
+FP8, whose scales d are kept elsewhere, for a multiple of 32 columns each, it is the position of w (1 / d) among the
+numbers of E4M3, the one below it towards zero; -0 and what is no number are exceptions.
 
 Of a row first all codes follow one another from the lowest bit of a word on, in Q8_0 behind the scales of all blocks;
 exceptions, whole patterns of 16 bits or integers, begin at the end and go backwards. A matrix is
@@ -31,6 +31,7 @@ device.
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -46,7 +47,8 @@ _KINDS = {BF16: 0, Q8_0: 1, FP8: 2}  # for kernels
 # Bytes of a weight, and of a row's words that are not filled.
 _ROOM, _ROW_BYTES = {BF16: 17 / 16, Q8_0: 11 / 16, FP8: 5 / 8}, 8
 _Q8, _Q8_BLOCK = FORMATS["Q8_0"], 32
-_DECODED_GROUPS = 8  # of a row, at a time
+LEAST_OWN_COLUMNS = 32  # of a scale of FP8, or a multiple of it
+_DECODED_TILES = 2  # together: what one waits for comes while another is worked on
 _ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 21}  # worked on at a time, some 200 MB of a GPU
 
 
@@ -93,7 +95,7 @@ def _places(patterns: torch.Tensor, floors: torch.Tensor) -> torch.Tensor:
 
 def _scaled_places(x: torch.Tensor, d: torch.Tensor, kind: str) -> torch.Tensor:
     """Places of fp32 numbers among those of Q8_0 or FP8 with these scales; any, of scales that are none."""
-    relative = x / torch.where(d == 0, 1.0, d)
+    relative = x * (1 / torch.where(d == 0, 1.0, d))
     relative = torch.where(relative.isnan(), 0.0, relative)
     if kind == Q8_0:
         return relative.clamp_(-128.0, 127.0).add_(0.5).floor_().int()
@@ -316,7 +318,9 @@ def decode_rest_reference(
             (_decode_q8_reference if kind == Q8_0 else _decode_reference)(stored, copy, rows, out[some])
 
 
-# --- the kernel: a program decodes a row, so many groups at a time; tensors are [groups, 64]
+# --- the kernel: a program, one warp, decodes a row, some tiles of 128 columns at a time. Tensors are [32], of its
+# lanes, which have four columns each, so that 16 have a group. A step is one of a group's 16, of which each lane finds
+# out about one.
 
 
 @jit
@@ -327,17 +331,9 @@ def _places_of(bits, floors):
 
 
 @jit
-def _numbers_at(row_ptr, k, there):
-    """Numbers of columns k, out of units as `pack_numbers` makes them."""
-    pair = k % 128 // 2
-    words = tl.load(row_ptr + (k // 128 * 16 + pair % 4 * 4 + pair // 16), mask=there, other=0)
-    return (words >> (k % 2 * 16 + pair // 4 % 4 * 4).to(tl.uint32)) & 15
-
-
-@jit
-def _scaled_places_of(x, d, KIND: tl.constexpr):
-    """Places of fp32 numbers among those of Q8_0 or FP8 with these scales."""
-    relative = tl.div_rn(x, tl.where(d == 0, 1.0, d))
+def _scaled_places_of(x, inverse, KIND: tl.constexpr):
+    """Places of fp32 numbers among those of Q8_0 or FP8, by the inverse of their scale."""
+    relative = x * inverse
     relative = tl.where(relative == relative, relative, 0.0)
     if KIND == 1:
         found = tl.floor(tl.minimum(tl.maximum(relative, -128.0), 127.0) + 0.5).to(tl.int32)
@@ -350,30 +346,20 @@ def _scaled_places_of(x, d, KIND: tl.constexpr):
 
 
 @jit
-def _steps_of(q, s_bits, c_bits, d, KIND: tl.constexpr):
-    """What `_steps` and `_scaled_steps` have, of the copy's numbers, the patterns of its scales and centres, and the
-    matrix' own scales."""
-    s, c = (s_bits << 16).to(tl.float32, bitcast=True), (c_bits << 16).to(tl.float32, bitcast=True)
-    floors = tl.maximum(s_bits.to(tl.int32) - 1024, 0)
-    u = (q.to(tl.float32) - 7.5) * s + c
+def _steps_of(q, s, c, floors, d, KIND: tl.constexpr):
+    """What `_steps` and `_scaled_steps` have, of numbers of the copy: place << 5 | size of the code."""
+    u = (q - 7.5) * s + c
     lowest = u - tl.where(q == 0, 1.5, 0.5) * s
     highest = u + tl.where(q == 15, 1.5, 0.5) * s
     if KIND > 0:
-        one, other = _scaled_places_of(lowest, d, KIND), _scaled_places_of(highest, d, KIND)
+        inverse = tl.div_rn(1.0, tl.where(d == 0, 1.0, d))
+        one, other = _scaled_places_of(lowest, inverse, KIND), _scaled_places_of(highest, inverse, KIND)
         first, last = tl.minimum(one, other), tl.maximum(one, other)
     else:
         first = _places_of(lowest.to(tl.uint32, bitcast=True), floors)
         last = _places_of(highest.to(tl.uint32, bitcast=True), floors)
     needed = (((last - first + 2) * 15 - 1) >> 4).to(tl.float32)
-    return first, tl.maximum((needed.to(tl.int32, bitcast=True) >> 23) - 126, 0), floors
-
-
-@jit
-def _before(counts):
-    """What is in front of each, in the order of columns, and all of it."""
-    of_group = tl.sum(counts, 1)
-    before = tl.cumsum(of_group, 0) - of_group
-    return tl.cumsum(counts, 1) - counts + before[:, None], tl.sum(of_group)
+    return first << 5 | tl.maximum((needed.to(tl.int32, bitcast=True) >> 23) - 126, 0)
 
 
 @jit
@@ -384,60 +370,134 @@ def _fp8_numbers(patterns):
     return tl.where(tl.abs(numbers) == 1.875, float("nan"), numbers * 256.0)
 
 
+@jit
+def _steps_at(
+    numbers_ptr, scales_ptr, centres_ptr, d_ptr, tile, columns, OWN_COLUMNS: tl.constexpr, KIND: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Of a tile each lane's four steps, 0 behind the last column, then the floor and the own scale of its columns."""
+    lane = tl.arange(0, 32)
+    k, group = tile * 128 + 4 * lane, tile * 2 + lane // 16
+    real, in_group = (k < columns, group * 64 < columns) if not WHOLE else (None, None)
+    # Units as `pack_numbers` makes them: pairs 2 l and 2 l + 1 are in two words, of eight columns each.
+    word = numbers_ptr + tile * 16 + lane % 2 * 8 + lane // 8
+    here = tl.load(word, mask=real, other=0 if not WHOLE else None) >> (lane // 2 % 4 * 4).to(tl.uint32)
+    there = tl.load(word + 4, mask=real, other=0 if not WHOLE else None) >> (lane // 2 % 4 * 4).to(tl.uint32)
+    s_bits = tl.load(scales_ptr + group, mask=in_group, other=0 if not WHOLE else None).to(tl.uint32)
+    c_bits = tl.load(centres_ptr + group, mask=in_group, other=0 if not WHOLE else None).to(tl.uint32)
+    s, c = (s_bits << 16).to(tl.float32, bitcast=True), (c_bits << 16).to(tl.float32, bitcast=True)
+    floors, q, d = tl.maximum(s_bits.to(tl.int32) - 1024, 0), (lane % 16).to(tl.float32), 0.0
+    if KIND > 0:
+        ends = in_group if not WHOLE else None
+        d = tl.load(d_ptr + group * 64 // OWN_COLUMNS, mask=ends, other=0 if not WHOLE else None).to(tl.float32)
+    steps = _steps_of(q, s, c, floors, d, KIND)
+    if KIND > 0 and OWN_COLUMNS % 64 > 0:  # halves of a group have their own
+        ends = group * 64 + 32 < columns if not WHOLE else None
+        second = (group * 64 + 32) // OWN_COLUMNS
+        other_d = tl.load(d_ptr + second, mask=ends, other=0 if not WHOLE else None).to(tl.float32)
+        steps = (steps & 0xFFFF) | _steps_of(q, s, c, floors, other_d, KIND) << 16
+        d = tl.where(lane // 8 % 2 == 0, d, other_d)
+    found = ()  # type: tuple[Any, ...]
+    for j in tl.static_range(4):
+        words = here if j < 2 else there
+        number = ((words >> (j % 2 * 16)) & 15).to(tl.int32)
+        step = tl.gather(steps, lane // 16 * 16 + number, 0)
+        if KIND > 0 and OWN_COLUMNS % 64 > 0:
+            step = step << (16 - lane // 8 % 2 * 16) >> 16
+        found += (step if WHOLE else tl.where(k + j < columns, step, 0),)
+    found += (floors, d)
+    return found
+
+
+@jit
+def _codes_at(codes_ptr, begins, steps, count, WHOLE: tl.constexpr):
+    """The codes of four steps, of so many bits together, that follow one another, and whether each is an exception: at
+    most 64 bits of three words."""
+    ptrs, shift = codes_ptr + (begins >> 5), (begins & 31).to(tl.uint32)
+    end = (begins & 31) + count
+    low = tl.load(ptrs, mask=None if WHOLE else count > 0, other=None if WHOLE else 0)
+    middle = tl.load(ptrs + 1, mask=end > 32, other=0)
+    high = tl.load(ptrs + 2, mask=end > 64, other=0)
+    low = (low >> shift) | ((middle << 1) << (31 - shift))
+    high = (middle >> shift) | ((high << 1) << (31 - shift))
+    left = low.to(tl.uint64) | high.to(tl.uint64) << 32
+    codes = ()  # type: tuple[Any, ...]
+    excepted = ()  # type: tuple[Any, ...]
+    for j in tl.static_range(4):
+        size = steps[j] & 31
+        largest = (1 << size) - 1
+        codes += (left.to(tl.int32) & largest,)
+        excepted += (codes[j] == largest if WHOLE else (codes[j] == largest) & (size > 0),)
+        left = left >> size.to(tl.uint64)
+    return codes, excepted
+
+
 @jit(do_not_specialize=("start",))
 def _decode_rest_kernel(
-    starts_ptr, pool_ptr, numbers_ptr, scales_ptr, centres_ptr, own_scales_ptr, out_ptr, start, columns, number_words,
-    row_scales, own_row_scales, own_rows, own_columns, GROUPS: tl.constexpr, KIND: tl.constexpr,
+    starts_ptr, pool_ptr, numbers_ptr, scales_ptr, centres_ptr, own_scales_ptr, out_ptr, start, columns,
+    number_words, row_scales, own_row_scales, own_rows, OWN_COLUMNS: tl.constexpr, KIND: tl.constexpr,
+    WHOLE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    row = (start + tl.program_id(0)).to(tl.int64)
+    out_row = tl.program_id(0)
+    row = (start + out_row).to(tl.int64)
     codes_ptr = pool_ptr + tl.load(starts_ptr + row)
+    list_ptr = (pool_ptr + tl.load(starts_ptr + row + 1)).to(tl.pointer_type(tl.uint16)) - 1
     d_ptr = own_scales_ptr + row // own_rows * own_row_scales
     if KIND == 1:
         d_ptr = codes_ptr.to(tl.pointer_type(tl.float16))
         codes_ptr += (columns + 63) // 64
-    list_ptr = (pool_ptr + tl.load(starts_ptr + row + 1)).to(tl.pointer_type(tl.uint16))
-    numbers_ptr, out_ptr = numbers_ptr + row * number_words, out_ptr + tl.program_id(0).to(tl.int64) * columns
+    numbers_ptr, out_ptr = numbers_ptr + row * number_words, out_ptr + out_row.to(tl.int64) * columns
+    scales_ptr, centres_ptr = scales_ptr + row * row_scales, centres_ptr + row * row_scales
     bits, listed = 0, 0
-    for first_group in range(0, (columns + 63) // 64, GROUPS):
-        group = first_group + tl.arange(0, GROUPS)[:, None]
-        k = group * 64 + tl.arange(0, 64)[None, :]
-        there, real = k < columns, group * 64 < columns
-        s_bits = tl.load(scales_ptr + row * row_scales + group, mask=real, other=0).to(tl.uint32)
-        c_bits = tl.load(centres_ptr + row * row_scales + group, mask=real, other=0).to(tl.uint32)
-        d = 0.0
-        if KIND > 0:
-            d = tl.load(d_ptr + k // own_columns, mask=there, other=0).to(tl.float32)
-        first, sizes, floors = _steps_of(_numbers_at(numbers_ptr, k, there), s_bits, c_bits, d, KIND)
-        sizes = tl.where(there, sizes, 0)
-        begins, all_bits = _before(sizes)
-        begins += bits
-        shift = (begins & 31).to(tl.uint32)
-        low = tl.load(codes_ptr + (begins >> 5), mask=there, other=0)
-        high = tl.load(codes_ptr + (begins >> 5) + 1, mask=there & ((begins & 31) + sizes > 32), other=0)
-        largest = (1 << sizes) - 1
-        codes = ((low >> shift) | ((high << 1) << (31 - shift))).to(tl.int32, bitcast=True) & largest
-        excepted = there & (codes == largest)
-        before, all_listed = _before(excepted.to(tl.int32))
-        whole = tl.load(list_ptr - (listed + before + 1), mask=excepted, other=0)
-        places = first + codes
-        if KIND == 1:
-            places = tl.where(excepted, whole.to(tl.int16, bitcast=True).to(tl.int32), places)
-            found = (places.to(tl.float32) * d).to(out_ptr.dtype.element_ty)
-        elif KIND == 2:
-            patterns = tl.abs(places) | tl.where(places < 0, 0x80, 0)
-            patterns = tl.where(excepted, whole.to(tl.int32), patterns)
-            w = (_fp8_numbers(patterns) * d).to(own_scales_ptr.dtype.element_ty)
-            found = w.to(tl.float32).to(out_ptr.dtype.element_ty)
-        else:
-            patterns = (tl.abs(places) - 1 + floors) | tl.where(places < 0, 0x8000, 0)
-            patterns = tl.where(excepted, whole.to(tl.int32), patterns)
-            if out_ptr.dtype.element_ty == tl.uint16:
-                found = patterns.to(tl.uint16)
-            else:
-                found = (patterns << 16).to(tl.float32, bitcast=True).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + k, found, mask=there)
-        bits += all_bits
-        listed += all_listed
+    for first_tile in range(0, (columns + 127) // 128, TILES):
+        # Counts of tiles are added up together, in 16 bits each.
+        steps = ()  # type: tuple[Any, ...]
+        counts = tl.zeros([32], tl.int32)
+        for t in tl.static_range(TILES):
+            steps += (
+                _steps_at(
+                    numbers_ptr, scales_ptr, centres_ptr, d_ptr, first_tile + t, columns, OWN_COLUMNS, KIND, WHOLE
+                ),
+            )
+            for j in tl.static_range(4):
+                counts += (steps[t][j] & 31) << 16 * t
+        before, all_bits = tl.cumsum(counts, 0) - counts, tl.sum(counts, 0)
+        codes = ()  # type: tuple[Any, ...]
+        exceptions = tl.zeros([32], tl.int32)
+        for t in tl.static_range(TILES):
+            begins, count = bits + (before >> 16 * t & 0xFFFF), counts >> 16 * t & 0xFFFF
+            codes += (_codes_at(codes_ptr, begins, steps[t], count, WHOLE),)
+            bits += all_bits >> 16 * t & 0xFFFF
+            for j in tl.static_range(4):
+                exceptions += codes[t][1][j].to(tl.int32) << 16 * t
+        before, all_listed = tl.cumsum(exceptions, 0) - exceptions, tl.sum(exceptions, 0)
+        for t in tl.static_range(TILES):
+            found = ()  # type: tuple[Any, ...]
+            at, d = listed + (before >> 16 * t & 0xFFFF), steps[t][5]
+            for j in tl.static_range(4):
+                excepted = codes[t][1][j]
+                whole = tl.load(list_ptr - at, mask=excepted, other=0)
+                at += excepted.to(tl.int32)
+                places = (steps[t][j] >> 5) + codes[t][0][j]
+                if KIND == 1:
+                    places = tl.where(excepted, whole.to(tl.int16, bitcast=True).to(tl.int32), places)
+                    w = (places.to(tl.float32) * d).to(out_ptr.dtype.element_ty)
+                elif KIND == 2:
+                    patterns = tl.where(excepted, whole.to(tl.int32), tl.abs(places) | tl.where(places < 0, 0x80, 0))
+                    w = (_fp8_numbers(patterns) * d).to(own_scales_ptr.dtype.element_ty)
+                    w = w.to(tl.float32).to(out_ptr.dtype.element_ty)
+                else:
+                    patterns = (tl.abs(places) - 1 + steps[t][4]) | tl.where(places < 0, 0x8000, 0)
+                    patterns = tl.where(excepted, whole.to(tl.int32), patterns)
+                    if out_ptr.dtype.element_ty == tl.uint16:
+                        w = patterns.to(tl.uint16)
+                    else:
+                        w = (patterns << 16).to(tl.float32, bitcast=True).to(out_ptr.dtype.element_ty)
+                found += (w,)
+            listed += all_listed >> 16 * t & 0xFFFF
+            pairs = tl.join(tl.join(found[0], found[2]), tl.join(found[1], found[3]))
+            k = (first_tile + t) * 128 + tl.arange(0, 128)
+            tl.store(out_ptr + k, tl.reshape(pairs, [128]), mask=None if WHOLE else k < columns)
 
 
 def decode_rest_triton(
@@ -448,12 +508,19 @@ def decode_rest_triton(
     require_triton("decoding what is left of weights")
     starts, pool = _parts(stored, len(copy.numbers))
     bits = out.view(torch.uint16) if out.dtype == torch.bfloat16 and kind == BF16 else out
-    own, shares = (copy.scales, (1, _Q8_BLOCK)) if scales is None or form is None else (scales, form[1:3])
+    own, own_rows, own_columns = copy.scales, 1, _Q8_BLOCK
+    if scales is not None and form is not None:
+        own, own_rows, own_columns = scales, form.rows, form.columns
+    columns = out.shape[1]
+    options: dict[str, Any] = {
+        "OWN_COLUMNS": own_columns, "KIND": _KINDS[kind], "WHOLE": columns % (_DECODED_TILES * 128) == 0,
+        "TILES": _DECODED_TILES, "num_warps": 1,
+    }  # fmt: skip
     with torch.cuda.device_of(out):
         _decode_rest_kernel[(len(out),)](
             starts, pool.view(torch.uint32), copy.numbers.view(torch.uint32), copy.scales.view(torch.uint16),
-            copy.zeros.view(torch.uint16), own, bits, start, out.shape[1], copy.numbers.shape[1] // 4,
-            copy.scales.stride(0), own.stride(0), *shares, GROUPS=_DECODED_GROUPS, KIND=_KINDS[kind], num_warps=1,
+            copy.zeros.view(torch.uint16), own, bits, start, columns, copy.numbers.shape[1] // 4,
+            copy.scales.stride(0), own.stride(0), own_rows, **options,
         )  # fmt: skip
 
 
@@ -473,6 +540,7 @@ def decode_rest(
         form: Of FP8: how scales are shared.
     """
     assert (kind == FP8) == (scales is not None) == (form is not None)
+    assert form is None or form.columns % LEAST_OWN_COLUMNS == 0
     assert out.is_contiguous() and 0 <= start <= start + len(out) <= len(copy.numbers)
     assert stored.dtype == torch.uint8 and stored.is_contiguous()
     (decode_rest_triton if out.is_cuda else decode_rest_reference)(stored, copy, start, out, kind, scales, form)

@@ -43,6 +43,7 @@ from offload_runtime_kernels.low_bit_copy import COPY
 from offload_runtime_kernels.low_bit_rest import (
     BF16,
     FP8,
+    LEAST_OWN_COLUMNS,
     Q8_0,
     decode_rest,
     encode_fp8_rest,
@@ -589,7 +590,7 @@ class RestOfCopy(Format):
     def of(cls, how: Format) -> RestOfCopy | None:
         """Return what is left of what is stored so; None where it is in no such format."""
         if isinstance(how, Scaled):
-            fp8 = how.form.number == FP8 and not how.form.ordered
+            fp8 = how.form.number == FP8 and how.form.columns % LEAST_OWN_COLUMNS == 0 and not how.form.ordered
             return cls(FP8, how.form) if fp8 else None
         if isinstance(how, GgufBlocks):
             return cls(Q8_0) if how.kind == Q8_0 else None
