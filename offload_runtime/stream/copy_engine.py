@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,6 +38,12 @@ class CopyEngine(Protocol):
         `src` must stay unchanged, and `dst` unread, until `ready` has fired. `source_free` fires with it, for whoever
         owns `src`. `label` says what it is, for a trace.
         """
+
+    def enqueue_all(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, free: Any, ready: Any, label: Label | None = None
+    ) -> None:
+        """Queue copies, pairs of `dst` and `src`, as one: `ready` fires when all are done. On CUDA they take fewer of
+        the stream's places than one by one; who enqueues is held up when it has none left."""
 
     def compute_wait(self, ready: Any) -> None:
         """Make the compute side wait for the latest `enqueue` with this event."""

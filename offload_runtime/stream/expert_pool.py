@@ -200,18 +200,21 @@ class ExpertPool:
         others = [key for key in self._cached if key[0] not in keep][: max(0, len(missing) - len(self._free))]
         buffers = [(self._free.pop(), self._always_free) for _ in range(min(len(missing), len(self._free)))]
         buffers += [(self._cached.pop(key), self._layer_free[key[0]]) for key in others]
+        taken = dict[Any, dict[int, int]]()
         for expert, (buffer, free) in zip(missing, buffers, strict=False):
-            self._copy(layer, expert, buffer, free, self._layer_ready[layer])
-            arriving[expert] = buffer
+            taken.setdefault(free, {})[expert] = buffer
+        for free, some in taken.items():
+            self._copy(layer, some, free, self._layer_ready[layer])
+            arriving.update(some)
 
-    def _copy(self, layer: int, expert: int, buffer: int, free: Any, ready: Any) -> None:
-        """Begin to copy an expert into a buffer."""
-        units, counts = self._layers[layer], self.counts
-        assert self.engine is not None and units.host is not None
-        source, to = units.host[expert], self.buffers[buffer]
-        to = to if len(to) == len(source) else to[: len(source)]
-        self.engine.enqueue(to, source, free=free, ready=ready, label=(EXPERTS, (layer, expert)))
-        self.counts = counts._replace(bytes_begun=counts.bytes_begun + len(source))
+    def _copy(self, layer: int, buffers: Mapping[int, int], free: Any, ready: Any) -> None:
+        """Begin to copy experts into a buffer each."""
+        units, counts = self._layers[layer].host, self.counts
+        assert self.engine is not None and units is not None
+        size = units.shape[1]
+        copies = [(self.buffers[buffer][:size], units[expert]) for expert, buffer in buffers.items()]
+        self.engine.enqueue_all(copies, free=free, ready=ready, label=(EXPERTS, (layer,)))
+        self.counts = counts._replace(bytes_begun=counts.bytes_begun + len(copies) * size)
 
     def _buffers_of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the buffer of each expert of a layer, [E] int32: on the host, and on the card."""
@@ -282,7 +285,7 @@ class ExpertPool:
         # The link is idle while the CPU computes.
         if computed and cpu is not None and self._reserved and not self._prefetched and cpu.share is None:
             buffer = self._free.pop() if self._free else self._cached.popitem(last=False)[1]
-            self._copy(layer, computed[0], buffer, self._always_free, self._prefetched_ready)
+            self._copy(layer, {computed[0]: buffer}, self._always_free, self._prefetched_ready)
             self._prefetched[layer, computed[0]] = buffer
 
     def _for_cpu(self, layer: int, missing: list[int], cpu: CpuExperts) -> list[int]:
@@ -308,12 +311,11 @@ class ExpertPool:
             missing = [expert for expert in remaining if (layer, expert) not in cached][: room - len(here)]
             short = len(missing) - len(self._free)
             self._free += [cached.popitem(last=False)[1] for _ in range(short)]
-            fetched = {(layer, one): buffer for one, buffer in zip(missing, self._free[::-1], strict=False)}
-            for (_, expert), buffer in fetched.items():
-                self._copy(layer, expert, buffer, self._always_free, self._demand_ready)
+            fetched = dict(zip(missing, self._free[::-1], strict=False))
+            self._copy(layer, fetched, self._always_free, self._demand_ready)
             self.engine.compute_wait(self._demand_ready)
             del self._free[-len(fetched) :]
-            cached.update(fetched)
+            cached.update(((layer, expert), buffer) for expert, buffer in fetched.items())
             here += missing
         remaining[:] = [] if len(here) == len(remaining) else [one for one in remaining if one not in here]
         self._write_buffers(layer, here)

@@ -73,6 +73,13 @@ class ThreadCopyEngine:
         if source_free is not None:
             source_free.copy = ready.copy
 
+    def enqueue_all(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, free: _HostEvent, ready: _HostEvent,
+        label: Label | None = None,
+    ) -> None:  # fmt: skip
+        for dst, src in copies:
+            self.enqueue(dst, src, free=free, ready=ready, label=label)
+
     def _copy(self, dst: torch.Tensor, src: torch.Tensor, before: Future[None], label: Label | None) -> None:
         before.result()
         try:
@@ -178,25 +185,42 @@ class CudaCopyEngine:
         self, dst: torch.Tensor, src: torch.Tensor, *, free: torch.cuda.Event, ready: torch.cuda.Event,
         source_free: torch.cuda.Event | None = None, label: Label | None = None,
     ) -> None:  # fmt: skip
+        self._enqueue([(dst, src)], free, [ready] if source_free is None else [ready, source_free], label)
+
+    def enqueue_all(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, free: torch.cuda.Event, ready: torch.cuda.Event,
+        label: Label | None = None,
+    ) -> None:  # fmt: skip
+        self._enqueue(copies, free, [ready], label)
+
+    def _enqueue(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], free: torch.cuda.Event,
+        fired: Sequence[torch.cuda.Event], label: Label | None,
+    ) -> None:  # fmt: skip
+        """Queue copies between two events. The pace is kept a piece at a time, or as much of smaller copies."""
+        nbytes, unpaced_bytes = 0, 0
         try:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
                 self._stream.wait_event(free)
-                pieces = [(dst, src)]
-                if len(src) > COPY_PIECE_BYTES:
-                    pieces = [*zip(dst.split(COPY_PIECE_BYTES), src.split(COPY_PIECE_BYTES), strict=True)]
                 with self._copies.around(self._stream) as (start, end):
                     self._pace(0)
-                    for target, piece in pieces:
-                        target.copy_(piece, non_blocking=True)
-                        self._pace(piece.nbytes)
-                ready.record(self._stream)
-                if source_free is not None:
-                    source_free.record(self._stream)
+                    for dst, src in copies:
+                        large, nbytes = len(src) > COPY_PIECE_BYTES, nbytes + src.nbytes
+                        split = (one.split(COPY_PIECE_BYTES) if large else (one,) for one in (dst, src))
+                        for target, piece in zip(*split, strict=True):
+                            if unpaced_bytes + piece.nbytes > COPY_PIECE_BYTES:
+                                self._pace(unpaced_bytes)
+                                unpaced_bytes = 0
+                            target.copy_(piece, non_blocking=True)
+                            unpaced_bytes += piece.nbytes
+                    self._pace(unpaced_bytes)
+                for event in fired:
+                    event.record(self._stream)
         except RuntimeError as error:
             raise copy_failed("a copy to the device", error) from error
         if self.log is not None:
-            self.log.copied(label, src.nbytes, start, end)
-        self.bytes_copied += src.nbytes
+            self.log.copied(label, nbytes, start, end)
+        self.bytes_copied += nbytes
 
     def compute_wait(self, ready: torch.cuda.Event) -> None:
         stream = torch.cuda.current_stream(self._device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -74,7 +75,7 @@ class _Piece:
 
 
 @dataclass(eq=False)
-class _StagingQueue:
+class _StagingQueue(ABC):
     """Has what both directions have in common: a queue below, a ring of pieces, and threads that move bytes.
 
     The work of the threads begins in order. What fails in one stays the failure of all that comes behind it.
@@ -130,6 +131,19 @@ class _StagingQueue:
             threads.shutdown()
         self.engine.close()
 
+    @abstractmethod
+    def enqueue(
+        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
+        label: Label | None = None,
+    ) -> None:  # fmt: skip
+        """Queue a copy, staged where one of its sides is pageable."""
+
+    def enqueue_all(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, free: Any, ready: Any, label: Label | None = None
+    ) -> None:
+        for dst, src in copies:
+            self.enqueue(dst, src, free=free, ready=ready, label=label)
+
     def wait(self, ready: Any) -> None:
         self._settle(ready)
         self.engine.wait(ready)
@@ -138,6 +152,7 @@ class _StagingQueue:
         self._settle(None)
         self.engine.drain()
 
+    @abstractmethod
     def _settle(self, ready: Any | None) -> None:
         """Wait until the threads are through with what `ready` stands for, None for everything."""
 
