@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from offload_runtime_kernels.copy_words import copy_words
@@ -68,6 +69,7 @@ class CpuExperts:
         # By row and choice whether the CPU computes it, and whether it has computed all of them.
         self._computed = torch.zeros(len(y_host), dtype=torch.int32, pin_memory=x.is_cuda)
         self._ready = torch.ones(1, dtype=torch.int32, pin_memory=x.is_cuda)
+        self._views = dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, Any]]()  # by the shape of choices
         self._rates = {"link": Rate(), "CPU": Rate()}
         self._copied = engine.bytes_copied, engine.copy_seconds()
         self._owed, self._idle, self._is_busy = 0.0, 0, False
@@ -118,17 +120,21 @@ class CpuExperts:
             units: The number of each expert, and the address of its bytes.
         """
         self.finish()  # of a pass that was interrupted
-        numbers, chosen = {number for number, _ in units}, choices.view(-1).tolist()
-        self._computed.numpy()[: len(chosen)] = [one in numbers for one in chosen]
-        if not units:
-            return
-        rows, width = len(choices), self._x_host.shape[1]
-        out = self._y_host[: len(chosen) * width].view(*choices.shape, width)
-        self._is_busy, began_s = True, time.perf_counter()
-        self._threads.submit(
-            self.layers[layer], self._x_host[:rows], choices, units, out, ready=self._ready,
-            on_done=partial(self._note, layer, began_s),
-        )  # fmt: skip
+        if (views := self._views.get(choices.shape)) is None:
+            views = self._views[choices.shape] = self._views_of(*choices.shape)
+        x, out, computed = views
+        numbers = [number for number, _ in units]
+        computed[:] = [one in numbers for one in choices.view(-1).tolist()]
+        if units:
+            self._is_busy, on_done = True, partial(self._note, layer, time.perf_counter())
+            self._threads.submit(self.layers[layer], x, choices, units, out, ready=self._ready, on_done=on_done)
+
+    def _views_of(self, rows: int, num_chosen: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """Return what so many rows have of the host's memory: x [N, H], results [N, k, H], whether they are computed
+        [N k]."""
+        count, width = rows * num_chosen, self._x_host.shape[1]
+        out = self._y_host[: count * width].view(rows, num_chosen, width)
+        return self._x_host[:rows], out, self._computed[:count].numpy()
 
     def finish(self) -> None:
         """Wait until the CPU has computed what it was given."""
