@@ -95,6 +95,7 @@ class ExpertPool:
         # One buffer is for an expert that the CPU computes and the idle link prefetches for later passes.
         self._reserved = int(cpu is not None and len(buffers) > most_chosen)
         self._prefetched: dict[tuple[int, int], int] = {}
+        self._candidate: tuple[int, int] | None = None  # computed by the CPU, to be prefetched
         # Of each layer: what was prefetched has arrived; what was enqueued has read its buffers.
         self._layer_ready, self._layer_free = ({layer: engine.new_event() for layer in layers} for _ in range(2))
 
@@ -262,6 +263,8 @@ class ExpertPool:
         """Act on what so many rows of a layer have chosen, [N k] int64, host: have the CPU compute some of what is
         missing, and fetch the first round of the `remaining` experts. The card and mostly the link wait for this."""
         assert self.engine is not None
+        if cpu is not None and cpu.share is None:
+            self._prefetch_one()
         self._wait_for_card()
         if cpu is not None:
             cpu.finish()  # which the card has waited for
@@ -282,11 +285,16 @@ class ExpertPool:
         )  # fmt: skip
         remaining[:] = [expert for expert in remaining if expert not in computed]
         self._fetch_round(layer, remaining)
-        # The link is idle while the CPU computes.
-        if computed and cpu is not None and self._reserved and not self._prefetched and cpu.share is None:
+        self._candidate = (layer, computed[0]) if computed else None
+
+    def _prefetch_one(self) -> None:
+        """Prefetch what the CPU was given last, if the link is idle, for later tokens. Card and CPU have their work by
+        now."""
+        key, self._candidate = self._candidate, None
+        if key is not None and self._reserved and not self._prefetched and key not in self._cached:
             buffer = self._free.pop() if self._free else self._cached.popitem(last=False)[1]
-            self._copy(layer, {computed[0]: buffer}, self._always_free, self._prefetched_ready)
-            self._prefetched[layer, computed[0]] = buffer
+            self._copy(key[0], {key[1]: buffer}, self._always_free, self._prefetched_ready)
+            self._prefetched[key] = buffer
 
     def _for_cpu(self, layer: int, missing: list[int], cpu: CpuExperts) -> list[int]:
         """Return which of the missing experts of a layer the CPU is to compute."""
