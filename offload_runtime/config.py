@@ -156,8 +156,8 @@ class RuntimeConfig:
         "auto", "What proposes tokens: a small model, a head that was made for the target (EAGLE-3, DFlash), the MTP "
         "layers that it carries (mtp), a copy of its streamed layers in 4 bits (self), the text's own n-grams, or "
         "nothing. Never changes the output. auto: its MTP "
-        "layers, or a head or a small model beside the target or in the hub's cache that fits it, where that is "
-        "predicted to be faster, else n-grams, which join whatever drafts (mtp,ngram).", MODEL,
+        "layers, or a head or a small model beside the target or in the hub's cache that fits it, or the copy, where "
+        "that is predicted to be faster, else n-grams, which join whatever drafts (mtp,ngram).", MODEL,
         metavar="MODEL|auto|mtp|self|ngram|none",
     )  # fmt: skip
     _: KW_ONLY  # itself, not its name, which `get_type_hints` of Python 3.10 would refuse

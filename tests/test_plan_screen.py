@@ -103,7 +103,7 @@ def test_formats_that_are_named_fit_and_are_smaller_than_ones_own() -> None:
 
 def test_formats_of_llama_cpp_are_not_named_of_families_that_it_does_not_have(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(OlmoHybridConfig().to_json_string())
-    answer = plan(str(tmp_path), "--vram", "12GB").output
+    answer = plan(str(tmp_path), "--vram", "12GB", "--draft", "ngram").output
     assert "--encode auto" in answer and "as Q" not in answer
 
 
@@ -187,7 +187,9 @@ def test_usual_drafts(tmp_path: Path, base: str, settings: dict[str, object], si
     ({"vocab_size": 131072}, "1B of the same vocabulary (if any) (1.3 GB)"),
 ])  # fmt: skip
 def test_the_note_and_the_gains_name_one_draft(tmp_path: Path, settings: dict[str, object], named: str) -> None:
-    told = plan(changed(tmp_path, "llama-3.1-70b", num_hidden_layers=8, **settings), "--resident-layers", "4")
+    told = plan(
+        changed(tmp_path, "llama-3.1-70b", num_hidden_layers=8, **settings), "--resident-layers", "4", "--kv", "host"
+    )
     assert told.exit_code == 0, told.output
     assert f"--draft MODEL, {named} " in told.stdout
     assert ("Llama-3.2-1B-Instruct beside the target" in told.stdout) == (not settings)

@@ -365,7 +365,8 @@ def plan_fastest_draft(
     machine: MachineProfile,
 ) -> RunPlan:  # fmt: skip
     """The plan of the draft that is predicted to be the fastest, or without one where none brings a tenth more, takes
-    room from the context or does not fit; its `draft_note` says what was taken and why.
+    room from the context or does not fit; its `draft_note` says what was taken and why. Where no draft is taken, copies
+    of streamed layers may be, if what is left of these is all that passes bring.
 
     Args:
         request: Asks for n-grams, whose plan it is else.
@@ -390,6 +391,15 @@ def plan_fastest_draft(
                 best, least = replace(plan, draft_note=f"{taken} (--draft ngram goes without)"), gain
                 if draft.model.config().is_head:
                     break  # it was trained for the target
+    for _, asked in _with_copies(request) if best.draft is None and not plain.on_cpu else ():
+        with suppress(OffloadError):
+            plan = planned(asked)
+            fits = plan.target.context_tokens >= room[0] and plan.target.batch >= room[1]
+            gain, fewer = best_tok_per_s(plan, machine) / before, plan.streamed_bytes < plain.streamed_bytes
+            if fits and plan.target.left is not None and gain >= _LEAST_GAIN and (known or fewer):
+                taken = f"drafting with {plan.drafter_in_words}"
+                taken += f", predicted to be {gain:.1f} times as fast if as much is accepted as is assumed" * known
+                best = replace(plan, draft_note=f"{taken} (--draft ngram goes without)")
     return best
 
 
