@@ -25,7 +25,7 @@ from offload_runtime.engine.channels import has_channels
 from offload_runtime.engine.engine import Engine, device_errors
 from offload_runtime.engine.load_copies import load_copies
 from offload_runtime.engine.load_hosts import check_request, load_first, serve_layers, share_layers
-from offload_runtime.engine.load_model import LoadedModel, LoadProgress, OpenCard, load_models
+from offload_runtime.engine.load_model import LoadedModel, LoadProgress, OpenCard, capture_passes, load_models
 from offload_runtime.engine.proposing import largest_windows, make_drafter
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import BudgetError, DeviceError, OffloadError, OptionError
@@ -321,6 +321,11 @@ def _load(
             plan, target, loaded_draft, budgets, trees=branches, recorder=recorder, free_s=free_s, free_rows=free_rows
         )  # fmt: skip
         free, demand = max(0, min(config.max_gamma, free_rows - 1)), plan.target.pool_share < 1
+        largest = largest_windows(config.max_gamma, plan.tree_room, brings_experts=demand)
+        sampling = SlotSampling(batch, device)
+        if target.runner.captured is not None:
+            widest = 1 if plan.drafter == "none" else 1 + max(largest.values(), default=0)
+            capture_passes(target.runner, sampling, widest=widest, trees=branches)
         placed = replace(plan, target=target.plan)
         # Without figures of this machine plans are only compared.
         # Nor are they those of several.
@@ -329,10 +334,9 @@ def _load(
         target.runner.recorder = recorder
         target.runner.streamer.recorders = recorders
         return Engine(
-            target, loaded_draft, room, drafter, SlotSampling(batch, device), tuple(budgets), free,
+            target, loaded_draft, room, drafter, sampling, tuple(budgets), free,
             controller=Controller(
-                largest_windows(config.max_gamma, plan.tree_room, brings_experts=demand), known_cost,
-                streamed=target.link_peak_gbps is not None and not demand,
+                largest, known_cost, streamed=target.link_peak_gbps is not None and not demand
             ),
             plan=placed, cost=known_cost,
             recorder=recorder, resources=undo.pop_all(),

@@ -46,8 +46,8 @@ CHILDREN = 8
 # A draft's chains need two graphs a power of two of blocks and way of sampling, its trees three, and those that it
 # proposes to a retrieval verifier one a level, for each number of sequences.
 MOST_GRAPHS = 24
-# Of a target's passes by shapes, those that are launched ahead have two.
-CAPTURED_GRAPHS = 2 * MOST_GRAPHS
+# Of a target's passes, and the reaches of those that are captured at load: of chains and trees, 11 widths of each.
+CAPTURED_GRAPHS, _CAPTURED_REACHES = 3 * MOST_GRAPHS, 2
 # Of a graph: kernels of a layer, layers' worth around them, and what the driver keeps of a kernel.
 _LAYER_KERNELS, _OTHER_LAYERS, _KERNEL_BYTES = 16, 4, 2048
 _LIBRARY_BYTES = 32 << 20  # cuBLAS' workspace of the stream that captures
@@ -293,14 +293,26 @@ def captured_pass_shape(shape: BatchShape, capacity_tokens: int) -> BatchShape:
         capacity_tokens: Of a sequence with its window.
     """
     depth = CAPTURED_ROWS if shape.depth else 0  # of trees one: each number of shapes is multiplied by it
-    return BatchShape(shape.batch, captured_width(shape.width), depth, graph_reach(shape.reach, capacity_tokens))
+    reach = graph_reach(max(shape.reach, _LEAST_REACH), capacity_tokens)
+    return BatchShape(shape.batch, captured_width(shape.width), depth, reach)
+
+
+def texts_to_capture(capacity_tokens: int) -> list[int]:
+    """Return the tokens of texts behind which passes are captured at load, one for each reach."""
+    lengths = [0, *(_LEAST_REACH << power for power in range(_CAPTURED_REACHES - 1))]
+    return [length for length in lengths if length + CAPTURED_ROWS <= capacity_tokens]
+
+
+def widths_to_capture(most: int) -> list[int]:
+    """Return the rows of windows of up to `most` whose passes are captured at load."""
+    return sorted({captured_width(width) for width in range(1, 1 + min(most, CAPTURED_ROWS))})
 
 
 def captured_pass_bytes(config: ModelConfig, element_bytes: int, batch: int) -> int:
     """Return the device bytes of the CUDA graphs of a target's passes over so many sequences, of what they read and
     write, and of what they allocate."""
     rows = CAPTURED_ROWS
-    inputs = 4 * (2 * packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * (config.num_angles + 1))
+    inputs = 4 * (3 * packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * (config.num_angles + 1))
     activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
     logits = rows * config.vocab_size * element_bytes
     graphs = step_graph_bytes(config.num_layers, CAPTURED_GRAPHS)

@@ -577,14 +577,20 @@ def _of_trees(rows: torch.Tensor, trees: Mapping[int, TokenTree]) -> dict[int, l
 
 
 class _Launched(NamedTuple):
-    """A captured pass that was enqueued: the rows that it is about, the sampling of its tokens, if there is one, and
-    which half of what the host and graphs exchange it has."""
+    """A captured pass that was enqueued: the rows that it is about, the sampling of its tokens, if it chooses them, and
+    which part of what the host and graphs exchange it has."""
 
     slots: list[int]
     committed: list[int]
     shape: BatchShape
     sampling: SlotSampling | None
-    half: int
+    part: int
+
+
+# Parts of what the host and captured passes exchange: two of passes over one token of each sequence, which follow each
+# other, and one of windows, behind which the host always waits.
+_PARTS = 3
+_OF_WINDOWS = 2
 
 
 class CapturedPasses:
@@ -595,7 +601,8 @@ class CapturedPasses:
 
     Behind a pass that chooses one token of each sequence the next one may be launched at once: it finds the tokens on
     the device, and the host does what it has to between two passes while it runs. The host and two such passes
-    exchange numbers in memory of which each has a half.
+    exchange numbers in memory of which each has a part. Tokens behind windows are chosen outside of their graphs, which
+    are the same however that is done.
 
     Args:
         decoder: The maths.
@@ -614,14 +621,14 @@ class CapturedPasses:
         self._layers: Layers = layers
         self._words = stream.packed_words(BatchShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0).sizes)
         self.graphs = StepGraphs(
-            rope.device, input_words=2 * self._words, output_words=4 * CAPTURED_ROWS, most_graphs=CAPTURED_GRAPHS
+            rope.device, input_words=_PARTS * self._words, output_words=4 * CAPTURED_ROWS, most_graphs=CAPTURED_GRAPHS
         )
         self._frequencies = RowFrequencies(rope, CAPTURED_ROWS)
         self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
         self._taps = taps
-        self._hidden = decoder.final_norm.new_empty(2, CAPTURED_ROWS, 0 if taps is None else taps.width)
+        self._hidden = decoder.final_norm.new_empty(_PARTS, CAPTURED_ROWS, 0 if taps is None else taps.width)
         self._chosen = torch.zeros(CAPTURED_ROWS, dtype=torch.int32, device=rope.device)  # by the last pass
-        self._done = [torch.cuda.Event() if rope.device.type == "cuda" else None for _ in range(2)]
+        self._done = [torch.cuda.Event() if rope.device.type == "cuda" else None for _ in range(_PARTS)]
         self._last: _Launched | None = None  # the pass that was run last, and the tokens that it has told
         self._told: list[int] = []
         self._ahead: _Launched | None = None
@@ -642,19 +649,19 @@ class CapturedPasses:
         if shape.num_rows > CAPTURED_ROWS or not self._streamer.can_capture(shape.num_rows):
             return False
         self._streamer.begin_pass(shape.num_rows)
-        plain = sampling if sampling is not None and sampling.is_plain else None
-        wanted = _Launched(batch.slots, [*committed], shape, plain, 0 if ahead is None else ahead.half)
+        plain = sampling if sampling is not None and sampling.is_plain and shape.width == 1 else None
+        part = _OF_WINDOWS if shape.width > 1 else 0 if ahead is None else ahead.part
+        wanted = _Launched(batch.slots, [*committed], shape, plain, part)
         if ahead != wanted or self._told != [tree.tokens[0] for tree in trees]:
-            if ahead is not None:
-                wanted = wanted._replace(half=1 - ahead.half)  # what nobody asks for may still be running
+            if ahead is not None and shape.width == 1:
+                wanted = wanted._replace(part=1 - ahead.part)  # what nobody asks for may still be running
             with recorder.span("all layers", row=COMPUTE, layer=None, streamed=False) if recorder else nullcontext():
                 self._launch(wanted, trees)
         self._last = wanted
         batch.logits = self._logits
         if self._taps is not None:
-            batch.hidden = _of_trees(self._hidden[wanted.half, : shape.num_rows], batch.trees)
+            batch.hidden = _of_trees(self._hidden[wanted.part, : shape.num_rows], batch.trees)
         if plain is not None:
-            batch.firsts = range(0, shape.num_rows, shape.width)
             batch.tokens = partial(self._tokens, wanted)
         else:
             batch.logits = torch.cat(_present(self._logits[: shape.num_rows], trees))
@@ -679,10 +686,10 @@ class CapturedPasses:
             return False
         trees = [TokenTree((-1,))] * len(committed)
         shape = captured_pass_shape(BatchShape.of(trees, committed), cache.max_tokens_with_draft)
-        ahead = last._replace(committed=committed, shape=shape, half=1 - last.half)
-        if not self.graphs.has((shape, last.sampling, last.half)):
+        ahead = last._replace(committed=committed, shape=shape, part=1 - last.part)
+        if not self.graphs.has((shape, last.sampling, last.part)):
             return False
-        self.graphs.capture((shape, last.sampling, ahead.half), partial(self._pass, shape, last.sampling, ahead.half))
+        self.graphs.capture((shape, last.sampling, ahead.part), partial(self._pass, shape, last.sampling, ahead.part))
         cache.begin_window(last.slots, [2] * len(committed))
         self._ahead = ahead
         self._launch(ahead, trees)
@@ -699,45 +706,44 @@ class CapturedPasses:
 
     def _launch(self, launched: _Launched, trees: Sequence[TokenTree]) -> None:
         """Enqueue a pass over trees, of which a token -1 is the one that the pass before chooses."""
-        slots, committed, shape, sampling, half = launched
+        slots, committed, shape, sampling, part = launched
         parts = shape.lay_out(trees, committed, slots)
         words = stream.pack_words(parts)
-        self._wait(half)  # the pass that has had it before
-        first = half * self._words
+        self._wait(part)  # the pass that has had it before
+        first = part * self._words
         self.graphs.inputs_host[first : first + len(words)] = words
         self._frequencies.set_rows(parts[1])
-        self.graphs.run((shape, sampling, half), partial(self._pass, shape, sampling, half))
-        if (done := self._done[half]) is not None:
+        self.graphs.run((shape, sampling, part), partial(self._pass, shape, sampling, part))
+        if (done := self._done[part]) is not None:
             done.record(torch.cuda.current_stream(self._rope.device))
 
-    def _wait(self, half: int) -> None:
-        if (done := self._done[half]) is not None:
+    def _wait(self, part: int) -> None:
+        if (done := self._done[part]) is not None:
             done.synchronize()
 
     @torch.inference_mode()
-    def _pass(self, shape: BatchShape, sampling: SlotSampling | None, half: int) -> None:
+    def _pass(self, shape: BatchShape, sampling: SlotSampling | None, part: int) -> None:
         """Run the pass; captured: no tensor of the host but those that never move."""
         count = shape.num_rows
-        self.graphs.fetch(stream.packed_words(shape.sizes), half * self._words)
+        self.graphs.fetch(stream.packed_words(shape.sizes), part * self._words)
         tokens = self.graphs.inputs[:count]
         if shape.width == 1:
             tokens.copy_(torch.where(tokens < 0, self._chosen[:count], tokens))
         rows = device_rows(shape, self.graphs.inputs, self._rope, self._frequencies.tensor[:count])
         rows = replace(rows, host_action=self.graphs.host_action)
-        taps, hidden = self._taps, self._hidden[half, :count]
+        taps, hidden = self._taps, self._hidden[part, :count]
         kept = None if taps is None else KeptRows(taps, self._decoder.partition, [hidden])
         logits = window_pass(self._decoder, self._layers, self._cache, rows, kept)
         self._logits[:count].copy_(logits)
         if sampling is not None:
             found = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots)
-            if shape.width == 1:
-                self._chosen[:count].copy_(found.clamp_min(0))  # behind NaN there is no token, and nothing follows
-            self.graphs.show(found, half * 2 * CAPTURED_ROWS)
+            self._chosen[:count].copy_(found.clamp_min(0))  # behind NaN there is no token, and nothing follows
+            self.graphs.show(found, part * 2 * CAPTURED_ROWS)
 
     def _tokens(self, launched: _Launched) -> list[int]:
-        """Return those behind the first rows of a pass. Waits for it."""
-        self._wait(launched.half)
-        first, count = launched.half * CAPTURED_ROWS, launched.shape.num_rows
+        """Return those that a pass has chosen. Waits for it."""
+        self._wait(launched.part)
+        first, count = launched.part * CAPTURED_ROWS, launched.shape.num_rows
         self._told = self.graphs.outputs_host.view(np.int64)[first : first + count].tolist()
         return self._told
 
