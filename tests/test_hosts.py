@@ -1,6 +1,7 @@
 """Layers of other machines, which are processes here, reached over loopback: the same tokens, what is refused, and what
 happens when one of them is gone."""
 
+import re
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch.distributed as dist
 
 from offload_runtime.config import ServerConfig
 from offload_runtime.engine import Runtime
@@ -264,3 +266,38 @@ def test_the_server_says_who_is_gone(others: list[OtherRank], target: Path) -> N
             answer = client.post("/v1/chat/completions", json=asked)
             assert answer.status_code == 503
             assert "rank 1" in answer.json()["error"]["message"]
+
+
+@pytest.mark.slow
+def test_a_server_goes_on_when_the_other_rank_is_there_again(target: Path, tmp_path: Path) -> None:
+    """One that was killed, and then one that was started again beside it, as a machine is that was switched off. The
+    store is here, as it is torchrun's."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    options = {"target": str(target), "device": "cpu", "interface": LOOPBACK}
+    words = command("serve", "--target", str(target), "--device", "cpu", "--interface", LOOPBACK, "--port", "0")
+    own = {**environment(tmp_path), **rank_environment(0, 2, store.port, has_store=True)}
+    asked = {"messages": [{"role": "user", "content": TEXTS[0]}], "max_tokens": 8, "temperature": 0.0}
+    found, urls, others = list[str](), list[str](), list[OtherRank]()
+    with subprocess.Popen([*words, "--grace", "0"], stderr=subprocess.PIPE, text=True, env=own) as first:
+        assert first.stderr is not None
+        try:
+            for _ in range(3):
+                others.append(OtherRank())
+                others[-1].start(1, 2, store.port, has_store=True, **options)
+                while "ready:" not in (line := next(first.stderr)):
+                    urls += re.findall(r"(http\S+):", line)
+                answer = httpx.post(f"{urls[0]}/v1/chat/completions", json=asked, timeout=60, trust_env=False)
+                found.append(answer.json()["choices"][0]["message"]["content"])
+                if len(others) == 1:
+                    others[0].close()
+                    answer = httpx.post(f"{urls[0]}/v1/chat/completions", json=asked, timeout=60, trust_env=False)
+                    assert answer.status_code == 503
+                    assert "rank 1" in answer.json()["error"]["message"]
+            first.send_signal(signal.SIGTERM)
+            assert first.wait(timeout=60) == 0
+            assert others[2].ended() == ""
+        finally:
+            first.kill()
+            for one in others:
+                one.close()
+    assert len(found) == 3 and len({*found}) == 1

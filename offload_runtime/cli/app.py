@@ -25,7 +25,7 @@ from offload_runtime.cli.hosts import has_layers_for_another
 from offload_runtime.cli.options import ServeOptions, refuse_early, with_options
 from offload_runtime.cli.plan import plan
 from offload_runtime.cli.reports import profile, verify
-from offload_runtime.errors import OffloadError, OptionError, StorageError
+from offload_runtime.errors import HostError, OffloadError, OptionError, StorageError
 from offload_runtime.options import require
 from offload_runtime.server import require_extra
 from offload_runtime.sizes import counted
@@ -129,13 +129,28 @@ def serve(options: ServeOptions) -> None:
     stopping = terminal.signal_handler(on_signal, signal.SIGINT, signal.SIGTERM)
     with stopping, Server(served, terminal.status_line) as server:
         terminal.status_line(f"listening at {server.url}: /health says when the model is there")
-        with load_runtime(options, config, check_plan=check_plan) as runtime, server.serving(runtime, *names):
-            at_once = runtime.plan.target.batch
-            terminal.status_line(f"ready: {counted(at_once, 'request')} at once, a page at {server.url}/")
-            is_ready.set()
-            while not is_asked_to_stop.is_set():  # not `wait`, within which a signal's `set` could wait for ever
-                time.sleep(0.2)
-            terminal.status_line(f"stopping: answers may go on for {served.grace_s:g} s; once more ends them at once")
+        lost: str | None = None
+        while not is_asked_to_stop.is_set():
+            load = load_runtime(options, config, check_plan=check_plan, ends_with_ranks=False)
+            try:
+                with load as runtime, server.serving(runtime, *names):
+                    at_once = runtime.plan.target.batch
+                    terminal.status_line(f"ready: {counted(at_once, 'request')} at once, a page at {server.url}/")
+                    is_ready.set()
+                    # not `wait`, within which a signal's `set` could wait for ever
+                    while not (is_asked_to_stop.is_set() or (lost := runtime.lost_rank)):
+                        time.sleep(0.2)
+                    is_ready.clear()
+                    if lost is None:
+                        grace = f"answers may go on for {served.grace_s:g} s"
+                        terminal.status_line(f"stopping: {grace}; once more ends them at once")
+            except HostError as error:
+                if lost is None:
+                    raise
+                lost = str(error)
+            if lost is not None:
+                terminal.status_line(f"{lost}; this one waits until the others are there again")
+                server.wait()
     terminal.status_line("stopped")
 
 

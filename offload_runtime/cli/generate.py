@@ -119,11 +119,12 @@ def read_prompts(prompt: str | None, files: Sequence[str]) -> list[tuple[str, st
 @contextmanager
 def load_runtime(
     options: LoadOptions, config: RuntimeConfig, check: CheckPrompts | None = None,
-    check_plan: Callable[[RunPlan], None] = lambda plan: None,
+    check_plan: Callable[[RunPlan], None] = lambda plan: None, ends_with_ranks: bool = True,
 ) -> Iterator[Runtime]:  # fmt: skip
     """Load the target (and the draft) with a progress bar in bytes on stderr, and say there how long it took and what
     lives where; what `check` and `check_plan` refuse is refused before weights are read. With `--json` what libraries
-    print meanwhile goes to stderr, too."""
+    print meanwhile goes to stderr, too. Where several machines share the target and one of the others ends, so does
+    this command, unless it says that it does not end with them: then it does where one was stopped."""
     from offload_runtime.engine import Runtime
 
     if options.threads is not None:
@@ -140,7 +141,7 @@ def load_runtime(
         with terminal.ProgressBars(enabled=not options.no_progress, in_bytes=True) as bars:
             runtime = Runtime.from_config(config, on_progress=bars.update, on_plan=on_plan, check=check)
         with runtime:
-            end_with_others(runtime)
+            end_with_others(runtime, if_lost=ends_with_ranks)
             terminal.status_line(runtime.load_report)
             terminal.status_line(runtime.placement)
             yield runtime

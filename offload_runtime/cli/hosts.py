@@ -33,7 +33,7 @@ def has_layers_for_another(options: LoadOptions) -> bool:
 
     def started(group: HostGroup) -> None:
         groups.append(group)
-        group.watch(lambda what: _leave(f"error: {what}", terminal.ERROR_EXIT_CODE))
+        group.watch(lambda what, all_end: _leave(f"error: {what}", terminal.ERROR_EXIT_CODE))
 
     def serve() -> None:
         try:
@@ -47,7 +47,7 @@ def has_layers_for_another(options: LoadOptions) -> bool:
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         for group in groups:
-            group.say_end(f"it was stopped by {signal.Signals(number).name}")
+            group.say_end(f"it was stopped by {signal.Signals(number).name}", by_wish=True)
         _leave("stopped", 128 + number)
 
     # Waiting for orders is waiting within torch, where no signal is heard.
@@ -63,15 +63,17 @@ def has_layers_for_another(options: LoadOptions) -> bool:
     return True
 
 
-def end_with_others(runtime: Runtime) -> None:
+def end_with_others(runtime: Runtime, *, if_lost: bool) -> None:
     """End this process by SIGTERM, where its runtime is the first of several ranks, when another one says that it was
-    stopped."""
+    stopped, and `if_lost` when one has ended by an error."""
     if not started_as_one_of_several():
         return
     shares = runtime.engine.shares
     assert shares is not None, "else it was refused"
 
-    def end(what: str) -> None:
+    def end(what: str, all_end: bool) -> None:
+        if not (all_end or if_lost):
+            return
         terminal.status_line(f"{what}; this rank ends, too")
         os.kill(os.getpid(), signal.SIGTERM)
 

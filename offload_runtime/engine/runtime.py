@@ -92,6 +92,11 @@ class Runtime(AbstractContextManager["Runtime"]):
         state = "" if self._give_back.alive else ", closed"
         return f"<Runtime: {config.architecture} of {shape}, {DTYPE_NAMES[self.dtype]} on {devices}{state}>"
 
+    @property
+    def lost_rank(self) -> str | None:
+        """Which other machine has ended that has layers of the target, and why; None as long as none has."""
+        return None if self.engine.shares is None else self.engine.shares.group.lost
+
     @classmethod
     @documented(RuntimeConfig)
     def load(

@@ -1,7 +1,8 @@
 """The processes that share a model, one a machine: `torchrun` starts them and says who is who.
 
 What they tell each other once, when they begin and when one of them ends, goes through the store of torch.distributed;
-rows go through `hosts.link`.
+rows go through `hosts.link`. The store outlives a group where torchrun has it: the first rank may then begin another
+group with ranks that were started again, each of which says in the store that it is there.
 """
 
 from __future__ import annotations
@@ -74,6 +75,7 @@ class HostGroup:
         rank: Of this process; the first one, 0, has the ends of the model.
         size: How many there are.
         timeout_s: As given.
+        lost: What another rank has ended by, once that is known: nothing is asked of any any more.
 
     Raises:
         HostError: The others cannot be reached.
@@ -82,18 +84,53 @@ class HostGroup:
     def __init__(self, interface: str | None, timeout_s: float) -> None:
         if interface is not None:
             os.environ[_INTERFACE] = interface
+        self.lost: str | None = None
         self.timeout_s, self._names = timeout_s, dict[int, str]()
         start_s = max(timeout_s, _LEAST_START_S)
         try:
             store, self.rank, self.size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=start_s))))
-            self._store = dist.PrefixStore("offload_runtime", store)
+            while isinstance(store, dist.PrefixStore):  # torchrun's, of how often it has started its own ranks again
+                store = store.underlying_store
+            self._starts = dist.PrefixStore("offload_runtime", store)
+            number = self._begin(start_s) if self.rank == 0 else self._join(start_s)
+            self._store = dist.PrefixStore(f"offload_runtime/{number}", store)
             dist.init_process_group(
-                "gloo", store=dist.PrefixStore("gloo", store), rank=self.rank, world_size=self.size,
+                "gloo", store=dist.PrefixStore(f"gloo/{number}", store), rank=self.rank, world_size=self.size,
                 timeout=timedelta(seconds=start_s),
             )  # fmt: skip
         except (RuntimeError, ValueError) as error:
             raise HostError(f"the ranks cannot reach each other over {os.environ[_INTERFACE]} ({error})") from error
         self._is_over, self._watcher = threading.Event(), threading.Thread()
+
+    def _begin(self, start_s: float) -> int:
+        """Wait until every other rank was started since the last group began, for ever where there was one; return this
+        one's number. Raises `HostError`."""
+        number, last_s = self._starts.add("groups", 1), time.monotonic() + start_s
+        for rank in range(1, self.size):
+            while not self._was_started(rank):
+                late = number == 1 and time.monotonic() > last_s
+                if late:
+                    raise HostError(f"{self.name(rank)} has said nothing for {start_s:g} s")
+                time.sleep(_LOOK_AGAIN_S / 3)
+        for rank in range(1, self.size):
+            start = self._starts.add(f"starts/{rank}", 0)
+            self._starts.add(f"used/{rank}", start - self._starts.add(f"used/{rank}", 0))
+            self._starts.set(f"group/{rank}/{start}", str(number))
+        return number
+
+    def _join(self, start_s: float) -> int:
+        """Say that this rank was started, and return the number of the group that the first one takes it into. Raises
+        `HostError`."""
+        start, last_s = self._starts.add(f"starts/{self.rank}", 1), time.monotonic() + start_s
+        while not self._starts.check([key := f"group/{self.rank}/{start}"]):
+            if time.monotonic() > last_s:
+                raise HostError(f"rank 0 has not taken this one into a group for {start_s:g} s")
+            time.sleep(_LOOK_AGAIN_S / 3)
+        return int(self._starts.get(key))
+
+    def _was_started(self, rank: int) -> bool:
+        """Return whether a rank was started after what this group has of it, or nothing yet."""
+        return self._starts.add(f"starts/{rank}", 0) > self._starts.add(f"used/{rank}", 0)
 
     def exchange(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Tell all ranks of this one; return what each says of itself. Raises `HostError` where one does not."""
@@ -125,24 +162,29 @@ class HostGroup:
         """Return what a rank is called."""
         return self._names.get(rank, f"rank {rank}")
 
-    def say_end(self, reason: str) -> None:
-        """Tell all others that this rank ends, and why."""
+    def say_end(self, reason: str, *, by_wish: bool = False) -> None:
+        """Tell all others that this rank ends, and why: by the wish of whoever started it all of them do."""
         self._is_over.set()
         try:
+            if by_wish:
+                self._store.set(f"stopped/{self.rank}", reason)
             self._store.set(f"ended/{self.rank}", reason)
         except (RuntimeError, ValueError):  # whoever has the store is gone, which they see as well
             return
 
     def why_ended(self, rank: int) -> str | None:
-        """Return what a rank has said when it ended; None where it has not."""
+        """Return what a rank has said when it ended, and to the first one that it was started again; None where it has
+        not ended."""
         try:
-            key = f"ended/{rank}"
-            return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+            if self._store.check([key := f"ended/{rank}"]):
+                return bytes(self._store.get(key)).decode()
+            return "it was started again" if self.rank == 0 and self._was_started(rank) else None
         except (RuntimeError, ValueError):
             return "whoever started it has ended"
 
-    def watch(self, on_end: Callable[[str], None]) -> None:
-        """Call this from a thread of its own, once, when another rank has said that it ends, with who and why."""
+    def watch(self, on_end: Callable[[str, bool], None]) -> None:
+        """Call this from a thread of its own, once, when another rank has said that it ends, or was started again: with
+        who and why, and whether all are to end."""
 
         def look() -> None:
             while not self._is_over.wait(_LOOK_AGAIN_S):
@@ -150,11 +192,18 @@ class HostGroup:
                     reason = None if rank == self.rank else self.why_ended(rank)
                     if reason is not None and not self._is_over.is_set():
                         self._is_over.set()
-                        on_end(f"{self.name(rank)} has ended: {reason}")
+                        self.lost = self.lost or f"{self.name(rank)} has ended: {reason}"
+                        on_end(f"{self.name(rank)} has ended: {reason}", self._is_stopped(rank))
                         return
 
         self._watcher = threading.Thread(target=look, name="other ranks", daemon=True)
         self._watcher.start()
+
+    def _is_stopped(self, rank: int) -> bool:
+        try:
+            return bool(self._store.check([f"stopped/{rank}"]))
+        except (RuntimeError, ValueError):
+            return True
 
     def close(self) -> None:
         """Leave the others. Nothing may wait for them any more."""

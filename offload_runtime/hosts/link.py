@@ -7,6 +7,7 @@ work says so every second, so that a rank which is slow is told from one that is
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,7 @@ class Link:
     """
 
     def __init__(self, group: HostGroup, peer: int, wait_s: float | None) -> None:
-        self._group, self.peer, self._wait_s = group, peer, wait_s
+        self.group, self.peer, self._wait_s = group, peer, wait_s
         self.own_name, self.peer_name = group.name(group.rank), group.name(peer)
         self._timeout = _FOR_EVER if wait_s is None else timedelta(seconds=wait_s)
         self._sending = threading.Lock()
@@ -100,13 +101,15 @@ class Link:
 
     def _failure(self, error: RuntimeError) -> HostError:
         """Return the error for a neighbour that has ended, by what it has said last, or is not heard from."""
-        name, reason = self.peer_name, self._group.why_ended(self.peer)
+        name, reason = self.peer_name, self.group.why_ended(self.peer)
         if reason is not None:
             what = f"{name} has ended: {reason}"
         elif "timed out" in str(error).lower() or "timeout" in str(error).lower():
             what = f"{name} has not been heard from for {self._wait_s:g} s (--host-timeout)"
         else:
-            what = f"{name} is gone ({str(error).splitlines()[0]})"
+            # Gloo names a line of its own source before, and says more than it knows behind.
+            said = re.sub(r"^\[\S*\] ", "", str(error).splitlines()[0]).split(". ")[0]
+            what = f"{name} is gone ({said})"
         return HostError(f"{what}: start all ranks again")
 
 
@@ -171,5 +174,5 @@ class Orders:
                 if order is not None and order.kind == QUIT:
                     return
             except HostError as error:
-                self.failure = error
+                self.failure, self._link.group.lost = error, str(error)
                 self._answers.put((number, error))

@@ -106,6 +106,11 @@ class Service:
         self._begun_s = int(time.time())
         self.state = "ready"
 
+    def wait(self) -> None:
+        """Refuse requests until there is a model again."""
+        self._runtime = self._scheduler = None
+        self.state = "loading"
+
     def close(self) -> None:
         """Let go of the readers' threads, once no request is answered any more."""
         for pool in (self._reader, self._compiler):
@@ -428,6 +433,10 @@ class Server(AbstractContextManager["Server"]):
             finally:
                 self._service.state = "stopping"
                 scheduler.close(config.grace_s)
+
+    def wait(self) -> None:
+        """Refuse requests until the next `serving`: what they were answered with is gone."""
+        self._service.wait()
 
     def close(self) -> None:
         """Stop listening, once what is left of responses is sent."""

@@ -19,12 +19,13 @@ LOOPBACK = next(name for _, name in socket.if_nameindex() if name.startswith("lo
 _ANSWER_S = 60.0
 
 
-def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank."""
-    return {
+def rank_environment(rank: int, size: int, port: int, *, has_store: bool = False) -> dict[str, str]:
+    """What torchrun sets for a rank; as here, but where it `has_store` the first rank makes the store."""
+    found = {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }  # fmt: skip
+    return {**found, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"} if has_store else found
 
 
 def free_port() -> int:
@@ -53,10 +54,11 @@ class OtherRank:
         for line in self.process.stdout:
             self._lines.put(line.strip())
 
-    def start(self, rank: int, size: int, port: int, **options: Any) -> None:
+    def start(self, rank: int, size: int, port: int, *, has_store: bool = False, **options: Any) -> None:
         """Let it be a rank of a run."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([rank_environment(rank, size, port), options]) + "\n")
+        about = rank_environment(rank, size, port, has_store=has_store)
+        self.process.stdin.write(json.dumps([about, options]) + "\n")
         self.process.stdin.flush()
 
     def ended(self) -> str:
