@@ -61,7 +61,8 @@ def known_options() -> set[str]:
     options = {name for command in COMMANDS.values() for option in command.params for name in option.opts}
     for path in (ROOT / "tools").rglob("*.py"):
         options.update(re.findall(r"[\"'/,](--[a-z][a-z-]+)[\"'/,]", path.read_text(encoding="utf-8")))
-    options |= {"--nnodes", "--nproc-per-node", "--node-rank", "--master-addr", "--master-port"}  # of torchrun
+    torchrun = "--nnodes --nproc-per-node --node-rank --master-addr --master-port --max-restarts"
+    options |= {*torchrun.split()}
     return options | {"--cov", "--help", "--version", "--install-completion", "--no-deps"}
 
 
