@@ -672,10 +672,31 @@ struct Ahead {
     }
 };
 
+INLINE void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#else
+    std::this_thread::yield();
+#endif
+}
+
+using Done = std::atomic<uint8_t>;
+
+// Columns of x that other threads may still be writing, HALF_PANEL at a time in ascending order: those to be waited for.
+struct Arriving {
+    const Done *next, *last;
+    INLINE void wait(long columns) {
+        for (; next < last && columns > 0; ++next, columns -= HALF_PANEL)
+            while (!next->load(std::memory_order_acquire)) pause();
+    }
+};
+
 // Sums of R rows x with V vectors of rows of a matrix, the first ones of each row of [R, PANEL]. Behind the columns x
 // has zeros up to a whole number of steps. Returns whether the bits are right, as they always are of scaled weights.
 template <class Format, int R, int V>
-INLINE bool product(const Bytes* rows, const Matrix& matrix, const float* const* x, float* sums, Ahead& ahead) {
+INLINE bool product(
+    const Bytes* rows, const Matrix& matrix, const float* const* x, Arriving& arriving, float* sums, Ahead& ahead
+) {
     constexpr int GROUPS = Format::STEP / Format::GROUP;
     constexpr bool UNSCALED = std::is_same<Format, UnscaledMXFP4>::value;
     F totals[R][V] = {};
@@ -701,6 +722,7 @@ INLINE bool product(const Bytes* rows, const Matrix& matrix, const float* const*
                 panel[v].open(rows + v * LANES, matrix.blocks, step);
         });
         const long column = step * Format::STEP, left = matrix.columns - column;
+        arriving.wait(Format::STEP);
         for (int group = 0; group < GROUPS && group * Format::GROUP < left; ++group) {
             ahead.fetch(piece);
             unrolled<V>([&](auto v) __attribute__((always_inline)) {
@@ -739,20 +761,25 @@ INLINE bool product(const Bytes* rows, const Matrix& matrix, const float* const*
 // Of a whole panel, as many vectors at a time as hide that a multiply-add takes four cycles, in which eight others could
 // begin, if sums of R rows leave registers for them.
 template <class Format, int R>
-void panel_product(const Bytes* rows, const Matrix& matrix, const float* const* x, float* sums, Ahead& ahead) {
+void panel_product(
+    const Bytes* rows, const Matrix& matrix, const float* const* x, Arriving& arriving, float* sums, Ahead& ahead
+) {
     constexpr int V = LANES == 8 && R > 2 ? 2 : 4;
+    bool in_range = true;
     for (int v = 0; v < PANEL / LANES; v += V) {
         if constexpr (std::is_same<Format, MXFP4>::value && Format::is_exact(DTYPE)) {
-            bool in_range = true;
-            for (int r = 0; r < R; ++r) in_range = in_range && UnscaledMXFP4::takes(x[r], matrix.columns);
             using Unscaled = UnscaledMXFP4;
-            if (in_range && product<Unscaled, R, V>(rows + v * LANES, matrix, x, sums + v * LANES, ahead)) continue;
+            const bool is_right =
+                in_range && product<Unscaled, R, V>(rows + v * LANES, matrix, x, arriving, sums + v * LANES, ahead);
+            for (int r = 0; r < R && !v; ++r)  // all of x is there
+                in_range = in_range && Unscaled::takes(x[r], matrix.columns);
+            if (is_right && in_range) continue;
         }
-        product<Format, R, V>(rows + v * LANES, matrix, x, sums + v * LANES, ahead);
+        product<Format, R, V>(rows + v * LANES, matrix, x, arriving, sums + v * LANES, ahead);
     }
 }
 
-using Product = void (*)(const Bytes*, const Matrix&, const float* const*, float*, Ahead&);
+using Product = void (*)(const Bytes*, const Matrix&, const float* const*, Arriving&, float*, Ahead&);
 
 // Of one row, two, and three or four.
 #define PRODUCTS(F) {panel_product<F, 1>, panel_product<F, 2>, panel_product<F, ROWS>},
@@ -794,14 +821,6 @@ INLINE F gated(F gate, F up, const Experts& experts) {
 using Clock = std::chrono::steady_clock;
 constexpr auto AWAKE = std::chrono::milliseconds(2);  // a layer takes less, and waking threads takes 50 us
 
-INLINE void pause() {
-#if defined(__x86_64__)
-    _mm_pause();
-#else
-    std::this_thread::yield();
-#endif
-}
-
 // What is asked for: tasks are the panels of the first matrices of all experts, and then those of the second ones.
 struct Job {
     Experts experts;
@@ -810,7 +829,7 @@ struct Job {
     std::vector<int64_t> experts_wanted;   // likewise, their numbers
     std::vector<long> starts, rows;        // where an expert's rows, token * num_chosen + choice, begin
     std::vector<float> x, h;               // [tokens, row_stride], and [rows, inner_stride] in the order of `rows`
-    std::vector<std::atomic<long>> panels_done;  // first ones, by expert
+    std::vector<Done> panels_done;         // first ones, by expert
     void* y;
     int32_t* ready;  // or null
 };
@@ -867,7 +886,8 @@ class Pool {
         job.first_panels = (experts.inner + HALF_PANEL - 1) / HALF_PANEL;
         job.second_panels = (experts.hidden + PANEL - 1) / PANEL;
         job.num_tasks = count * (job.first_panels + job.second_panels);
-        if ((long)job.panels_done.size() < count) job.panels_done = std::vector<std::atomic<long>>(count);
+        if ((long)job.panels_done.size() < count * job.first_panels)
+            job.panels_done = std::vector<Done>(count * job.first_panels);
         for (auto& done : job.panels_done) done.store(0, std::memory_order_relaxed);
         next.store(0, std::memory_order_relaxed), remaining.store(job.num_tasks, std::memory_order_relaxed);
         began = ended = Clock::now();
@@ -970,7 +990,8 @@ class Pool {
     void run(long task, long following) {
         Place here = place(task);
         const Experts& all = job.experts;
-        while (!here.first && job.panels_done[here.expert].load(std::memory_order_acquire) < job.first_panels) pause();
+        Done* done = job.panels_done.data() + here.expert * job.first_panels;
+        Arriving arriving{done, here.first ? done : done + job.first_panels};
         Bytes rows[PANEL];
         long height = here.first ? all.inner : all.hidden, indices[PANEL];
         for (int i = 0; i < PANEL; ++i) {  // what lies behind the last row reads that row
@@ -990,14 +1011,15 @@ class Pool {
                                   : job.h.data() + row * job.inner_stride;
             }
             alignas(64) float sums[ROWS][PANEL];
-            ENCODINGS[here.matrix.encoding][count < 3 ? count - 1 : 2](rows, here.matrix, x, sums[0], fetched);
+            ENCODINGS[here.matrix.encoding][count < 3 ? count - 1 : 2](
+                rows, here.matrix, x, arriving, sums[0], fetched);
             for (long r = 0; r < count; ++r) {
                 if (bias)
                     for (int i = 0; i < PANEL; ++i) sums[r][i] += bias[indices[i]];
                 finish(here, at + r, sums[r]);
             }
         }
-        if (here.first) job.panels_done[here.expert].fetch_add(1, std::memory_order_release);
+        if (here.first) done[here.start / HALF_PANEL].store(1, std::memory_order_release);
     }
 
     void finish(const Place& here, long row, float* sums) {
