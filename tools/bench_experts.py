@@ -6,9 +6,10 @@ of the experts that are missing, beside what the link takes.
         --prompts 40 --tokens 16 --warm-up 4 --context 128
 
 Weights are of random numbers, and so are routers, which choose some experts more often than others by a law of their
-biases (`widening.made`): hits by a pool's share are about as published, and say nothing of a real model. Tokens are
-drawn at T = 1. Each row has a runtime of its own, all of which are to say the same tokens with the same bits. Prints a
-line a row, then one JSON line; exit code 1 where tokens or bits differ.
+biases; with `--routing topics` rows of tokens of a topic, at which a text stays for a while, choose alike, too. What is
+chosen again and hits by a pool's share are about as published (`widening.made` has the figures), and say nothing of
+another model. Tokens are drawn at T = 1. Each row has a runtime of its own, all of which are to say the same tokens
+with the same bits. Prints a line a row, then one JSON line; exit code 1 where tokens or bits differ.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import harness
 import torch
 from emulation import emulated
 from harness import DTYPES, Check, check_out, emit, integers, provenance, write_unfinished
+from widening.made import text_by_topic
 from widening.shapes import SHAPES, MixtureShape, shape_named
 from widening.stored import STORED, stored_model
 
@@ -42,12 +44,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=mixtures, default="gpt-oss-120b", help="of the model")
     parser.add_argument("--layers", type=int, help="cut the shape to so many (default: all)")
     parser.add_argument("--stored", choices=STORED, default="mxfp4", help="how weights are stored")
+    parser.add_argument("--routing", choices=("topics", "biases"), default="topics", help="the law of choices")
     parser.add_argument("--vocab-size", type=int, default=32768)
     parser.add_argument("--pools", default="auto", help="sizes of the pool of experts, comma-separated, or auto")
     parser.add_argument("--cpu-shares", default="0,auto", help="of missing experts, comma-separated, of each pool")
     parser.add_argument("--prompts", type=integers, default=(8192,), help="tokens of prompts that are timed")
-    parser.add_argument("--tokens", type=int, default=64, help="of the answer that is timed")
-    parser.add_argument("--warm-up", type=int, default=64, help="tokens of one before it, which fills the pool")
+    parser.add_argument("--tokens", type=int, default=256, help="of the answer that is timed")
+    parser.add_argument("--warm-up", type=int, default=256, help="tokens of one before it, which fills the pool")
     parser.add_argument("--context", type=int, default=16384)
     parser.add_argument("--emulate", help="a machine with a smaller card to play, by a profile's name or file")
     parser.add_argument("--vram", help="of the device's memory (default: all)")
@@ -67,6 +70,8 @@ def measure(runtime: Runtime, options: argparse.Namespace) -> tuple[dict[str, An
     sampling = SamplingParams(1.0, noise_id=1)
 
     def text(tokens: int) -> list[int]:
+        if options.routing == "topics":
+            return text_by_topic(tokens, options.vocab_size, draw)
         return [draw.randrange(options.vocab_size) for _ in range(tokens)]
 
     first = text(64)
@@ -108,7 +113,7 @@ def model_of(options: argparse.Namespace) -> CheckpointSource:
     """Random weights as they are stored."""
     return stored_model(
         shape_named(options.shape, options.layers), options.stored, options.seed, vocab_size=options.vocab_size,
-        context_tokens=options.context, reference=f"random {options.shape}",
+        context_tokens=options.context, reference=f"random {options.shape}", by_topic=options.routing == "topics",
     )  # fmt: skip
 
 

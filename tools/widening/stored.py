@@ -15,7 +15,7 @@ from threading import Lock
 import torch
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.scaled_rows import ScaledFormat, decode_scaled, pack_numbers
-from widening.made import UntrainedModel, fill_vector, named_generator
+from widening.made import BY_TOPIC, UntrainedModel, fill_by_topic, fill_vector, named_generator
 from widening.shapes import WideShape
 
 from offload_runtime.errors import OptionError
@@ -140,7 +140,7 @@ class _Stretches:
 
 def stored_model(
     shape: WideShape, stored: str, seed: int = 0, *, vocab_size: int, context_tokens: int, reference: str,
-    words: CheckpointSource | None = None, stretch_bytes: int = _STRETCH_BYTES,
+    words: CheckpointSource | None = None, stretch_bytes: int = _STRETCH_BYTES, by_topic: bool = False,
 ) -> CheckpointSource:  # fmt: skip
     """Random weights as a file of a mix of formats stores them.
 
@@ -150,6 +150,7 @@ def stored_model(
         seed: The same bytes, whether they are kept as they are or decoded.
         vocab_size, context_tokens, reference, words: As of `UntrainedModel`.
         stretch_bytes: How much is drawn of each kind.
+        by_topic: Whether tokens have topics, whose rows choose experts alike; embedding and head are in bf16 then.
 
     Raises:
         OptionError: Nothing is stored so, or rows of the shape are not whole blocks.
@@ -158,6 +159,9 @@ def stored_model(
     kinds = dict[str, str | ScaledFormat]()
 
     def fill(name: str, out: torch.Tensor, _: Staging | None = None) -> None:
+        if by_topic and name in BY_TOPIC:
+            fill_by_topic(name, out, seed)
+            return
         if out.dim() == 1 and name not in kinds:
             fill_vector(name, out, named_generator(torch.device("cpu"), seed, name))
             return
@@ -186,6 +190,8 @@ def stored_model(
         quantisation = quantisation_of({"quantization_config": _FP8_SETTINGS}, reference)
         assert quantisation is not None
         kinds |= quantisation.forms(made.config(), torch.float32)
+    for name in BY_TOPIC if by_topic else ():
+        kinds.pop(name, None)
     return made.as_source(kinds=kinds)
 
 
