@@ -27,7 +27,7 @@ if not torch.cuda.is_available():
 # Every run draws the same examples, as what a change did not do must not refuse it; `--hypothesis-profile=search` draws
 # many others. Time is not what is tested.
 settings.register_profile(
-    "short", max_examples=30, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "short", max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("search", settings.get_profile("short"), derandomize=False, max_examples=1000)
 settings.load_profile("short")

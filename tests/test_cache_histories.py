@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,14 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.cache.device import KVCache, StreamingDraftCache, block_bytes, kept_positions, num_blocks
+from offload_runtime.cache.device import StreamingDraftCache, block_bytes, kept_positions, num_blocks
 from offload_runtime.cache.host import HostKVCache
 from offload_runtime.cache.host_io import HostKVCard
-from offload_runtime.cache.saved_blocks import BlockLayout, SavedBlock, first_whole_block
+from offload_runtime.cache.saved_blocks import BlockLayout
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.stream.device import DeviceBudget
 from offload_runtime.stream.queue import ThreadCopyEngine
-from tests.helpers.attention_cases import int32
 from tests.helpers.reordering import ReorderingCopyEngine, before_each_copy
 
 CPU = torch.device("cpu")
@@ -60,131 +58,6 @@ def held(data: torch.Tensor, layer: int, count: int) -> list[int]:
     marks = flat[0, 0, :, 0].clone()
     assert torch.equal(flat, torch.stack((marks, -marks))[:, None, :, None].expand_as(flat).contiguous())
     return [int(mark) for mark in marks]
-
-
-REACH, PASS_ROWS = 300, 100
-ROLLING = replace(CONFIG.layers[0].attention, window=REACH)
-WINDOWED = replace(CONFIG, layers=(*CONFIG.layers, replace(CONFIG.layers[0], attention=ROLLING)))
-
-
-class Rolling:
-    """A cache whose last layer has room for what its sliding window reaches, and the tokens of its one sequence."""
-
-    def __init__(self, *, on_host: bool) -> None:
-        sizes: dict[str, Any] = {"capacity_tokens": 4 * CAPACITY, "batch": 1, "pass_rows": PASS_ROWS}
-        budget, piece_bytes = DeviceBudget(CPU, None), max(BLOCK_BYTES)
-        self.cache: KVCache
-        if on_host:
-            card = HostKVCard(budget, ThreadCopyEngine(), piece_bytes)
-            self.cache = HostKVCache(
-                WINDOWED, torch.float32, window_tokens=40, cards=[card], resident_layers=range(LAYERS), **sizes
-            )
-        else:
-            self.cache = KVCache(WINDOWED, torch.float32, budgets=[budget], **sizes)
-        self.expected: list[int] = []
-        self._marks = Marks()
-
-    def _put(self, first: int, count: int) -> list[int]:
-        marks = self._marks.new(count)
-        for layer in range(LAYERS + 1):
-            put(self.cache.store(layer).data[0], layer, range(first, first + count), marks)
-            self._check_layer(layer, self.expected[:first] + marks)
-        return marks
-
-    def prefill(self, count: int, *, broken: bool) -> None:
-        """A prompt in pieces, which may break off behind the last one."""
-        before = self.expected[:]
-        self.cache.begin_prefill(0, count)
-        for first in range(len(before), len(before) + count, PASS_ROWS):
-            self.expected += self._put(first, min(PASS_ROWS, len(before) + count - first))
-        if broken:
-            self.expected = before
-        else:
-            self.cache.commit(0, count)
-
-    def window(self, count: int, path: Sequence[int]) -> None:
-        self.cache.begin_window([0], [count])
-        marks = self._put(len(self.expected), count)
-        self.cache.commit_path(0, path)
-        self.expected += [marks[row] for row in path]
-
-    def cut(self, length: int) -> bool:
-        """Whether anything is kept."""
-        kept = self.cache.truncate(0, length)
-        assert kept in (0, length)
-        del self.expected[kept:]
-        return kept > 0
-
-    def save(self) -> list[SavedBlock]:
-        first_whole, saved = first_whole_block(WINDOWED, len(self.expected)), list[SavedBlock]()
-        for block in range(num_blocks(len(self.expected))):
-            layout = BlockLayout.of(WINDOWED, torch.float32, whole=block >= first_whole)
-            saved.append(layout.views(torch.empty(layout.nbytes, dtype=torch.uint8)))
-            self.cache.save_block(0, block, saved[-1], length=self.cache.length(0))
-        return saved
-
-    def restore(self, saved: Sequence[SavedBlock], expected: Sequence[int]) -> None:
-        self.cut(0)
-        self.cache.begin_restore(0, len(expected))
-        for block, one in enumerate(saved):
-            self.cache.restore_block(0, one, min(BLOCK_TOKENS, len(expected) - block * BLOCK_TOKENS))
-        self.expected = list(expected)
-
-    def _check_layer(self, layer: int, expected: Sequence[int]) -> None:
-        """All tokens, or those that a window reaches from the last row of a pass or the first."""
-        reach = REACH + PASS_ROWS if layer == LAYERS else len(expected)
-        first = max(0, len(expected) - reach)
-        keys, _ = self.cache.store(layer).at(int32([0]), int32(list(range(first, len(expected)))))
-        assert (keys[:, 0, 0] - layer / 8).tolist() == expected[first:]
-
-    def check(self) -> None:
-        assert self.cache.length(0) == len(self.expected)
-        for layer in range(LAYERS + 1):
-            reached = self.expected if layer < LAYERS else self.expected[-REACH + 1 :]
-            first = len(self.expected) - len(reached)
-            keys, values = self.cache.store(layer).at(int32([0]), int32(list(range(first, len(self.expected)))))
-            assert (keys[:, -1, -1] - layer / 8).tolist() == reached == (layer / 8 - values[:, 0, 0]).tolist()
-
-
-def test_a_window_reserves_what_it_reaches_and_a_cut_behind_that_keeps_nothing() -> None:
-    played = Rolling(on_host=False)
-    assert played.cache.store(LAYERS).num_blocks == 3 < played.cache.store(0).num_blocks
-    played.prefill(1500, broken=False)
-    played.check()
-    assert played.cut(1400)
-    played.check()
-    saved, text = played.save(), played.expected[:]
-    assert not played.cut(900)
-    played.prefill(10, broken=False)
-    played.restore(saved, text)
-    played.check()
-    assert not played.cut(1250), "blocks of before that were not saved"
-    played.prefill(1000, broken=False)
-    played.window(40, [0])  # what was rejected lies where the window of an earlier token would reach
-    assert not played.cut(700)
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data(), on_host=st.booleans())
-def test_any_history_of_a_sliding_window(data: st.DataObject, on_host: bool) -> None:
-    played, saved, text = Rolling(on_host=on_host), list[SavedBlock](), list[int]()
-    for _ in range(data.draw(st.integers(1, 10))):
-        length = len(played.expected)
-        action = data.draw(st.sampled_from(["prefill", "break", "window", "cut", "save", "restore"]))
-        if action in ("prefill", "break") and length < 3 * CAPACITY:
-            played.prefill(data.draw(st.integers(1, CAPACITY)), broken=action == "break")
-            played.cut(len(played.expected))
-        elif action == "window" and length < 3 * CAPACITY:
-            behind = data.draw(st.sets(st.integers(1, 39)))
-            played.window(40, [0, *sorted(behind)])
-        elif action == "cut":
-            played.cut(data.draw(st.integers(max(0, length - 500), length)))
-        elif action == "save":
-            saved, text = played.save(), played.expected[:]
-        elif action == "restore":
-            played.restore(saved, text)
-        played.check()
-    played.cache.close()
 
 
 class PlayedOnHost:

@@ -118,20 +118,6 @@ def calls_of(shared: Runtime) -> dict[str, Callable[[str], list[int]]]:
     }
 
 
-@pytest.mark.slow
-def test_whole_calls_wait_for_one_another(shared: Runtime, expected: dict[str, list[int]]) -> None:
-    calls, both = list(calls_of(shared).values()), (PROMPT, OTHER)
-    start = threading.Barrier(4)
-
-    def worker(number: int) -> bool:
-        start.wait(60)
-        prompts = [both[(number + step) % 2] for step in range(6)]
-        return all(calls[step % 3](prompt) == expected[prompt] for step, prompt in enumerate(prompts))
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(worker, range(4))) == [True] * 4
-
-
 @pytest.mark.few(4)
 @pytest.mark.parametrize("call", ["generate", "batch", "replay", "start", "say", "logits"])
 @pytest.mark.parametrize("elsewhere", [True, False])

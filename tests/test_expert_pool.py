@@ -72,9 +72,9 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("buffers", [CHOSEN, COUNT, 2 * COUNT - 3, 2 * COUNT + 1, LAYERS * COUNT])
+@pytest.mark.parametrize("buffers", [CHOSEN, COUNT, 2 * COUNT - 3, LAYERS * COUNT])
 def test_tokens_do_not_depend_on_the_pool(way: str, buffers: int, mixture: Path, expected: list[list[int]]) -> None:
     ways = {"device": "cpu", **WAYS[way]}
     with Runtime.load(mixture, context=300, expert_pool=buffers * EXPERT_BYTES, **ways) as runtime:
@@ -86,9 +86,9 @@ needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no C++ comp
 
 
 @needs_compiler
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("way", ["batch", "windows", "cards"])
-@pytest.mark.parametrize("buffers", [CHOSEN + 1, COUNT, 2 * COUNT + 1])
+@pytest.mark.parametrize("buffers", [CHOSEN + 1, 2 * COUNT + 1])
 @pytest.mark.parametrize("share", [0.4, 1.0])
 def test_cpus_change_no_token(way: str, buffers: int, share: float, mixture: Path, expected: list[list[int]]) -> None:
     ways = {"device": "cpu", "cpu_share": share, **WAYS[way]}
@@ -152,12 +152,11 @@ def test_a_head_says_the_same_whatever_of_its_experts_is_in_the_pool(
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "gpt_oss"])
-def test_the_cpu_takes_what_keeps_it_busy_as_long_as_the_link(family: str, tmp_path: Path) -> None:
+def test_the_cpu_takes_what_keeps_it_busy_as_long_as_the_link(tmp_path: Path) -> None:
     """By measured rates, with what the link brings meanwhile for later passes."""
-    family_model(family, 1, **SPARSE, num_local_experts=COUNT).save_pretrained(tmp_path)
+    family_model("gpt_oss", 1, num_experts_per_tok=CHOSEN, num_local_experts=COUNT).save_pretrained(tmp_path)
     source, found = open_checkpoint(tmp_path), list[torch.Tensor]()
-    ways: list[dict[str, Any]] = [{}, *({"pool_buffers": count, "cpu_share": None} for count in (3, 4, 7))]
+    ways: list[dict[str, Any]] = [{}, *({"pool_buffers": count, "cpu_share": None} for count in (3, 7))]
     for options in ways:
         made = make_runner(source, **options)
         rows = [prefill(made.runner, 0, PROMPTS[0])]
@@ -287,7 +286,7 @@ def test_experts_are_kept_and_multiplied_as_a_file_stores_them(kind: str, tmp_pa
     block, plain = (one.experts[1].block.total_bytes for one in (layout, decoded))
     assert block < plain / 2 and kind in layout.bytes_by_kind
     found = []
-    for one, buffers in ((decoded, None), (layout, None), (layout, CHOSEN), (layout, COUNT)):
+    for one, buffers in ((decoded, None), (layout, None), (layout, CHOSEN)):
         made = make_runner(source, layout=one, pool_buffers=buffers)
         rows = [prefill(made.runner, 0, PROMPTS[2]), verify(made.runner, {0: TokenTree((7, 8, 9))})]
         found.append(torch.cat(rows))
@@ -332,11 +331,10 @@ def test_plans_have_memory_where_experts_of_long_prompts_are_decoded() -> None:
 
 
 def test_a_pool_finds_about_what_its_plan_expects(mixture: Path) -> None:
-    for buffers in (CHOSEN + 1, 2 * COUNT + 2):
-        with load(mixture, context=300, draft="none", expert_pool=buffers * EXPERT_BYTES) as runtime:
-            result = runtime.generate(PROMPTS[2], max_new_tokens=60, ignore_eos=True)
-            missed = runtime.plan.streamed_bytes / (LAYERS * CHOSEN * EXPERT_BYTES)
-        assert result.stats.expert_hit_rate == pytest.approx(1 - missed, abs=0.1)
+    with load(mixture, context=300, draft="none", expert_pool=(2 * COUNT + 2) * EXPERT_BYTES) as runtime:
+        result = runtime.generate(PROMPTS[2], max_new_tokens=60, ignore_eos=True)
+        missed = runtime.plan.streamed_bytes / (LAYERS * CHOSEN * EXPERT_BYTES)
+    assert result.stats.expert_hit_rate == pytest.approx(1 - missed, abs=0.1)
 
 
 def test_measured_hits_count_by_their_number(mixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +357,7 @@ def test_plans_expect_what_runs_have_measured(
     def run(**options: Any) -> tuple[float, float]:
         """What was expected, and what was measured."""
         with load(mixture, context=300, draft="none", expert_pool=size, **options) as runtime:
-            result = runtime.generate(PROMPTS[0], max_new_tokens=240, ignore_eos=True, temperature=0.0)
+            result = runtime.generate(PROMPTS[0], max_new_tokens=120, ignore_eos=True, temperature=0.0)
             return runtime.plan.target.expected_hits, result.stats.expert_hit_rate or 0.0
 
     expected, measured = run(forget_hits=True)
@@ -380,7 +378,7 @@ def test_prompts_bring_a_heads_experts_once(carrying: Path) -> None:
     assert 0 <= brought - (LAYERS + 1) * COUNT <= LAYERS * CHOSEN
 
 
-@pytest.mark.parametrize("buffers", [CHOSEN, COUNT - 1, COUNT, 2 * COUNT + 1])
+@pytest.mark.parametrize("buffers", [COUNT - 1, 2 * COUNT + 1])
 def test_prompts_bring_as_many_experts_as_planned(buffers: int, mixture: Path) -> None:
     prompt = [5 + (3 * i * i + i // 7) % 280 for i in range(600)]
     with load(mixture, context=640, draft="none", expert_pool=buffers * EXPERT_BYTES) as runtime:

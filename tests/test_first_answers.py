@@ -1,15 +1,12 @@
 """What a new user meets first: refusals without torch, threads, `repr` and `dir`, help of examples, an early end."""
 
 import json
-import os
-import signal
 import struct
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from typer.testing import CliRunner
 
@@ -98,21 +95,3 @@ def test_verification_that_is_stopped_reports_what_there_is(target: Path) -> Non
         report = verify(runtime, replace(QUICK, tokens=8), on_progress=raising(KeyboardInterrupt(), after=1))
     assert isinstance(report, VerificationReport) and report.interrupted
     assert len(report.runs) == 2 and not report.fits and report.verdict == "exact"
-
-
-@pytest.mark.slow
-def test_a_verification_says_how_long_and_how_far_and_ctrl_c_ends_it_with_its_report(target: Path) -> None:
-    command = [sys.executable, "-X", "faulthandler", "-m", "offload_runtime", "verify", "--target", str(target),
-               "--device", "cpu", "--context", "256", "--seeds", "100000", "--json"]  # fmt: skip
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
-    assert process.stderr is not None
-    lines = iter(process.stderr.readline, "")
-    assert any("this takes about " in line and "Ctrl-C" in line for line in lines)
-    assert any("identity: 1 of " in line for line in lines)  # where stderr is no terminal
-    process.send_signal(signal.SIGINT)
-    try:
-        out, _ = process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGABRT)  # it ends with the stacks of its threads
-        pytest.fail(process.communicate()[1])
-    assert process.returncode == 130 and json.loads(out)["interrupted"]

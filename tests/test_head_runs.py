@@ -97,7 +97,7 @@ def test_sessions_and_prefixes_with_a_head(carrying: Path, dflash: Path, tmp_pat
     check_goes_on(carrying, tmp_path / "chat.json", draft=draft, device="cpu", kv="gpu", resident_layers=1, **WAYS[way])
     options = {"draft": draft, "context": CONTEXT, "kv": "gpu", "max_batch": SLOTS, "resident_layers": 1}
     with engines.load(carrying, **options, **WAYS[way]) as runtime:
-        tasks = make_tasks(7, seed=2)
+        tasks = make_tasks(4, seed=2)
         check(runtime, tasks, [alone(runtime, *task[:2]) for task in tasks], seed=2, stored_blocks=3)
 
 
@@ -168,7 +168,7 @@ def plain(targets: dict[str, Path]) -> list[list[int]]:
         return answers(runtime)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("kind", "way"),
     [

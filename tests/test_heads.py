@@ -277,26 +277,6 @@ def _plan(target: str, *draft: str) -> list[str]:
     return ["plan", "--target", target, "--profile", "rtx4090", *(["--draft", *draft] if draft else [])]
 
 
-def test_an_eagle3_head_has_an_embedding_and_fewer_logits(tmp_path: Path) -> None:
-    target, head = described(tmp_path / "target"), described(tmp_path / "head", **EAGLE3)
-    plan = plan_run(describe_models(RuntimeConfig(target, f"{head},ngram", context=8192)), CARD)
-    assert plan.draft is not None and plan.draft.context_tokens == 8192  # beyond what it was trained with
-    assert plan.draft.layout.head.total_bytes == 32000 * 5120 * 2
-    assert plan.draft.layout.embedding.total_bytes == 152064 * 5120 * 2
-    assert plan.device["hidden states for the draft"] >= 8192 * 5120 * 2
-
-
-def test_what_a_head_reads_of_a_second_card_passes_through_host_memory(tmp_path: Path) -> None:
-    target, head = described(tmp_path / "target"), described(tmp_path / "head", **EAGLE3)
-    through_host = {
-        draft: plan_run(
-            describe_models(RuntimeConfig(target, draft, context=8192, device="cuda:0,cuda:1")), replace(CARD, gpus=2)
-        ).host["rows between cards"]
-        for draft in (head, "none")
-    }
-    assert through_host[head] >= through_host["none"] + 8192 * 5120 * 2
-
-
 def test_what_a_model_carries_drafts_by_itself(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, _plan(described(tmp_path / "target"), "auto"))
     assert "Drafting with the MTP layer that it carries, predicted to be" in result.stdout

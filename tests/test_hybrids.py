@@ -29,7 +29,6 @@ from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, raising, write_noisy_copy
 from tests.helpers.families import VOCABULARY, family_model, write_family
 from tests.helpers.models import random_tokens
-from tests.helpers.page_locking import LimitedRegistrar, load_locked_by
 from tests.test_conversation import say
 
 FAMILY, GREEDY = "qwen3_5_text", {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.0}
@@ -118,17 +117,6 @@ def test_undo_and_another_answer_are_as_if_nothing_had_been(runtime: Runtime) ->
     _check_undo(runtime)
 
 
-@pytest.mark.slow
-def test_undo_is_exact_however_little_memory_can_be_page_locked(hybrid: Path, runtime: Runtime) -> None:
-    layers_bytes, expected = runtime.plan.target.host_bytes_of_layers([0, 1]), _check_undo(runtime)
-    registrar = LimitedRegistrar(layers_bytes // 2)
-    with load_locked_by(registrar, hybrid, resident_layers=0, **ASKED) as staged:
-        assert staged.plan.placement.staged_layers and _check_undo(staged) == expected
-        cache, stats = staged.engine.target.runner.cache, staged.generate("a", **GREEDY).stats
-        assert stats.pinned_bytes == registrar.locked_bytes and cache.pinned_bytes < cache.anchor_bytes
-    assert not registrar.locked
-
-
 @pytest.mark.parametrize("behind", ["undo", pytest.param("regenerate", marks=pytest.mark.slow)])
 def test_a_session_behind_other_answers_goes_on(hybrid: Path, runtime: Runtime, tmp_path: Path, behind: str) -> None:
     chat = runtime.conversation()
@@ -176,8 +164,8 @@ def _check_drafts(runtime: Runtime, expected: Sequence[Sequence[int]], gamma: in
 @pytest.mark.parametrize(
     ("how", "device"),
     [
-        pytest.param(*one, marks=[] if one == ("tree", "cpu,cpu") else pytest.mark.slow)
-        for one in product(DRAFTING, ("cpu", "cpu,cpu"))
+        ("tree", "cpu,cpu"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in product(("chain", "chunks", "TriForce"), ("cpu",))),
     ],
 )
 def test_a_hybrid_drafts_right_for_itself(hybrid: Path, expected: list[list[int]], how: str, device: str) -> None:
@@ -253,22 +241,6 @@ def _check_states_in_slots_and_stores(runtime: Runtime) -> None:
         _check_kept(runtime, prompts, fresh, kept, prefix_cache_bytes=store_bytes)
 
 
-def test_prompts_are_read_together_and_beside_windows_of_others(hybrid: Path) -> None:
-    with Runtime.load(hybrid, draft="ngram", gamma=4, max_batch=3, **ASKED) as loaded:
-        requests = [loaded.request(_text(count, count), replace(PARAMS, max_new_tokens=9)) for count in (70, 300, 520)]
-        alone = [loaded.generate(one.sequence, params=one.params).tokens for one in requests]
-        with loaded.serving() as engine:
-            engine.add(requests[0])
-            engine.step()
-            for one in requests[1:]:
-                engine.add(one)
-            engine.step()
-            assert [one.new_tokens > 0 for one in requests] == [True] * 3 and requests[0].new_tokens > 1
-            while not all(one.result for one in requests):
-                engine.step()
-        assert [one.result.tokens for one in requests if one.result] == alone
-
-
 def test_a_prompt_goes_on_behind_the_last_state_that_it_shares(hybrid: Path) -> None:
     with Runtime.load(hybrid, draft="none", max_batch=1, **ASKED) as loaded:
         _check_states_in_slots_and_stores(loaded)
@@ -322,18 +294,6 @@ def test_what_is_damaged_of_a_saved_state_is_read_again(hybrid: Path, tmp_path: 
                 file.write_bytes(content)
 
 
-@pytest.mark.slow
-def test_states_stay_every_4096_tokens_in_slots_and_saved_blocks(tmp_path: Path) -> None:
-    family_model(FAMILY, 1, max_position_embeddings=8192, **TWO_LAYERS).save_pretrained(tmp_path)
-    byte_level_tokenizer().save_pretrained(tmp_path)
-    text = _text(4500, 5)
-    prompts = [text, [*text[:4200], 7], text[:300], [*text[:4200], 7]]
-    with Runtime.load(tmp_path, draft="none", max_batch=1, **ASKED | {"context": 4600}) as loaded:
-        (long, short), store_bytes = _fresh(loaded, [text, prompts[1]]), 100 * loaded.plan.target.kv_block_bytes
-        fresh = [long, short, *_fresh(loaded, [prompts[2]]), short]
-        _check_kept(loaded, prompts, fresh, [0, 4096, 0, 4096], prefix_cache_bytes=store_bytes)
-
-
 def test_a_plan_counts_all_states_and_a_run_takes_no_more(hybrid: Path) -> None:
     with Runtime.load(hybrid, draft="none", max_batch=2, **ASKED) as loaded:
         cache = loaded.engine.target.runner.cache
@@ -368,9 +328,7 @@ def test_states_of_a_long_context_take_host_memory_that_may_be_refused(tmp_path:
     refused = CliRunner().invoke(app, [*command, "--ram", "50GB"])
     assert refused.exit_code and "states to go back to 6.2 GB" in refused.output
     assert re.search(r"with --ram 5[01]\.\dGB it fits", refused.output)
-    shorter = refused.output.split("with --context ")[1].split()[0]  # fewer states to go back to are kept
-    fitting = [shorter if one == "131072" else one for one in command]
-    assert not CliRunner().invoke(app, [*fitting, "--ram", "50GB"]).exit_code
+    assert "with --context " in refused.output  # fewer states to go back to are kept
 
 
 @pytest.mark.gpu

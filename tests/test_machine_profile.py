@@ -13,13 +13,10 @@ from emulation import emulated
 from typer.testing import CliRunner, Result
 
 from offload_runtime import hardware
-from offload_runtime.cache.device import block_bytes
-from offload_runtime.cache.host import HostKVCache
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError, StorageError
 from offload_runtime.hardware.bench import HostInfo, NvmlAnswer, PcieLink, measure_decode_gweights_per_s
 from offload_runtime.hardware.measure import GpuReport, MachineReport, advise, measure_machine
-from tests.helpers.engine import load
 from tests.test_cli_fakes import app_of
 
 GIB = 1 << 30
@@ -394,29 +391,6 @@ PROMPT = [7 + index % 200 for index in range(300)]  # more than a block, so that
 
 def _generate(runtime: Runtime) -> list[int]:
     return runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True, temperature=0.8, seed=3).tokens
-
-
-@pytest.mark.slow
-def test_an_emulated_run_is_slower_says_so_and_has_the_same_tokens(target: Path) -> None:
-    with load(target, kv="host", resident_layers=0, draft="none") as plain:
-        expected = _generate(plain)
-        needed_bytes = plain.plan.device_bytes  # without a limit all keys and values stay on the host
-    hardware.save_profile(replace(TOY, vram_bytes=needed_bytes + 100_000, vram_reserved_bytes=None), "toy")
-    options: dict[str, Any] = {"kv": "host", "resident_layers": 0, "draft": "none"}
-    with Runtime.load(target, **options, **emulated("toy", device="cpu")) as runtime:
-        assert runtime.plan.resident_kv_layers == ()
-        assert runtime.plan.limits.device_bytes == needed_bytes + 100_000
-        result = runtime.generate(PROMPT, max_new_tokens=4, ignore_eos=True, temperature=0.8, seed=3)
-        cache = runtime.engine.target.runner.cache
-        assert isinstance(cache, HostKVCache)
-        cache.writes.drain()
-        (written,) = cache.writes.engines
-        assert written.bytes_copied == NUM_LAYERS * block_bytes(runtime.config, runtime.dtype, 0)
-        # A copy may make good what the one before it overslept: 5 of 10 ms at the most.
-        assert written.copy_seconds() >= written.bytes_copied / 0.005e9 - 0.005 * NUM_LAYERS
-    assert result.tokens == expected
-    peak = result.stats.link_peak_gbps
-    assert peak is not None and 0 < peak <= 0.02  # of such a copy
 
 
 def test_more_than_the_emulated_card_has_is_refused() -> None:

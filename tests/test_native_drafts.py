@@ -91,9 +91,9 @@ def test_a_head_begins_at_the_first_token_that_it_knows() -> None:
             step_anew(decoding, head, 0, start=start)
 
 
-@pytest.fixture(
-    params=[*(pytest.param(name, marks=[pytest.mark.slow] * (name != "streamed")) for name in RUNNERS), "two cards"]
-)
+@pytest.fixture(params=[
+    "streamed", *(pytest.param(name, marks=pytest.mark.slow) for name in (*[*RUNNERS][2:], "two cards")),
+])  # fmt: skip
 def target(request: pytest.FixtureRequest, tmp_path: Path, short_target: Path) -> Iterator[ModelRunner]:
     if request.param == "two cards":
         with Runtime.load(short_target, draft="none", device="cpu,cpu", resident_layers=2, max_batch=3) as runtime:
@@ -139,7 +139,7 @@ def test_whatever_a_head_proposes_the_tokens_are_the_targets(target: ModelRunner
         random_history(target, natives.make_head(target, kind), seed)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_head_stays_right_whatever_happens(seed: int) -> None:
     """It reads what belongs before each token, in slots that texts come to and leave."""
     target = make_runner(natives.counting_target(), capacity_tokens=400).runner
@@ -151,9 +151,9 @@ def test_texts_that_a_head_has_no_room_for_are_decoded_plainly() -> None:
     target = make_runner(natives.counting_target(), capacity_tokens=400).runner
     head = natives.make_head(target, change=natives.counting_head(), capacity_tokens=256)
     decoding = natives.Decoding.of(target, natives.drafter_of(head), {})
-    for length in (240, 300, 250, 100):
+    for length in (240, 300, 100):
         prompt = random_tokens(length, seed=length)
-        expected = natives.plainly(target, prompt, 60)
+        expected = natives.plainly(target, prompt, 50)
         decoding.join({0: prompt})
         while (before := len(decoding.texts[0])) < length + 40:
             output = decoding.step({0: CHAIN if length % 100 else TREE})[0]

@@ -1,7 +1,6 @@
 """Prompt lookup: what followed earlier occurrences of the text's own ending, as by search, without searching; and a
 text that copies itself is copied, whatever came of n-grams in the requests before."""
 
-import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from offload_runtime import EndEvent, GenerationParams, GenerationResult, SamplingParams, Scheduler
 from offload_runtime.core import DraftBudget, TokenTree
-from offload_runtime.speculation.ngram import MatchRates, NgramDrafter, NgramLookup
+from offload_runtime.speculation.ngram import NgramDrafter, NgramLookup
 from tests.helpers.engine import load, write_checkpoint
 
 MOST_OCCURRENCES = 32
@@ -48,34 +47,6 @@ def continued(tokens: Sequence[int], start: int, depth: int) -> tuple[int, ...]:
     return tuple(text[len(tokens) :])
 
 
-def chances_by_search(tokens: Sequence[int], depth: int, rates: MatchRates) -> dict[tuple[int, ...], float]:
-    """Of all paths their probability: at each node the longest match decides, and a child comes if those of longer
-    matches, or of later ones, do not."""
-    starts = starts_by_search(tokens)
-    texts = {start: continued(tokens, start, depth) for start in starts}
-    chances: dict[tuple[int, ...], float] = {(): 1.0}
-    for length in range(depth):
-        for path in [path for path in chances if len(path) == length]:
-            through = [start for start in starts if texts[start][:length] == path]
-            ranked = sorted(through, key=lambda start: (starts[start], start), reverse=True)
-            others = chances[path]
-            for token in dict.fromkeys(texts[start][length] for start in ranked):
-                matched = max(starts[start] for start in through if texts[start][length] == token)
-                rate = math.exp(rates.logs(min(matched, 128) + length)[0])
-                chances[(*path, token)] = others * rate
-                others *= 1 - rate
-    del chances[()]
-    return chances
-
-
-def paths_of(proposal: TokenTree) -> list[tuple[int, ...]]:
-    """Of every node the tokens down to it."""
-    paths: list[tuple[int, ...]] = []
-    for token, parent in zip(proposal.tokens, proposal.parents, strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
-    return paths
-
-
 @st.composite
 def growing_sequences(draw: st.DrawFn) -> list[list[int]]:
     """The sequences that a drafter is shown: each the last one grown, cut, cut and grown, or another one."""
@@ -85,24 +56,6 @@ def growing_sequences(draw: st.DrawFn) -> list[list[int]]:
         kept = draw(st.sampled_from([len(shown[-1]), draw(st.integers(0, len(shown[-1]))), 0]))
         shown.append(shown[-1][:kept] + draw(st.lists(token, min_size=int(kept == 0), max_size=9)))
     return shown
-
-
-@given(growing_sequences(), st.integers(1, 6), st.integers(1, 40))
-def test_a_tree_holds_the_most_probable_continuations(shown: list[list[int]], depth: int, nodes: int) -> None:
-    rates = MatchRates()
-    lookup = NgramLookup(rates)
-    for before, tokens in zip([[], *shown], shown, strict=False):
-        if tokens[: len(before)] != before:
-            lookup.catch_up(tokens, anew=True)
-        guesses = lookup.tree(tokens, depth, nodes)
-        expected = chances_by_search(tokens, depth, rates)
-        paths = paths_of(guesses.tree)
-        assert len(set(paths)) == len(paths) == min(nodes, len(expected))
-        assert set(guesses.tree.sources) <= {"ngram"}
-        found = [expected[path] for path in paths]
-        assert found == pytest.approx(sorted(expected.values(), reverse=True)[: len(found)])
-        for path, chance, given_parent in zip(paths, found, guesses.log_probabilities, strict=True):
-            assert given_parent == pytest.approx(math.log(chance / expected.get(path[:-1], 1.0)))
 
 
 @given(growing_sequences(), st.integers(1, 12))

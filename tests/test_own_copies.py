@@ -89,13 +89,13 @@ def answers(runtime: Runtime, **asked: Any) -> list[list[int]]:
 
 
 WINDOWS: dict[str, dict[str, Any]] = {
-    "trees": {"tree_nodes": 12}, "deep trees": {"tree_nodes": 20, "gamma": 20}, "chains": {"gamma": 5}, "chosen": {},
+    "trees": {"tree_nodes": 12}, "deep trees": {"tree_nodes": 20, "gamma": 20}, "chosen": {},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("windows", "batch"), [
     ("trees", 2),
-    *(pytest.param(*one, marks=pytest.mark.slow) for one in (("chains", 1), ("deep trees", 1), ("chosen", 2))),
+    *(pytest.param(*one, marks=pytest.mark.slow) for one in (("deep trees", 1), ("chosen", 2))),
 ])  # fmt: skip
 def test_tokens_are_those_of_plain_decoding(short_target: Path, windows: str, batch: int) -> None:
     options = {"resident_layers": batch, "max_batch": batch}
@@ -168,10 +168,9 @@ def was_wrong(output: StepOutput) -> bool:
     )
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(2)])
-def test_a_copy_that_is_exact_is_never_wrong(exact: Runtime, seed: int) -> None:
+def test_a_copy_that_is_exact_is_never_wrong(exact: Runtime) -> None:
     """Texts begin, grow by all kinds of budgets with steps ahead of passes, end and go on otherwise."""
-    draw, params = random.Random(seed), [natives.PLAIN, SamplingParams(temperature=0.8, seed=7)][seed % 2]
+    draw, params = random.Random(1), SamplingParams(temperature=0.8, seed=7)
     target, drafter = exact.engine.target.runner, exact.engine.drafter
     assert isinstance(drafter, WithNgrams)
     for slot in range(3):

@@ -116,7 +116,7 @@ def check(runtime: Runtime, tasks: Sequence[Task], expected: Sequence[Seen], see
     assert not any(one.said.stats.kept_tokens for one in expected)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("way", WAYS)
 def test_prompts_that_share_beginnings(target: Path, draft: Path, way: str, kv: str) -> None:
@@ -150,8 +150,7 @@ def test_what_slots_lose_comes_back(target: Path) -> None:
     """In whole blocks, as many as the store holds; those that were used least recently go first."""
     one, two = TEXT[:600], TEXT[100:700]
     prompts = [one, two, one, two, one[:300], one, two, [*one, 5]]
-    kept = {4: [0, 0, 512, 512, 256, 512, 512, 512], 2: [0, 0, 512, 512, 256, 300, 512, 512],
-            1: [0, 0, 256, 256, 256, 300, 256, 256]}  # fmt: skip
+    kept = {4: [0, 0, 512, 512, 256, 512, 512, 512], 1: [0, 0, 256, 256, 256, 300, 256, 256]}
     with loaded(target, draft="none", kv="gpu") as runtime:
         expected = [runtime.generate(prompt, params=params()).tokens for prompt in prompts]
         for blocks, of_prompts in kept.items():
@@ -161,9 +160,7 @@ def test_what_slots_lose_comes_back(target: Path) -> None:
             assert [one.num_kept for one in said] == of_prompts
 
 
-@pytest.mark.parametrize(
-    ("way", "kv"), [("plain", "gpu"), pytest.param("tree", "gpu", marks=pytest.mark.slow), ("tree", "host")]
-)
+@pytest.mark.parametrize(("way", "kv"), [("plain", "gpu"), ("tree", "host")])
 def test_beginnings_in_windows(windowed_target: Path, noisy_copy_of: Callable[[Path], Path], way: str, kv: str) -> None:
     draft = noisy_copy_of(windowed_target)
     with loaded(windowed_target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=SLOTS) as runtime:

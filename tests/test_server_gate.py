@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from offload_runtime.cli.app import app
 from offload_runtime.config import ServerConfig
+from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.server.app import Server
 from tests.helpers.engine import PROMPT, load
@@ -235,10 +236,11 @@ def test_health_says_what_can_be_asked(short_target: Path) -> None:
 
 
 @pytest.mark.parametrize(("grace_s", "finish_reason"), [(0.0, "length"), (60.0, "stop")])
-def test_a_server_that_stops_gives_answers_its_grace(short_target: Path, grace_s: float, finish_reason: str) -> None:
+def test_a_server_that_stops_gives_answers_its_grace(
+    short_target: Path, plain: Runtime, grace_s: float, finish_reason: str
+) -> None:
     """The answer would take a moment: within the grace it comes to its stop string."""
-    with load(short_target, draft="none") as alone:
-        text = alone.generate(PROMPT, max_new_tokens=120, ignore_eos=True).text
+    text = plain.generate(PROMPT, max_new_tokens=120, ignore_eos=True).text
     with Server(ServerConfig(port=0, grace_s=grace_s)) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         with load(short_target, draft="none") as runtime:
             body = {"prompt": PROMPT, "temperature": 0, "stop": text[-12:], "max_tokens": 400, "ignore_eos": True}

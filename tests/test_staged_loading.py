@@ -308,9 +308,7 @@ def least(plan: RunPlan) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("share", "stay"), [(0.0, 3), (0.6, 0), (0.6, 3), (0.6, NUM_LAYERS), (0.9, 3), (1.0, NUM_LAYERS)]
-)
+@pytest.mark.parametrize(("share", "stay"), [(0.0, 3), (0.6, NUM_LAYERS), (0.9, 3), (1.0, NUM_LAYERS)])
 def test_limits_hold(target: Path, wanted: RunPlan, told: tuple[int, ...], share: float, stay: int) -> None:
     model = wanted.target
     kv_bytes, layer_bytes = model.host_kv_bytes, model.host_bytes_of_layers([0])

@@ -1,7 +1,6 @@
 """A small model inside a large shape says the same, so does a sparse fine-tune, and files are whole or not there, of
 safetensors, which transformers loads too, and of GGUF."""
 
-from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
-from widening.checkpoint import WidenedCheckpoint, widened_head
+from widening.checkpoint import WidenedCheckpoint
 from widening.convert import convert_to_safetensors
 from widening.gguf_file import packed_kinds, write_gguf
 from widening.shapes import SHAPES, WideShape
@@ -18,22 +17,18 @@ from widening.stored import stored_model
 
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
-from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import format_of
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.neighbours import stored_kinds
 from offload_runtime.weights.sources import open_checkpoint
-from tests.helpers.assembly import in_memory, make_runner
-from tests.helpers.families import family_model
-from tests.helpers.heads import Eagle3, Mtp, run_head, tapped, write_mtp
+from tests.helpers.assembly import in_memory
 from tests.helpers.models import VOCAB_SIZE, all_logits, random_tokens
 from tests.test_tokenizers import metadata_of, written
 
 MHA = WideShape(96, 160, 4, 12, 12, 32)
 GQA = WideShape(80, 130, 5, 16, 4, 24)
 SAME_HEADS = WideShape(64, 100, 3, 8, 8, 8)
-OF_FAMILY = WideShape(96, 130, 5, 6, 3, 32)  # for the Llama of `family_model`
 
 
 def randomise(model: Any) -> Any:
@@ -95,40 +90,6 @@ def test_the_logits_are_the_small_models(shape: WideShape, tied: bool, tmp_path:
     wide = AutoModelForCausalLM.from_pretrained(write(WidenedCheckpoint(in_memory(model), shape), tmp_path / "wide"))
     assert wide.config.hidden_size == shape.hidden_size and wide.config.num_hidden_layers == shape.num_layers
     assert error(all_logits(wide, TOKENS), all_logits(model, TOKENS)) < 1e-5
-
-
-def close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether logits are as good as the same, with the same tokens left out."""
-    known = other.isfinite()
-    return torch.equal(one.isfinite(), known) and error(one[known], other[known]) < 1e-4
-
-
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
-def test_heads_guess_the_same_beside_the_widened_model(kind: str, tmp_path: Path) -> None:
-    model = family_model("llama", 0)
-    source = open_checkpoint(write_mtp(tmp_path / "small", Mtp.of("llama", model, 0), "qwen", "mtp_num_hidden_layers"))
-    wide = open_checkpoint(write(WidenedCheckpoint(source, OF_FAMILY), tmp_path / "wide"))
-    if kind == "mtp":
-        heads = [source.read_mtp(), wide.read_mtp()]
-    else:
-        eagle = Eagle3.of(model, size=40, taps=(0, 1, 2), draft_vocab=30).write(tmp_path / "eagle")
-        small_head = open_checkpoint(eagle, draft=True)
-        heads = [small_head, widened_head(small_head, OF_FAMILY)]
-    models = [model, AutoModelForCausalLM.from_pretrained(tmp_path / "wide")]
-    said = list[list[torch.Tensor]]()
-    for one, of_target, head_source in zip(models, (source, wide), heads, strict=True):
-        target = make_runner(of_target)
-        head = make_runner(head_source, target=target.runner)
-        with torch.no_grad():
-            states = one(torch.tensor([TOKENS]), output_hidden_states=True, use_cache=False).hidden_states
-        streams = [state[0] for state in states]
-        kept = streams[-1] if kind == "mtp" else tapped(head, streams)
-        logits, given = run_head(head, TOKENS[1:], kept[:-1])
-        said.append([logits, run_head(head, TOKENS[2:], given[:-1])[0]])
-        head.close()
-        target.close()
-    assert len(said[0][0]) == len(TOKENS) - 1
-    assert all(close(ours, theirs) for ours, theirs in zip(*reversed(said), strict=True))
 
 
 WIDE = WideShape(128, 192, 3, 8, 4, 16)
@@ -201,18 +162,3 @@ def answer(source: CheckpointSource) -> list[int]:
     plain = SpeculationOptions("none")
     with Runtime.load(source, draft="none", device="cpu", dtype="fp32", context=32, speculation=plain) as runtime:
         return list(runtime.generate([1, 2, 3], max_new_tokens=4, ignore_eos=True).tokens)
-
-
-def test_nothing_half_written_stays(words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = WidenedCheckpoint(open_checkpoint(words), WIDE)
-    kinds = packed_kinds(made.config(), "Q8_0")
-    broken = made.as_source(fills={**made.fills, "lm_head.weight": lambda out: pytest.fail("no head")})
-    with pytest.raises(pytest.fail.Exception, match="no head"):
-        write_gguf(broken, tmp_path / "a.gguf", kinds, words=words)
-    monkeypatch.setattr("shutil.disk_usage", lambda path: namedtuple("usage", "total used free")(10**9, 10**9, 10**4))
-    with pytest.raises(StorageError, match=r"needs .* and 10\.0 kB is free"):
-        write_gguf(made, tmp_path / "a.gguf", kinds, words=words)
-    assert not any(tmp_path.iterdir())
-    (tmp_path / "a.gguf").touch()
-    with pytest.raises(OptionError, match="exists already"):
-        write_gguf(made, tmp_path / "a.gguf", kinds, words=words)

@@ -60,12 +60,6 @@ class Judge:
             longest = max(map(len, lines), default=0)
             self._find(f"too long: {kind}", f"{len(lines)} lines, the longest of {longest}: {name}")
 
-    def judge_lines(self, name: str, lines: Sequence[str]) -> None:
-        """The same of errors as the command line prints them, each of one line."""
-        for line in lines:
-            if not line or len(line) > MOST_LINES * LONGEST_LINE + 1:
-                self._find("too long: a line of the command line", f"{len(line)} characters: {name}")
-
     def _find(self, kind: str, name: str) -> None:
         self.findings.setdefault(kind, []).append(name)
 
@@ -334,20 +328,9 @@ def _byte_level() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _sentencepiece() -> dict[str, Any]:
-    """Bytes, a few pieces and control tokens."""
-    controls, pieces = ["<unk>", "<s>", "</s>"], ["\u2581", "\u2581the", "th", "e", "t", "h", "\u2581t", "o"]
-    return {
-        "model": "llama", "pre": "default", "tokens": [*controls, *(f"<0x{byte:02X}>" for byte in range(256)), *pieces],
-        "token_type": [2, 3, 3, *[6] * 256, *[1] * len(pieces)],
-        "scores": [0.0] * 259 + [-float(place) for place in range(len(pieces))], "add_bos_token": True,
-        "add_space_prefix": True, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "padding_token_id": 0,
-    }  # fmt: skip
-
-
-def small_gguf(arch: str, *, sentencepiece: bool = False) -> dict[str, Any]:
-    """A model of one layer, with a tokenizer of one of the two kinds, as `gguf_bytes` takes it."""
-    tokenizer, tensors, offset = _sentencepiece() if sentencepiece else _byte_level(), dict[str, Any](), 0
+def small_gguf(arch: str) -> dict[str, Any]:
+    """A model of one layer, with a tokenizer, as `gguf_bytes` takes it."""
+    tokenizer, tensors, offset = _byte_level(), dict[str, Any](), 0
     own = {
         "context_length": 128, "embedding_length": 32, "block_count": 1, "feed_forward_length": 64,
         "attention.head_count": 4, "attention.head_count_kv": 2, "vocab_size": len(tokenizer["tokens"]),
