@@ -12,6 +12,7 @@ bf16, and a multiplication with an addition give the same bits, on every device.
 import torch
 from torch.nn import functional
 
+from offload_runtime_kernels._jit import jit, require_triton, tl, triton
 from offload_runtime_kernels.scaled_rows import MIDDLE, ScaledFormat, ScaledRows, pack_numbers
 
 GROUP = 64
@@ -22,7 +23,8 @@ LARGEST = 2.0**125  # that a copy has; a sum of 2^126 and its half step is still
 _LEAST_WEIGHT = 1e-6  # of the mean one; zeros would leave numbers free
 # Where 4 + 8 bits of products and 8 of centres no longer fit into the 24 of a sum; a copy misses neither.
 _LEAST_CENTRE, _LEAST_SCALE = 2.0**-10, 2.0**-13
-_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 22}  # that are fitted together, in the cache
+_ELEMENTS = 1 << 17  # that are fitted together by torch, in the cache
+_PROGRAM_GROUPS = 16  # of a row
 
 
 def _numbers(x: torch.Tensor, middle: float, scales: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
@@ -105,23 +107,13 @@ def relative_weights(importance: torch.Tensor) -> torch.Tensor:
     return (importance.float() / importance.float().mean()).clamp_min(_LEAST_WEIGHT)
 
 
-def quantise(values: torch.Tensor, out: ScaledRows, importance: torch.Tensor | None = None) -> None:
-    """Make a copy of a matrix with torch's operations, a piece at a time, enqueued on the current stream.
-
-    Args:
-        values: [M, K] of any float dtype; the last group is shorter where 64 does not divide K. Of infinities and NaN
-            the copy has zeros.
-        out: What a copy [M, K] is stored in, of the form `COPY`, on the same device; written.
-        importance: [K]: mean squares of what columns are multiplied with; None: all alike.
-    """
-    columns, device = values.shape[1], values.device
+def quantise_reference(values: torch.Tensor, out: ScaledRows, weights: torch.Tensor) -> None:
+    """Make a copy with torch's operations, a piece at a time; arguments as of `quantise_triton`."""
+    columns = values.shape[1]
     missing = -columns % GROUP
-    weights = torch.ones(columns, device=device) if importance is None else relative_weights(importance.to(device))
     # What fills up the last group has the value of its last column, and no weight.
     weights = functional.pad(weights, (0, missing)).view(-1, GROUP)
-    for rows in (out.scales, out.zeros):  # with what lies between them
-        rows.as_strided((len(rows), rows.stride(0)), rows.stride()).zero_()
-    step = max(1, _ELEMENTS[device.type] // columns)
+    step = max(1, _ELEMENTS // columns)
     for start in range(0, len(values), step):
         some = slice(start, start + step)
         padded = functional.pad(values[some], (0, missing), "replicate").unflatten(1, (-1, GROUP))
@@ -131,3 +123,120 @@ def quantise(values: torch.Tensor, out: ScaledRows, importance: torch.Tensor | N
         pack_numbers(pairs.contiguous(), COPY, out.numbers[some])
         out.scales[some].copy_(scales.squeeze(2))
         out.zeros[some].view(COPY.scale).copy_(centres.squeeze(2))
+
+
+# --- the kernel: a program fits groups of a row, [G, 64]; what is one of a group is [G, 1]
+
+
+@jit
+def _in_bf16_of(scales, centres):
+    """What `_in_bf16` has, in fp32; of NaN anything."""
+    bits = scales.to(tl.uint32, bitcast=True)
+    sizes = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).to(tl.float32, bitcast=True)
+    bits = centres.to(tl.uint32, bitcast=True)
+    centres = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).to(tl.float32, bitcast=True)
+    distances = tl.abs(centres)
+    scales = tl.where(sizes < distances * 0.0001220703125, 0.0, sizes)
+    return scales, tl.where(distances < sizes * 0.0009765625, 0.0, centres)
+
+
+@jit
+def _numbers_of(x, scales, centres):
+    """The nearest numbers, in fp32."""
+    steps = (x - centres) / scales + 7.5
+    steps = tl.where(steps == steps, steps, 0.0)
+    return tl.floor(tl.minimum(tl.maximum(steps, 0.0), 15.0) + 0.5)
+
+
+@jit
+def _sum_of(x):
+    return tl.sum(x, 1)[:, None]
+
+
+@jit
+def _fitted(x, weights):
+    """What `_fit_inside` has."""
+    high, low = tl.max(x, 1)[:, None], tl.min(x, 1)[:, None]
+    half, centre = (high - low) / 2, (high + low) / 2
+    total, x_sum = _sum_of(weights), _sum_of(weights * x)
+    best, best_centre = _in_bf16_of(half / 7.5, centre)
+    wrong = (_numbers_of(x, best, best_centre) - 7.5) * best + best_centre - x
+    least = _sum_of(wrong * wrong * weights)
+    for clip in tl.static_range(4):
+        tried, tried_centre = _in_bf16_of(half * ((1.0 - 0.1 * clip) / 7.5), centre)
+        for refined in tl.static_range(2):
+            a = _numbers_of(x, tried, tried_centre) - 7.5
+            wrong = a * tried + tried_centre - x
+            found = _sum_of(wrong * wrong * weights)
+            better = (found < least) & (tried > 0)
+            least = tl.where(better, found, least)
+            best, best_centre = tl.where(better, tried, best), tl.where(better, tried_centre, best_centre)
+            if refined == 0:
+                weighted = a * weights
+                numbers_sum = _sum_of(weighted)
+                slope = (total * _sum_of(weighted * x) - numbers_sum * x_sum) / (
+                    total * _sum_of(weighted * a) - numbers_sum * numbers_sum
+                )
+                tried, tried_centre = _in_bf16_of(slope, (x_sum - slope * numbers_sum) / total)
+    return best, best_centre
+
+
+@jit
+def _quantise_kernel(
+    values_ptr, weights_ptr, numbers_ptr, scales_ptr, centres_ptr, columns, number_words, row_scales, G: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    group, column = tl.program_id(1) * G + tl.arange(0, G)[:, None], tl.arange(0, 64)[None, :]
+    k = group * 64 + column
+    # What fills up a group has the value of the last column, and no weight.
+    x = tl.load(values_ptr + row * columns + tl.minimum(k, columns - 1)).to(tl.float32)
+    x = tl.where(tl.abs(x) < float("inf"), x, 0.0)
+    x = tl.minimum(tl.maximum(x, -4.253529586511731e37), 4.253529586511731e37)
+    weights = tl.load(weights_ptr + k, mask=k < columns, other=0.0)
+    largest = tl.max(tl.abs(x), 1)[:, None]
+    scales, centres = _fitted(tl.where(largest > 0, x / largest, 0.0), weights)
+    scales, centres = _in_bf16_of(scales * largest, centres * largest)
+    real, at = group * 64 < columns, row * row_scales + group
+    tl.store(scales_ptr + at, (scales.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16), mask=real)
+    tl.store(centres_ptr + at, (centres.to(tl.uint32, bitcast=True) >> 16).to(tl.uint16), mask=real)
+    # Units as `pack_numbers` makes them: a word has every fourth pair of 32 columns.
+    numbers = _numbers_of(x, scales, centres).to(tl.int32) << (column // 8 % 4 * 4 + column % 2 * 16)
+    words = tl.reshape(tl.sum(tl.sum(tl.reshape(numbers, [G, 2, 4, 4, 2]), 4), 2), [G, 8])
+    i = tl.arange(0, 8)[None, :]
+    at = group // 2 * 16 + group % 2 * 2 + i // 4 + i % 4 * 4
+    tl.store(numbers_ptr + row * number_words + at, words, mask=at < number_words)
+
+
+def quantise_triton(values: torch.Tensor, out: ScaledRows, weights: torch.Tensor) -> None:
+    """Make a copy, as near as that of `quantise_reference`, by a kernel.
+
+    Args:
+        values: As of `quantise`.
+        out: Likewise; what lies between rows of scales is zero.
+        weights: fp32 [K], positive.
+    """
+    require_triton("copies of weights")
+    height, columns = values.shape
+    words = out.numbers.shape[1] // 4
+    with torch.cuda.device_of(values):
+        _quantise_kernel[(height, triton.cdiv(words // 8, _PROGRAM_GROUPS))](
+            values, weights, out.numbers.view(torch.int32), out.scales.view(torch.uint16), out.zeros.view(torch.uint16),
+            columns, words, out.scales.stride(0), G=_PROGRAM_GROUPS,
+        )  # fmt: skip
+
+
+def quantise(values: torch.Tensor, out: ScaledRows, importance: torch.Tensor | None = None) -> None:
+    """Make a copy of a matrix, enqueued on the current stream.
+
+    Args:
+        values: [M, K] of any float dtype, contiguous; the last group is shorter where 64 does not divide K. Of
+            infinities and NaN the copy has zeros.
+        out: What a copy [M, K] is stored in, of the form `COPY`, on the same device; written.
+        importance: [K]: mean squares of what columns are multiplied with; None: all alike.
+    """
+    assert values.is_contiguous()
+    columns, device = values.shape[1], values.device
+    weights = torch.ones(columns, device=device) if importance is None else relative_weights(importance.to(device))
+    for rows in (out.scales, out.zeros):  # with what lies between them
+        rows.as_strided((len(rows), rows.stride(0)), rows.stride()).zero_()
+    (quantise_triton if values.is_cuda else quantise_reference)(values, out, weights)

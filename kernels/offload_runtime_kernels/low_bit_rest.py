@@ -30,26 +30,25 @@ device.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl
-from offload_runtime_kernels.gguf_blocks import FORMATS, unpack_rows
 from offload_runtime_kernels.low_bit_copy import COPY, GROUP
 from offload_runtime_kernels.scaled_rows import MIDDLE, ScaledFormat, ScaledRows, unpack_numbers
 
 _FLOOR = 8 << 7  # from the pattern of a scale down to that of its 256th
 _ALIGNMENT_BYTES = 256
 BF16, Q8_0, FP8 = "BF16", "Q8_0", "FP8"  # what matrices are in
-_KINDS = {BF16: 0, Q8_0: 1, FP8: 2}  # for kernels
+KINDS = {BF16: 0, Q8_0: 1, FP8: 2}  # for kernels
 # Bytes of a weight, and of a row's words that are not filled.
 _ROOM, _ROW_BYTES = {BF16: 17 / 16, Q8_0: 11 / 16, FP8: 5 / 8}, 8
-_Q8, _Q8_BLOCK = FORMATS["Q8_0"], 32
+Q8_BLOCK = 32
 LEAST_OWN_COLUMNS = 32  # of a scale of FP8, or a multiple of it
 _DECODED_TILES = 2  # together: what one waits for comes while another is worked on
-_ELEMENTS = {"cpu": 1 << 19, "cuda": 1 << 21}  # worked on at a time, some 200 MB of a GPU
+_ELEMENTS = 1 << 19  # worked on at a time
 
 
 def _starts_bytes(rows: int) -> int:
@@ -66,12 +65,12 @@ def used_bytes(stored: torch.Tensor, rows: int) -> int:
     return _starts_bytes(rows) + 4 * int(stored[4 * rows : 4 * (rows + 1)].view(torch.int32))
 
 
-def _parts(stored: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def parts_of(stored: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of the starts int32 [M + 1] and of all words int32."""
     return stored[: 4 * (rows + 1)].view(torch.int32), stored[_starts_bytes(rows) :].view(torch.int32)
 
 
-# --- the reference and the encoder, by torch's operations; all are [R, K], of integers int32
+# --- the reference, by torch's operations; all are [R, K], of integers int32
 
 
 def _ends(copy: ScaledRows, rows: slice, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -87,7 +86,7 @@ def _ends(copy: ScaledRows, rows: slice, columns: int) -> tuple[torch.Tensor, to
     return lowest, u.add_(torch.where(q == 2 * MIDDLE, 1.5, 0.5) * s), floors
 
 
-def _places(patterns: torch.Tensor, floors: torch.Tensor) -> torch.Tensor:
+def bf16_places(patterns: torch.Tensor, floors: torch.Tensor) -> torch.Tensor:
     """Places of patterns of bf16, of which bits above the lower 16 count for nothing."""
     outside = (patterns & 0x7FFF).sub_(floors).add_(1).clamp_min_(0)
     return torch.where((patterns & 0x8000) != 0, -outside, outside)
@@ -104,11 +103,6 @@ def _scaled_places(x: torch.Tensor, d: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.where(relative < 0, -places, places)
 
 
-def _fp8_places(patterns: torch.Tensor) -> torch.Tensor:
-    """Places of patterns of E4M3."""
-    return torch.where(patterns >= 128, 128 - patterns, patterns)
-
-
 def _sizes(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     """The sizes of codes of steps."""
     needed = ((last - first + 2) * 15 - 1) >> 4
@@ -116,14 +110,14 @@ def _sizes(first: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
     return (needed.float().view(torch.int32) >> 23).sub_(126).clamp_min_(0)
 
 
-def _steps(copy: ScaledRows, rows: slice, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def bf16_steps(copy: ScaledRows, rows: slice, columns: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of bf16 the place at which each weight's step begins, the size of its code, and the pattern of its floor."""
     lowest, highest, floors = _ends(copy, rows, columns)
-    first, last = (_places(ends.view(torch.int32) >> 16, floors) for ends in (lowest, highest))
+    first, last = (bf16_places(ends.view(torch.int32) >> 16, floors) for ends in (lowest, highest))
     return first, _sizes(first, last), floors
 
 
-def _scaled_steps(copy: ScaledRows, rows: slice, d: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+def scaled_steps(copy: ScaledRows, rows: slice, d: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Of Q8_0 or FP8 the same of numbers with the scales [R, K] fp32."""
     lowest, highest, _ = _ends(copy, rows, d.shape[1])
     ends = _scaled_places(lowest, d, kind), _scaled_places(highest, d, kind)
@@ -131,126 +125,16 @@ def _scaled_steps(copy: ScaledRows, rows: slice, d: torch.Tensor, kind: str) -> 
     return first, _sizes(first, last)
 
 
-def _packed(
-    codes: torch.Tensor, sizes: torch.Tensor, excepted: torch.Tensor, whole: torch.Tensor, ahead: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words of each row int64 [R], and of all of them what is not zero: [R, words of the longest] int64, behind so many
-    that are ahead of the codes."""
-    codes = torch.where(excepted, (1 << sizes) - 1, codes).long()
-    ends, listed = sizes.cumsum(1, dtype=torch.int32) + 32 * ahead, excepted.cumsum(1)
-    counts = ((ends[:, -1] + 31) >> 5) + ((listed[:, -1] + 1) >> 1)
-    width, begins = int(counts.max()), ends - sizes
-    words, at = torch.zeros(len(codes), width, dtype=torch.int64, device=codes.device), (begins >> 5).long()
-    codes <<= begins & 31
-    words.scatter_add_(1, at, codes & 0xFFFFFFFF)
-    words.scatter_add_(1, (at + 1).clamp_max_(width - 1), codes >> 32)  # nothing, where there is no next word
-    row, column = excepted.nonzero(as_tuple=True)
-    half = 2 * counts[row] - listed[row, column]
-    words.index_put_((row, half >> 1), (whole[row, column].long() & 0xFFFF) << 16 * (half & 1), accumulate=True)
-    return counts, words
-
-
-def _encode(patterns: torch.Tensor, copy: ScaledRows, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `_packed` returns, of patterns of bf16."""
-    first, sizes, floors = _steps(copy, rows, patterns.shape[1])
-    places = _places(patterns, floors)
-    codes = places - first
-    excepted = (places == 0) | (codes < 0) | (codes >= (1 << sizes) - 1)
-    return _packed(codes, sizes, excepted, patterns, 0)
-
-
-def _encode_q8(blocks: torch.Tensor, copy: ScaledRows, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of blocks as a file has them, uint8 [R, blocks, 34]."""
-    halves, places = blocks[:, :, :2].contiguous().view(torch.float16), blocks[:, :, 2:].contiguous().view(torch.int8)
-    places = places.flatten(1).int()
-    first, sizes = _scaled_steps(copy, rows, halves.float().expand(-1, -1, _Q8_BLOCK).flatten(1), Q8_0)
-    codes = places - first
-    scales = halves.view(torch.int16).flatten(1).long() & 0xFFFF
-    scales = torch.nn.functional.pad(scales, (0, scales.shape[1] % 2)).unflatten(1, (-1, 2))
-    counts, words = _packed(codes, sizes, (codes < 0) | (codes >= (1 << sizes) - 1), places, scales.shape[1])
-    words[:, : scales.shape[1]] = scales[:, :, 0] | scales[:, :, 1] << 16
-    return counts, words
-
-
-def _scales_of(scales: torch.Tensor, form: ScaledFormat, rows: slice, columns: int) -> torch.Tensor:
+def scales_of(scales: torch.Tensor, form: ScaledFormat, rows: slice, columns: int) -> torch.Tensor:
     """Scales of each of some rows' numbers, fp32 [R, K]."""
     own = torch.arange(rows.start, rows.stop, device=scales.device) // form.rows
     return scales[own][:, torch.arange(columns, device=scales.device) // form.columns].float()
 
 
-def _encode_fp8(
-    patterns: torch.Tensor, copy: ScaledRows, rows: slice, d: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of patterns of E4M3 with the scales [R, K] fp32."""
-    first, sizes = _scaled_steps(copy, rows, d, FP8)
-    codes = _fp8_places(patterns) - first
-    excepted = (patterns == 128) | (codes < 0) | (codes >= (1 << sizes) - 1)
-    return _packed(codes, sizes, excepted, patterns, 0)
-
-
-def _encode_all(
-    pieces: Iterable[tuple[slice, tuple[torch.Tensor, torch.Tensor]]], out: torch.Tensor, height: int
-) -> bool:
-    """Write pieces of rows that are coded, one behind the other."""
-    assert out.dtype == torch.uint8 and out.is_contiguous()
-    (starts, pool), end = _parts(out, height), 0
-    starts[0] = 0
-    for rows, (counts, words) in pieces:
-        there = words[torch.arange(words.shape[1], device=words.device) < counts[:, None]].to(torch.int32)
-        if end + len(there) > len(pool):
-            return False
-        starts[1:][rows].copy_(counts.cumsum(0) + end)
-        pool[end : end + len(there)].copy_(there)
-        end += len(there)
-    pool[end:] = 0
-    return True
-
-
-def _pieces(height: int, columns: int, device: torch.device) -> Iterator[slice]:
-    step = max(1, _ELEMENTS[device.type] // columns)
+def pieces(height: int, columns: int, elements: int = _ELEMENTS) -> Iterator[slice]:
+    """Yield rows of a matrix, about so many elements at a time."""
+    step = max(1, elements // columns)
     return (slice(start, min(start + step, height)) for start in range(0, height, step))
-
-
-def encode_rest(values: torch.Tensor, copy: ScaledRows, out: torch.Tensor) -> bool:
-    """Code what is left of a matrix in bf16 with torch's operations, some rows at a time; the device is waited for.
-
-    Args:
-        values: bf16 [M, K], contiguous.
-        copy: Of the matrix, by `quantise`, on the same device.
-        out: uint8 [rest_bytes], or another number of whole words, on any device; written.
-
-    Returns:
-        Whether there was room for it; if not, `out` cannot be decoded.
-    """
-    height, columns = values.shape
-    assert values.dtype == torch.bfloat16 and values.is_contiguous() and len(copy.numbers) == height
-    bits = values.view(torch.int16)
-    pieces = ((rows, _encode(bits[rows].int(), copy, rows)) for rows in _pieces(height, columns, values.device))
-    return _encode_all(pieces, out, height)
-
-
-def encode_q8_rest(stored: torch.Tensor, columns: int, copy: ScaledRows, out: torch.Tensor) -> bool:
-    """The same of a matrix in Q8_0: uint8 [M, bytes of a row in planes], contiguous."""
-    assert len(copy.numbers) == len(stored) and columns % _Q8_BLOCK == 0
-
-    def blocks(rows: slice) -> torch.Tensor:
-        return unpack_rows(stored[rows], _Q8, columns).view(-1, columns // _Q8_BLOCK, _Q8.nbytes)
-
-    pieces = ((rows, _encode_q8(blocks(rows), copy, rows)) for rows in _pieces(len(stored), columns, stored.device))
-    return _encode_all(pieces, out, len(stored))
-
-
-def encode_fp8_rest(whole: ScaledRows, form: ScaledFormat, columns: int, copy: ScaledRows, out: torch.Tensor) -> bool:
-    """The same of a matrix of FP8 numbers, whose scales are kept elsewhere; columns are in no order of their own."""
-    height = len(whole.numbers)
-    assert len(copy.numbers) == height and form.number == FP8 and not form.ordered
-
-    def coded(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        patterns = unpack_numbers(whole.numbers[rows], form, columns).int()
-        return _encode_fp8(patterns, copy, rows, _scales_of(whole.scales, form, rows, columns))
-
-    pieces = ((rows, coded(rows)) for rows in _pieces(height, columns, whole.numbers.device))
-    return _encode_all(pieces, out, height)
 
 
 def _unpacked(
@@ -270,8 +154,8 @@ def _unpacked(
 
 
 def _decode_reference(stored: torch.Tensor, copy: ScaledRows, rows: slice, out: torch.Tensor) -> None:
-    starts, pool = _parts(stored, len(copy.numbers))
-    first, sizes, floors = _steps(copy, rows, out.shape[1])
+    starts, pool = parts_of(stored, len(copy.numbers))
+    first, sizes, floors = bf16_steps(copy, rows, out.shape[1])
     codes, at, whole = _unpacked(starts[rows.start : rows.stop + 1], pool, sizes, 0)
     places = first + codes
     patterns = (places.abs() - 1 + floors) | (places < 0).int() << 15
@@ -280,11 +164,11 @@ def _decode_reference(stored: torch.Tensor, copy: ScaledRows, rows: slice, out: 
 
 
 def _decode_q8_reference(stored: torch.Tensor, copy: ScaledRows, rows: slice, out: torch.Tensor) -> None:
-    starts, pool = _parts(stored, len(copy.numbers))
-    count = out.shape[1] // _Q8_BLOCK
+    starts, pool = parts_of(stored, len(copy.numbers))
+    count = out.shape[1] // Q8_BLOCK
     at = 2 * starts[:-1][rows, None] + torch.arange(count, device=out.device)
-    d = pool.view(torch.float16)[at].float().repeat_interleave(_Q8_BLOCK, 1)
-    first, sizes = _scaled_steps(copy, rows, d, Q8_0)
+    d = pool.view(torch.float16)[at].float().repeat_interleave(Q8_BLOCK, 1)
+    first, sizes = scaled_steps(copy, rows, d, Q8_0)
     codes, at, whole = _unpacked(starts[rows.start : rows.stop + 1], pool, sizes, (count + 1) // 2)
     places = first + codes
     places[at[:, 0], at[:, 1]] = whole
@@ -294,9 +178,9 @@ def _decode_q8_reference(stored: torch.Tensor, copy: ScaledRows, rows: slice, ou
 def _decode_fp8_reference(
     stored: torch.Tensor, copy: ScaledRows, rows: slice, out: torch.Tensor, scales: torch.Tensor, form: ScaledFormat
 ) -> None:
-    starts, pool = _parts(stored, len(copy.numbers))
-    d = _scales_of(scales, form, rows, out.shape[1])
-    first, sizes = _scaled_steps(copy, rows, d, FP8)
+    starts, pool = parts_of(stored, len(copy.numbers))
+    d = scales_of(scales, form, rows, out.shape[1])
+    first, sizes = scaled_steps(copy, rows, d, FP8)
     codes, at, whole = _unpacked(starts[rows.start : rows.stop + 1], pool, sizes, 0)
     places = first + codes
     patterns = places.abs() | (places < 0).int() << 7
@@ -310,7 +194,7 @@ def decode_rest_reference(
     scales: torch.Tensor | None = None, form: ScaledFormat | None = None,
 ) -> None:  # fmt: skip
     """Plain torch version of `decode_rest`."""
-    for some in _pieces(len(out), out.shape[1], out.device):
+    for some in pieces(len(out), out.shape[1]):
         rows = slice(start + some.start, start + some.stop)
         if scales is not None and form is not None:
             _decode_fp8_reference(stored, copy, rows, out[some], scales, form)
@@ -324,7 +208,7 @@ def decode_rest_reference(
 
 
 @jit
-def _places_of(bits, floors):
+def places_of(bits, floors):
     """Places of fp32 numbers cut off to bf16, by their bits."""
     outside = tl.maximum(((bits >> 16) & 0x7FFF).to(tl.int32) - floors + 1, 0)
     return tl.where(bits >= 0x80000000, -outside, outside)
@@ -347,7 +231,7 @@ def _scaled_places_of(x, inverse, KIND: tl.constexpr):
 
 @jit
 def _steps_of(q, s, c, floors, d, KIND: tl.constexpr):
-    """What `_steps` and `_scaled_steps` have, of numbers of the copy: place << 5 | size of the code."""
+    """What `bf16_steps` and `scaled_steps` have, of numbers of the copy: place << 5 | size of the code."""
     u = (q - 7.5) * s + c
     lowest = u - tl.where(q == 0, 1.5, 0.5) * s
     highest = u + tl.where(q == 15, 1.5, 0.5) * s
@@ -356,8 +240,8 @@ def _steps_of(q, s, c, floors, d, KIND: tl.constexpr):
         one, other = _scaled_places_of(lowest, inverse, KIND), _scaled_places_of(highest, inverse, KIND)
         first, last = tl.minimum(one, other), tl.maximum(one, other)
     else:
-        first = _places_of(lowest.to(tl.uint32, bitcast=True), floors)
-        last = _places_of(highest.to(tl.uint32, bitcast=True), floors)
+        first = places_of(lowest.to(tl.uint32, bitcast=True), floors)
+        last = places_of(highest.to(tl.uint32, bitcast=True), floors)
     needed = (((last - first + 2) * 15 - 1) >> 4).to(tl.float32)
     return first << 5 | tl.maximum((needed.to(tl.int32, bitcast=True) >> 23) - 126, 0)
 
@@ -371,7 +255,7 @@ def _fp8_numbers(patterns):
 
 
 @jit
-def _steps_at(
+def steps_at(
     numbers_ptr, scales_ptr, centres_ptr, d_ptr, tile, columns, OWN_COLUMNS: tl.constexpr, KIND: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -455,7 +339,7 @@ def _decode_rest_kernel(
         counts = tl.zeros([32], tl.int32)
         for t in tl.static_range(TILES):
             steps += (
-                _steps_at(
+                steps_at(
                     numbers_ptr, scales_ptr, centres_ptr, d_ptr, first_tile + t, columns, OWN_COLUMNS, KIND, WHOLE
                 ),
             )
@@ -506,14 +390,14 @@ def decode_rest_triton(
 ) -> None:  # fmt: skip
     """Triton version of `decode_rest`."""
     require_triton("decoding what is left of weights")
-    starts, pool = _parts(stored, len(copy.numbers))
+    starts, pool = parts_of(stored, len(copy.numbers))
     bits = out.view(torch.uint16) if out.dtype == torch.bfloat16 and kind == BF16 else out
-    own, own_rows, own_columns = copy.scales, 1, _Q8_BLOCK
+    own, own_rows, own_columns = copy.scales, 1, Q8_BLOCK
     if scales is not None and form is not None:
         own, own_rows, own_columns = scales, form.rows, form.columns
     columns = out.shape[1]
     options: dict[str, Any] = {
-        "OWN_COLUMNS": own_columns, "KIND": _KINDS[kind], "WHOLE": columns % (_DECODED_TILES * 128) == 0,
+        "OWN_COLUMNS": own_columns, "KIND": KINDS[kind], "WHOLE": columns % (_DECODED_TILES * 128) == 0,
         "TILES": _DECODED_TILES, "num_warps": 1,
     }  # fmt: skip
     with torch.cuda.device_of(out):

@@ -32,8 +32,8 @@ from offload_runtime.weights.encoding import (
 from offload_runtime.weights.layout import ModelLayout, PackedLayout, TensorSpec, checkpoint_tensors
 
 COPY_BITS = BITS[COPY.number]
-# What it takes to fit the groups of a piece of a matrix: about a dozen tensors of 4 million elements in fp32.
-MAKING_BYTES = 192 << 20
+# What it takes to code a piece of a matrix: 8 million weights, in Q8_0 about six times as bytes.
+MAKING_BYTES = 64 << 20
 
 
 def copied(layout: ModelLayout) -> ModelLayout:

@@ -40,15 +40,13 @@ from offload_runtime_kernels.gguf_blocks import (
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import Activation, gated_product, linear
 from offload_runtime_kernels.low_bit_copy import COPY
+from offload_runtime_kernels.low_bit_encode import encode_fp8_rest, encode_q8_rest, encode_rest
 from offload_runtime_kernels.low_bit_rest import (
     BF16,
     FP8,
     LEAST_OWN_COLUMNS,
     Q8_0,
     decode_rest,
-    encode_fp8_rest,
-    encode_q8_rest,
-    encode_rest,
     rest_bytes,
     used_bytes,
 )

@@ -38,7 +38,8 @@ from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.host_rows import take_host_rows_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.linear import default_tile, linear_triton
-from offload_runtime_kernels.low_bit_copy import COPY
+from offload_runtime_kernels.low_bit_copy import COPY, quantise_triton
+from offload_runtime_kernels.low_bit_encode import CodedRows, rest_words_triton
 from offload_runtime_kernels.low_bit_rest import decode_rest_triton, rest_bytes
 from offload_runtime_kernels.router import choose_experts_triton
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
@@ -218,6 +219,14 @@ def encoding_calls() -> Iterator[tuple[str, Call]]:
     out, scales = torch.empty(large, 4096, dtype=BF16), numbers_of(squares, large, 4096).scales
     for kind, own in (("BF16", ()), ("Q8_0", ()), ("FP8", (scales, squares))):
         yield f"decode rest {kind}", partial(decode_rest_triton, rest, copy, 0, out, kind, *own)
+    values, alone = torch.empty(large, 4096, dtype=BF16), ScaledFormat("FP8", 1, 32, FP16)
+    yield "make copy", partial(quantise_triton, values, copy, torch.empty(4096))
+    q8, fp8 = ints(large, 4096, dtype=torch.int8), ints(large, 4096, dtype=torch.uint8)
+    of_q8 = torch.empty(large, 128, dtype=FP16)
+    for kind, given, own, form in (
+        ("BF16", values.view(torch.int16), of_q8, alone), ("Q8_0", q8, of_q8, alone), ("FP8", fp8, scales, squares),
+    ):  # fmt: skip
+        yield f"code rest {kind}", partial(rest_words_triton, CodedRows(kind, given, copy, own, 0, form))
 
 
 def attention_calls() -> Iterator[tuple[str, Call]]:

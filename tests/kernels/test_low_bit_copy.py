@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from offload_runtime_kernels.low_bit_copy import COPY, quantise
+from offload_runtime_kernels.low_bit_copy import COPY, quantise, quantise_reference, quantise_triton
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import (
     MIDDLE,
@@ -138,4 +138,17 @@ def test_copies_are_made_again_as_they_were() -> None:
     values = sprinkled(gaussian(4096, 4100), SPECIAL, 3).to(KERNEL_DEVICE)
     first, second = (decoded(copy_of(values), 4100) for _ in range(2))
     assert_same_bits(first, second)
-    assert error(first[:64].cpu(), decoded(copy_of(values[:64].cpu()), 4100)) < 1e-9
+
+
+def test_a_kernel_makes_copies_as_near() -> None:
+    """Of shorter last groups and units, too; infinities and NaN are zeros."""
+    for shape in ((3, 256), (3, 100), (2, 200)):
+        values, weights = drawn(torch.distributions.StudentT(4.0), *shape).float(), torch.rand(shape[1]) + 0.1
+        values[0, 3], values[1, 70] = float("inf"), float("nan")
+        found = list[float]()
+        for make, device in ((quantise_reference, torch.device("cpu")), (quantise_triton, KERNEL_DEVICE)):
+            stored = torch.zeros(scaled_bytes(COPY, *shape), dtype=torch.uint8, device=device)
+            make(values.to(device), scaled_rows(stored, COPY, *shape), weights.to(device))
+            copy = decoded(scaled_rows(stored, COPY, *shape), shape[1], FP32).cpu()
+            found.append(error(copy, values.nan_to_num(0.0, 0.0, 0.0), weights))
+        assert found[0] == pytest.approx(found[1], rel=1e-3)

@@ -4,15 +4,21 @@ from itertools import product
 
 import pytest
 import torch
+from offload_runtime_kernels import low_bit_rest
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference
+from offload_runtime_kernels.low_bit_encode import (
+    CodedRows,
+    encode_fp8_rest,
+    encode_q8_rest,
+    encode_rest,
+    rest_words_reference,
+    rest_words_triton,
+)
 from offload_runtime_kernels.low_bit_rest import (
     FP8,
     Q8_0,
     decode_rest_reference,
     decode_rest_triton,
-    encode_fp8_rest,
-    encode_q8_rest,
-    encode_rest,
     rest_bytes,
     used_bytes,
 )
@@ -187,6 +193,28 @@ def test_fp8_numbers_come_back(form: ScaledFormat) -> None:
     for name, columns in (("Gaussian", 576), ("heavy-tailed", 200), ("zero", 40)):
         check_fp8(fp8_matrix(MATRICES[name](5, columns).float(), form), form, columns)
     check_fp8(made(form, 5, 256), form, 256, 5 * 256 * 5 + 1024)
+
+
+@pytest.mark.parametrize("columns", [128, 96])
+def test_kernels_code_what_the_reference_does(columns: int) -> None:
+    """Rows that are not the first ones of their matrix, with exceptions."""
+    values, of_blocks = MATRICES["heavy-tailed"](3, columns), ScaledFormat("FP8", 4, 32, FP32)
+    values[1, ::5] *= 300
+    blocks, whole = q8_rows(values.float()), fp8_matrix(values.repeat(2, 1).float(), of_blocks)
+    scales = blocks[:, :, :2].contiguous().view(FP16).flatten(1)
+    patterns = torch.tensor([0, 1, 8, 127, 128, 200, 255], dtype=torch.uint8)[torch.arange(3 * columns) % 7]
+    alone = ScaledFormat("FP8", 1, 32, FP16)
+    for kind, numbers, own, form in (
+        (low_bit_rest.BF16, values.view(torch.int16), scales, alone),
+        (Q8_0, blocks[:, :, 2:].contiguous().view(torch.int8).flatten(1), scales, alone),
+        (FP8, patterns.view(3, columns), whole.scales, of_blocks),
+    ):
+        rows = CodedRows(kind, numbers, copy_of(values), own, 2 if kind == FP8 else 0, form)
+        moved = rows._replace(
+            numbers=numbers.to(KERNEL_DEVICE), copy=on_device(rows.copy), scales=own.to(KERNEL_DEVICE)
+        )
+        for found, expected in zip(rest_words_triton(moved), rest_words_reference(rows), strict=True):
+            assert torch.equal(found.cpu().int(), expected.int())
 
 
 def test_fp8_has_room() -> None:

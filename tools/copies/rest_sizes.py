@@ -12,7 +12,8 @@ from copies.quantise import ROUNDED, CopyFormat, LowBitCopy, Variant, quantise
 from copies.rest import decode, encode, entropy, patterns_of, sized_by_copy
 from harness import say
 from offload_runtime_kernels import low_bit_copy
-from offload_runtime_kernels.low_bit_rest import decode_rest, encode_rest, used_bytes
+from offload_runtime_kernels.low_bit_encode import encode_rest
+from offload_runtime_kernels.low_bit_rest import decode_rest, used_bytes
 from torch import Tensor
 
 from offload_runtime.weights.encoding import scaled_bytes, scaled_rows
