@@ -107,6 +107,29 @@ def test_formats_of_llama_cpp_are_not_named_of_families_that_it_does_not_have(tm
     assert "--encode auto" in answer and "as Q" not in answer
 
 
+def test_machines_that_share_a_model() -> None:
+    """What neither holds alone, and faster where together they hold all of it; a slower network costs what it says."""
+    two = ("--profile", "rtx4090", "--profile", "rtx3090", "--network")
+    options = ("llama-3.1-8b", "--context", "8192", "--batch", "8", "--json")
+    fast, slow = (json.loads(plan_for(*options, *two, network).stdout) for network in ("10Gb", "100Mb"))
+    assert fast["plain_tok_per_s"] > 1.8 * fast["alone_tok_per_s"]
+    assert slow["pass_s"] - fast["pass_s"] == pytest.approx(slow["hops_s"] - fast["hops_s"])
+    assert slow["hops_s"] > 8 * 4096 * 2 * 2 / 12.5e6
+    assert [one["model_layers"] for one in fast["machines"]] == [[0, 15], [15, 32]]
+    large = plan_for("llama-3.1-70b", *two, "2.5Gb", "--draft", "ngram")
+    assert "Fits on 2 machines" in large.stdout and "alone it does not fit" in large.stdout
+
+
+@pytest.mark.parametrize(("options", "said"), [
+    (("--profile", "rtx4090", "--network", "1Gb"), "--network does nothing for one machine"),
+    (("--profile", "rtx4090", "--profile", "rtx4090"), "how fast --network"),
+    (("--profile", "rtx4090", "--profile", "rtx4090", "--network", "fast"), "2.5Gb or 100Mb"),
+    (("--profile", "rtx4090", "--profile", "rtx4090", "--network", "1Gb", "--ram", "9GB"), "machine 1 .rtx4090"),
+])  # fmt: skip
+def test_machines_that_cannot_share_a_model_are_refused(options: tuple[str, ...], said: str) -> None:
+    assert re.search(said, " ".join(plan_for("llama-3.1-70b", *options).stderr.split()))
+
+
 REFUSED = {
     "a draft that retrieves": ("--draft", "llama-3.2-1b", "--draft-cache", "retrieval", "--context", "2048"),
     "a draft's chain": ("--draft", "llama-3.2-1b", "--speculation", "chain", "--vram", "5.2GB"),

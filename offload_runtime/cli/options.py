@@ -97,12 +97,19 @@ class PlanOptions:
     """`plan` takes these options."""
 
     config: RuntimeConfig = _part(
-        without=("trace", "allow_special_tokens", "interface", "host_timeout_s"),
+        without=("trace", "allow_special_tokens", "interface", "host_timeout_s", "profile"),
         changed={
             "max_batch": {"help": "Prompts that are answered at once.", "flag": "--batch", "auto": False},
             "device": {"help": "Cards to plan for, such as cuda:0,cuda:1; auto: all that the machine has."},
-            "profile": {"help": "The machine to plan for, such as rtx4090; left out, your own."},
         },
+    )  # fmt: skip
+    profiles: list[str] | None = option(
+        None, "The machine to plan for, such as rtx4090; left out, your own. Several, one a time, share the model.",
+        MACHINE, flag="--profile", metavar="NAME|FILE", repeated=True,
+    )  # fmt: skip
+    network: str | None = option(
+        None, "How fast the network between several machines is in bits a second, such as 2.5Gb.", MACHINE,
+        metavar="SPEED",
     )  # fmt: skip
     plot: Path | None = _file("Draw the plan as bars, such as plan.png or plan.svg.")
     explain: bool = _explain("Say also what lives where, what a pass costs, and speed by acceptance.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from offload_runtime.sizes import GB, format_bytes, memory_name
 
 if TYPE_CHECKING:
     from offload_runtime.plan.cost import PassTime
+    from offload_runtime.plan.hosts import SharedPlan
     from offload_runtime.plan.model import Parts
     from offload_runtime.plan.report import Change, Refusal, RunForecast
     from offload_runtime.plan.sizes import RunPlan
@@ -38,11 +39,15 @@ _PLOT_ELSEWHERE = "choose another place for --plot"
 
 def plan(options: PlanOptions) -> None:
     """Say before anything is loaded what a run would hold where, how fast it would be, or what would fit instead."""
-    config, picture = options.config, options.plot
+    config, picture, names = options.config, options.plot, options.profiles or []
     no_cpu = "nothing predicts how fast a CPU is: drop --device cpu to plan for a GPU, such as --profile rtx4090"
     require(config.device_type != "cpu", no_cpu)
-    machine = choose_profile(config.profile).require_gpu()
-    about = machine_lines(machine, config, named=config.profile is not None)
+    if len(names) > 1:
+        _plan_several(options, [load_profile(name).require_gpu() for name in names])
+        return
+    require(options.network is None, "--network does nothing for one machine: name several with --profile, or drop it")
+    machine = choose_profile(*names).require_gpu()
+    about = machine_lines(machine, config, named=bool(names))
     if picture is not None:
         require_plotting(picture)
     refuse_early(config)
@@ -74,7 +79,71 @@ def plan(options: PlanOptions) -> None:
     terminal.print_result(record, screen, as_json=options.as_json)
 
 
-def choose_profile(name: str | None) -> MachineProfile:
+def _plan_several(options: PlanOptions, machines: Sequence[MachineProfile]) -> None:
+    """Say how fast machines would be that share the model, each with some of its layers."""
+    config = options.config
+    require(options.network is not None, "several --profile share the model: say how fast --network between them is")
+    require(options.plot is None, "--plot draws one machine: name one --profile, or drop it")
+    refuse_early(config)
+    with terminal.only_json(options.as_json):
+        from offload_runtime.plan import hosts, report
+        from offload_runtime.plan.sizes import describe_models
+
+        network = hosts.parse_network(options.network or "")
+        request = describe_models(hosts.shared_request(config))
+        shared = hosts.plan_shared(request, machines, network)
+        alone = report.plan_or_refuse(replace(request, device="cuda"), machines[0])
+    alone_tok_per_s = None if isinstance(alone, report.Refusal) else report.best_tok_per_s(alone, machines[0])
+    record = shared_record(shared, alone_tok_per_s) | {"target": config.target, "network": options.network}
+    screen: list[Table | str] = [*shared_lines(shared, alone_tok_per_s, options.network or "")]
+    if options.explain:
+        for number, (plan, machine) in enumerate(zip(shared.plans, machines, strict=True), 1):
+            screen += ["", f"machine {number}: {machine.name} ({machine.source})", *memory_tables(plan)]
+    terminal.print_result(record, screen, as_json=options.as_json)
+
+
+def shared_lines(shared: SharedPlan, alone_tok_per_s: float | None, network: str) -> list[Table | str]:
+    """Return how fast machines are together, what each has, and what the first would do alone."""
+    from offload_runtime.plan.report import rounded
+
+    plain, best = shared.plain_tok_per_s, max(shared.plain_tok_per_s, shared.usual_tok_per_s)
+    requests = f" of {shared.batch} requests together" if shared.batch > 1 else ""
+    wait, tokens = f"{shared.first_token_s:.2g}", shared.context_tokens
+    alone = "it does not fit" if alone_tok_per_s is None else f"about {rounded(alone_tok_per_s)} tokens/s"
+    pass_ms, hops_ms = 1e3 * shared.pass_s(), 1e3 * shared.hops_s(shared.batch, shared.batch)
+    table = _table("machine", "layers", "resident", "streamed a pass", "card", "RAM", "pass, ms")
+    each = zip(shared.machines, shared.plans, shared.layers, shared.passes(), strict=True)
+    for machine, plan, layers, own in each:
+        table.add_row(
+            machine.name, f"{layers.start} to {layers.stop - 1}", str(len(plan.placement.resident_layers)),
+            format_bytes(own.bytes_streamed), format_bytes(plan.device_bytes), format_bytes(plan.host_bytes),
+            f"{1e3 * own.seconds:.3g}",
+        )  # fmt: skip
+    return [
+        f"Fits on {len(shared.plans)} machines. About {rounded(best)} tokens/s{requests}, {rounded(plain)} plain; "
+        f"first token after {wait} s at {tokens} tokens.",
+        f"Of a plain pass of {pass_ms:.3g} ms rows are on the way for {hops_ms:.2g} ms ({network} a second).",
+        f"On the first machine alone {alone}.", "", table,
+    ]  # fmt: skip
+
+
+def shared_record(shared: SharedPlan, alone_tok_per_s: float | None) -> dict[str, Any]:
+    """Return what `--json` prints of a model that machines share."""
+    each = zip(shared.machines, shared.plans, shared.layers, shared.passes(), strict=True)
+    return {
+        "fits": True, "plain_tok_per_s": shared.plain_tok_per_s, "usual_tok_per_s": shared.usual_tok_per_s,
+        "alone_tok_per_s": alone_tok_per_s, "first_token_s": shared.first_token_s, "batch": shared.batch,
+        "context_tokens": shared.context_tokens, "pass_s": shared.pass_s(),
+        "hops_s": shared.hops_s(shared.batch, shared.batch),
+        "machines": [
+            memory_record(plan)
+            | {"profile": machine.name, "pass": _pass_record(own), "model_layers": [layers.start, layers.stop]}
+            for machine, plan, layers, own in each
+        ],
+    }  # fmt: skip
+
+
+def choose_profile(name: str | None = None) -> MachineProfile:
     """Return the machine that is named; else the one profile that the user has saved, if it has a GPU to plan for; else
     a common card."""
     if name is not None:

@@ -16,17 +16,18 @@ from typing import Any, Protocol
 import offload_runtime_kernels
 import torch
 
-from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine.engine import Engine
 from offload_runtime.errors import HostError, OffloadError
 from offload_runtime.hardware.bench import read_host_info
 from offload_runtime.hosts.group import HostGroup, own_card
 from offload_runtime.hosts.link import DONE, FAILED, LOAD, Link, Orders
-from offload_runtime.hosts.shares import Shares, deal, require_same
+from offload_runtime.hosts.shares import Shares, require_same
 from offload_runtime.hosts.stage import RemoteStage, serve_passes, streams_for, told
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.part import PartConfig
 from offload_runtime.options import require
+from offload_runtime.plan.hosts import deal, request_of_stage, shared_request, sizes_of
 from offload_runtime.plan.sizes import DTYPE_NAMES, RunPlan, resolve_dtype
 from offload_runtime.sizes import counted
 from offload_runtime.stream.device import device_memory_in_use, resolve_device
@@ -39,9 +40,6 @@ _SAME = {
     "version": "version of offload-runtime", "torch": "version of torch", "device": "device",
     "dtype": "element type (--dtype)", "model": "file of the target",
 }  # fmt: skip
-
-
-_OTHER_DRAFT = "name a draft model, or take --draft ngram"
 
 
 class LoadPart(Protocol):
@@ -58,22 +56,7 @@ def check_request(config: RuntimeConfig) -> RuntimeConfig:
     Raises:
         OptionError: As it says.
     """
-    named = config.draft if isinstance(config.draft, str) else ""
-    for fine, what, remedy in (
-        (config.speculation.mode != "triforce", "--speculation triforce reads the keys of all layers", "take chain"),
-        (not config.drafts_itself, "--draft self copies layers", _OTHER_DRAFT),
-        (config.trace is None, "--trace sees one machine", "drop it"),
-    ):
-        require(fine, f"{what}, which does not go over several machines yet: {remedy}")
-    mode = config.speculation.mode
-    if mode == "auto" and config.proposed_by == "the draft":
-        mode = "chain"
-    # A draft that nobody has named would be chosen by predictions, which know one machine.
-    draft = "ngram" if named == "auto" and mode != "none" else config.draft
-    return replace(
-        config, device=own_card(config.device), kv="host" if config.kv == "host" else "gpu", draft=draft,
-        speculation=replace(config.speculation, mode=mode),
-    )  # fmt: skip
+    return replace(shared_request(config), device=own_card(config.device))
 
 
 def _check_model(config: ModelConfig, ranks: int) -> None:
@@ -191,11 +174,7 @@ def _load_before(
     told_plan = dict[str, Any]()
 
     def planned(plan: RunPlan) -> None:
-        head = plan.draft.head if plan.draft is not None else None
-        own = order or {
-            "context": plan.target.context_tokens, "batch": plan.target.batch, "window": plan.target.window_tokens,
-            "kv": shares.config.kv, "taps": () if head is None else head.taps,
-        }  # fmt: skip
+        own = order or sizes_of(plan)
         if not told_plan:  # and not planned again, without what cannot be coded
             told_plan.update(own)
             orders.ask(LOAD, own)
@@ -226,7 +205,7 @@ def serve_layers(shares: Shares, load: LoadPart, say: Callable[[str], None]) -> 
     if order.kind != LOAD:  # the first rank was stopped before it had planned
         before.send(DONE, {})
         raise HostError(f"{before.peer_name} has ended before it had layers for this one: start all ranks again")
-    config = _config_of_stage(shares.config, order.says)
+    config = request_of_stage(shares.config, order.says)
     try:
         engine = _load_behind(replace(shares, config=config), load, before, orders, order.says)
         with engine.resources:
@@ -264,17 +243,3 @@ def _load_behind(
     except OffloadError as error:
         before.send(FAILED, {"error": told(before, error)})
         raise
-
-
-def _config_of_stage(config: RuntimeConfig, order: Mapping[str, Any]) -> RuntimeConfig:
-    """Return what a rank loads that is not the first: its own limits, and sizes as the first one has them."""
-    source = config.target
-    assert isinstance(source, CheckpointSource)
-    part = source.model_config
-    assert isinstance(part, PartConfig)
-    taps = tuple(tap - part.first for tap in order["taps"] if tap >= part.first)
-    return replace(
-        config, target=replace(source, model_config=replace(part, taps=taps)), draft="none",
-        speculation=SpeculationOptions(), tree_nodes=None, gamma=None, max_gamma=order["window"] - 1,
-        context=order["context"], max_batch=order["batch"], kv=order["kv"],
-    )  # fmt: skip

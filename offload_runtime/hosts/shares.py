@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 from offload_runtime.config import RuntimeConfig
@@ -40,20 +39,6 @@ class Shares:
             for rank, (layers, one) in enumerate(zip(self.layers, self.facts, strict=True))
         )
         return "; ".join(each)
-
-
-def deal(layer_bytes: Sequence[int], free_bytes: Sequence[int]) -> list[range]:
-    """Return the layers of each rank: consecutive ones, at least one, of as large a share of all bytes as it has of the
-    free memory. Where all fit they then fit everywhere, and where they do not as much of each is streamed."""
-    ranks, num_layers = len(free_bytes), len(layer_bytes)
-    shares = [max(1, free) for free in free_bytes]
-    below = [0, *accumulate(layer_bytes)]
-    ends = [0]
-    for rank, share in enumerate(accumulate(shares[:-1])):
-        wanted = below[-1] * share / sum(shares)
-        end = min(range(num_layers + 1), key=lambda one: abs(below[one] - wanted))
-        ends.append(min(max(end, ends[-1] + 1), num_layers - (ranks - 1 - rank)))
-    return [range(start, end) for start, end in pairwise([*ends, num_layers])]
 
 
 def require_same(facts: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> None:
