@@ -72,7 +72,7 @@ class CpuExperts:
         self._views = dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, Any]]()  # by the shape of choices
         self._rates = {"link": Rate(), "CPU": Rate()}
         self._copied = engine.bytes_copied, engine.copy_seconds()
-        self._owed, self._idle, self._is_busy = 0.0, 0, False
+        self._owed, self._idle, self._is_busy, self._is_marked = 0.0, 0, False, False
 
     def fetch_rows(self, x: torch.Tensor) -> None:
         """Bring the rows of a layer, [N, H], to host memory, enqueued on the current stream."""
@@ -120,14 +120,18 @@ class CpuExperts:
             units: The number of each expert, and the address of its bytes.
         """
         self.finish()  # of a pass that was interrupted
+        if self._is_marked:
+            self._computed.zero_()
+        self._is_marked = bool(units)
+        if not units:
+            return
         if (views := self._views.get(choices.shape)) is None:
             views = self._views[choices.shape] = self._views_of(*choices.shape)
         x, out, computed = views
         numbers = [number for number, _ in units]
         computed[:] = [one in numbers for one in choices.view(-1).tolist()]
-        if units:
-            self._is_busy, on_done = True, partial(self._note, layer, time.perf_counter())
-            self._threads.submit(self.layers[layer], x, choices, units, out, ready=self._ready, on_done=on_done)
+        self._is_busy, on_done = True, partial(self._note, layer, time.perf_counter())
+        self._threads.submit(self.layers[layer], x, choices, units, out, ready=self._ready, on_done=on_done)
 
     def _views_of(self, rows: int, num_chosen: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """Return what so many rows have of the host's memory: x [N, H], results [N, k, H], whether they are computed

@@ -217,6 +217,12 @@ class ExpertPool:
         self.engine.enqueue_all(copies, free=free, ready=ready, label=(EXPERTS, (layer,)))
         self.counts = counts._replace(bytes_begun=counts.bytes_begun + len(copies) * size)
 
+    def _address(self, layer: int, expert: int) -> int:
+        """Return where an expert lies in host memory."""
+        units = self._layers[layer].host
+        assert units is not None
+        return units.data_ptr() + expert * units.stride(0)
+
     def _buffers_of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the buffer of each expert of a layer, [E] int32: on the host, and on the card."""
         row, count = self._row_of[layer], self._layers[layer].num_experts
@@ -274,10 +280,7 @@ class ExpertPool:
         wanted, missing = len(remaining), [one for one in remaining if (layer, one) not in self._cached]
         computed = self._for_cpu(layer, missing, cpu) if cpu is not None and missing else []
         if cpu is not None:
-            units = self._layers[layer].host
-            assert units is not None
-            address, step = units.data_ptr(), units.stride(0)
-            cpu.begin(layer, chosen.view(rows, -1), [(one, address + one * step) for one in computed])
+            cpu.begin(layer, chosen.view(rows, -1), [(one, self._address(layer, one)) for one in computed])
         counts = self.counts
         self.counts = PoolCounts(
             counts.wanted + wanted, counts.found + wanted - len(missing), counts.bytes_begun,
