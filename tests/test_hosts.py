@@ -1,6 +1,7 @@
 """Layers of other machines, which are processes here, reached over loopback: the same tokens, what is refused, and what
 happens when one of them is gone."""
 
+import json
 import re
 import signal
 import subprocess
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from offload_runtime.config import ServerConfig
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import HostError, OptionError
+from offload_runtime.plan.hosts import parse_network
 from offload_runtime.server.app import Server
 from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.hosts import LOOPBACK, OtherRank, first_rank, free_port, rank_environment
@@ -301,3 +303,17 @@ def test_a_server_goes_on_when_the_other_rank_is_there_again(target: Path, tmp_p
             for one in others:
                 one.close()
     assert len(found) == 3 and len({*found}) == 1
+
+
+@pytest.mark.slow
+def test_the_network_is_measured(tmp_path: Path) -> None:
+    """Of each other rank, and what `plan` is to be told of it."""
+    port, words = free_port(), command("profile", "--interface", LOOPBACK, "--json")
+    own = [{**environment(tmp_path), **rank_environment(rank, 3, port)} for rank in range(3)]
+    ranks = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=one) for one in own]
+    said = [one.communicate(timeout=120)[0] for one in ranks]
+    assert [one.returncode for one in ranks] == [0, 0, 0] and said[1:] == ["", ""]
+    record = json.loads(said[0])
+    assert [one["rank"] for one in record["hops"]] == [1, 2]
+    assert all(0 < seconds < 60 for one in record["hops"] for seconds in one["seconds"].values())
+    assert parse_network(record["network"]) > 0

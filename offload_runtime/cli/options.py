@@ -250,11 +250,17 @@ class ProfileOptions:
     )  # fmt: skip
     quick: bool = option(False, "About ten seconds, rougher.")
     full: bool = option(False, "Find how much memory can be pinned by pinning nearly all that is free.")
+    interface: str | None = option(
+        None, "Measure only the network between machines on each of which torchrun has started the command, over this "
+        "interface.", MACHINE, metavar="NAME",
+    )  # fmt: skip
     as_json: bool = _json()
     no_progress: bool = _no_progress()
 
     def __post_init__(self) -> None:
         card_names(self.device)
+        fine = self.interface is None or not (self.save or self.full or self.quick)
+        require(fine, "--interface measures the network, which no profile has: drop --save, --full and --quick")
 
 
 @dataclass(frozen=True, kw_only=True)

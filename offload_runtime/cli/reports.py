@@ -18,6 +18,7 @@ from offload_runtime.cli.hosts import has_layers_for_another
 from offload_runtime.cli.options import ProfileOptions, VerifyOptions, refuse_early
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.hardware import check_name, profile_to_mapping, profile_toml, save_profile
+from offload_runtime.hosts import started_as_one_of_several
 from offload_runtime.options import require
 from offload_runtime.sizes import format_bytes
 
@@ -29,10 +30,14 @@ if TYPE_CHECKING:
     from offload_runtime.verify.equality import IdentityRun
 
 _NOT_MEASURED = "not measured"
+_SILENT_S = 30.0  # after which another machine counts as gone
 
 
 def profile(options: ProfileOptions) -> None:
     """Measure this machine in half a minute: links, memories, arithmetic, and what holds it back."""
+    if options.interface is not None or started_as_one_of_several():
+        _profile_network(options)
+        return
     if options.save is not None:
         check_name(options.save)  # before a minute of measuring, not after it
     from offload_runtime.hardware.measure import advise, measure_machine
@@ -49,6 +54,30 @@ def profile(options: ProfileOptions) -> None:
         terminal.print_result(record, machine_tables(report, advice), as_json=options.as_json)
         if not options.as_json:
             terminal.write_text("\n" + (profile_toml(report.profile) if saved is None else f"saved to {saved}\n"))
+
+
+def _profile_network(options: ProfileOptions) -> None:
+    """Measure how long rows take from the first of several machines to each other one and back."""
+    from offload_runtime.hosts.group import HostGroup, num_ranks
+    from offload_runtime.hosts.measure import answer_hops, measure_hops
+
+    num_ranks(options.interface)
+    group = HostGroup(options.interface, _SILENT_S)
+    try:
+        names = [one["host"] for one in group.exchange({})]
+        if group.rank:
+            answer_hops(group)
+            return
+        hops = measure_hops(group)
+    finally:
+        group.close()
+    table = Table("bytes", *(Column(f"{names[peer]}, there and back", justify="right") for peer in hops))
+    for nbytes in hops[1]:
+        table.add_row(format_bytes(nbytes), *(f"{1e3 * found[nbytes]:.3g} ms" for found in hops.values()))
+    rates = {peer: max(2 * nbytes / seconds for nbytes, seconds in found.items()) for peer, found in hops.items()}
+    gbit = f"{8e-9 * min(rates.values()):.2g}Gb"
+    record = {"hops": [{"rank": peer, "host": names[peer], "seconds": found} for peer, found in hops.items()]}
+    terminal.print_result(record | {"network": gbit}, [table, f"for plan: --network {gbit}"], as_json=options.as_json)
 
 
 def machine_tables(report: MachineReport, advice: list[str]) -> list[Table | str]:
