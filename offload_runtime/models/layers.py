@@ -64,6 +64,9 @@ class Weight(Protocol):
     def dense(self) -> torch.Tensor:
         """The decoded tensor in the dtype that the model computes in."""
 
+    def slices(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Decoded rows of a matrix [M, K] in turn, each time with the number of the first of them."""
+
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Decoded rows of a matrix [M, K]: [N, K] for integers [N] on its device."""
 

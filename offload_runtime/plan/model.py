@@ -49,6 +49,8 @@ def listed(parts: Parts) -> str:
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
 
 
+# Decoded at a time at least of a larger matrix: gates and ups of a 32B take 566 MB.
+_SLICE_BYTES = 96 << 20
 # Rows of an expert beyond which more tokens together bring nothing but activations.
 _EXPERT_ROWS = 256
 
@@ -280,10 +282,13 @@ class ModelPlan:
         return HostArena.rounded(self.layout.embedding.total_bytes) if self.embedding_on_host and self.has_head else 0
 
     def scratch_bytes(self, device_type: str) -> int:
-        """The largest matrix that is decoded before a product, or the experts that are decoded together."""
+        """The largest matrix that is decoded before a product, or a slice of it where most of the card is taken by
+        copies, or the experts that are decoded together."""
         layouts = [self.layout] if self.left is None else [self.layout, self.left]
-        found = (one.scratch_bytes(device_type, self.layers, head=self.has_head) for one in layouts)
-        return max(self.expert_scratch_bytes, *found)
+        found = max(one.scratch_bytes(device_type, self.layers, head=self.has_head) for one in layouts)
+        if self.left is not None and device_type == "cuda":
+            found = min(found, _SLICE_BYTES)
+        return max(self.expert_scratch_bytes, found)
 
     def copy_scratch_bytes(self, device_type: str, rows: int) -> int:
         """The same of a copy that drafts in steps of so many rows, whichever layers it is of."""

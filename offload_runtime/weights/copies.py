@@ -7,7 +7,7 @@ then what is left given the copy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -27,7 +27,6 @@ from offload_runtime.weights.encoding import (
     Scaled,
     aligned,
     rows_of_copy,
-    scaled_rows,
 )
 from offload_runtime.weights.layout import ModelLayout, PackedLayout, TensorSpec, checkpoint_tensors
 
@@ -105,6 +104,10 @@ class ObservedWeight:
         """The decoded matrix."""
         return self._weight.dense
 
+    def slices(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """All decoded rows, as of a `Weight`."""
+        return self._weight.slices()
+
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         """Decoded rows, as of a `Weight`."""
         return self._weight.rows(index)
@@ -149,7 +152,8 @@ def make_copy(weights: Mapping[str, Weight], copy: PackedLayout, out: torch.Tens
         stored, importance = out[spec.offset_bytes :][: spec.nbytes], None
         if isinstance(weight, ObservedWeight):
             importance = weight.importance
-        quantise(weight.dense, scaled_rows(stored, COPY, *spec.shape), importance)
+        for start, rows in weight.slices():
+            quantise(rows, rows_of_copy(stored, spec.shape, start, start + len(rows)), importance)
 
 
 def store_left(

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import ClassVar, NamedTuple, Protocol
 
 import torch
@@ -108,6 +109,11 @@ class Weight:
     def dense(self) -> torch.Tensor:
         """Return the decoded tensor, without the bias, in the dtype that the model computes in."""
         return self.stored
+
+    def slices(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the decoded rows of a matrix [M, K], so many at a time as there is room for, each time with the number
+        of the first of them."""
+        yield 0, self.dense
 
     def fill(self, row_start: int, row_end: int, fill: Fill, staging: Staging) -> int:
         """Let `fill` write the rows `[row_start, row_end)`; what is stored otherwise than in a file is made of it on
@@ -230,7 +236,7 @@ class StackedWeight(Weight):
 
     @property
     def dense(self) -> torch.Tensor:
-        return self._decoded(0, self.shape[0])
+        return self._decoded((0, self.shape[0]))
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
         (part,) = self.parts
@@ -242,39 +248,58 @@ class StackedWeight(Weight):
     def linear(
         self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: Activation | None = None
     ) -> torch.Tensor:
-        (height, columns), most = self.shape, min(part.format.most_rows(self.shape[1]) for part in self.parts)
+        height, most = self.shape[0], min(part.format.most_rows(self.shape[1]) for part in self.parts)
         if x.is_cuda and x.dtype.itemsize == 2 and len(x) <= most:
             out = x.new_empty(len(x), height) if residual is None else residual
             for start, end, stored, how in self.parts:
                 bias = None if self.bias is None else self.bias[start:end]
                 how.multiply(stored, x, out[:, start:end], bias, add=residual is not None)
             return gated_product(out, gated) if gated else out
-        step = height if self.scratch is None else self.scratch.nbytes // (columns * self.dtype.itemsize)
-        if step >= height:
+        if self._most_decoded >= height:
             return super().linear(x, residual=residual, gated=gated)
-        assert residual is None and not gated and self.bias is None, "only a head may exceed the scratch"
-        out = x.new_empty(len(x), height)
-        for start in range(0, height, step):
-            end = min(start + step, height)
-            out[:, start:end] = linear(x, self._decoded(start, end))
+        parts = 2 if gated else 1  # of gates and of ups, as many of each
+        width, step = height // parts, self._most_decoded // parts
+        out = x.new_empty(len(x), width) if residual is None else residual
+        for start in range(0, width, step):
+            end = min(start + step, width)
+            ranges = [(start + part * width, end + part * width) for part in range(parts)]
+            bias = None if self.bias is None else torch.cat([self.bias[first:last] for first, last in ranges])
+            found = linear(x, self._decoded(*ranges), bias=bias, gated=gated)
+            if residual is None:
+                out[:, start:end] = found
+            else:
+                out[:, start:end] += found
         return out
+
+    def slices(self) -> Iterator[tuple[int, torch.Tensor]]:
+        height, step = self.shape[0], self._most_decoded
+        for start in range(0, height, step):
+            yield start, self._decoded((start, min(start + step, height)))
+
+    @property
+    def _most_decoded(self) -> int:
+        """The rows that there is room for at a time."""
+        (height, columns), scratch = self.shape, self.scratch
+        return height if scratch is None else min(height, scratch.nbytes // (columns * self.dtype.itemsize))
 
     def fill(self, row_start: int, row_end: int, fill: Fill, staging: Staging) -> int:
         part = next(part for part in self.parts if part.start <= row_start and row_end <= part.end)
         rows = row_start - part.start, row_end - part.start
         return part.format.fill(part.stored, self.shape[1], *rows, fill, staging)
 
-    def _decoded(self, start: int, end: int) -> torch.Tensor:
-        """Return the rows `[start, end)`: [end - start, K]."""
-        shape, nbytes = (end - start, self.shape[1]), (end - start) * self.shape[1] * self.dtype.itemsize
+    def _decoded(self, *ranges: tuple[int, int]) -> torch.Tensor:
+        """Return the rows `[start, end)` of some ranges, one below the other: [R, K]."""
+        shape = sum(end - start for start, end in ranges), self.shape[1]
+        nbytes, at = math.prod(shape) * self.dtype.itemsize, 0
         if self.scratch is None:
             out = torch.empty(shape, dtype=self.dtype, device=self.stored.device)
         else:
             out = self.scratch[:nbytes].view(self.dtype).view(shape)
-        for part in self.parts:
+        for (start, end), part in product(ranges, self.parts):
             first, last, height = max(start, part.start), min(end, part.end), part.end - part.start
             if first < last:
-                part.format.decode(part.stored, height, first - part.start, out[first - start : last - start])
+                part.format.decode(part.stored, height, first - part.start, out[at : at + last - first])
+                at += last - first
         return out
 
 
