@@ -639,4 +639,5 @@ class ModelPlan:
             self.config, self.dtype.itemsize, chunk_tokens=self.chunk_tokens, context_tokens=context_tokens,
             batch=self.batch, rows=rows, sampled_rows=sampled_rows, expert_tokens=self.expert_tokens,
             has_head=self.has_head, mixes=self.mixes,
+            step_reach=self.context_tokens + self.tree_positions if self.is_copy else None,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 from offload_runtime_kernels.attention import QueryRows
+from offload_runtime_kernels.attention_triton import SPLIT_TOKENS
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
 from offload_runtime_kernels.kv_blocks import RopeRows
 from offload_runtime_kernels.linear import TILE_ROWS
@@ -61,6 +62,7 @@ def most_prompt_tokens(chunk_tokens: int, context_tokens: int) -> int:
 def workspace_bytes(
     config: ModelConfig, element_bytes: int, *, chunk_tokens: int, context_tokens: int, batch: int, rows: int,
     sampled_rows: int, expert_tokens: int = 0, has_head: bool = True, mixes: bool = False,
+    step_reach: int | None = None,
 ) -> int:  # fmt: skip
     """Return the device bytes of the activations of the largest pass.
 
@@ -75,6 +77,8 @@ def workspace_bytes(
         expert_tokens: Of prompts that go through experts together; 0: pieces do one by one.
         has_head: Whether logits are made here.
         mixes: Whether a pass reads several prompts besides windows.
+        step_reach: Where there are only steps of few rows, whose products no library does: the most tokens that a row
+            looks at.
     """
     of_prompts = most_prompt_tokens(chunk_tokens, context_tokens) if mixes else context_tokens
     tokens = of_prompts + (rows if mixes else 0)
@@ -86,8 +90,12 @@ def workspace_bytes(
     # fp32 copies while sampling with filters
     logits = (rows * element_bytes + sampled_rows * 6 * 4) * config.vocab_size if has_head else 0
     crossing = batch * config.crossing_bytes if rows > batch else 0
-    passing = (chunk + of_experts) * element_bytes + crossing + angles + logits + 2 * SPLITS_WORKSPACE_BYTES
-    return residual * element_bytes + int(_WORKSPACE_MARGIN * passing) + _LIBRARY_WORKSPACE_BYTES
+    splits, library = SPLITS_WORKSPACE_BYTES, _LIBRARY_WORKSPACE_BYTES
+    if step_reach is not None:
+        of_split = 4 * rows * max((one.num_heads * (one.head_dim + 2) for one in config.attentions.values()), default=0)
+        splits, library = min(splits, (-(-step_reach // SPLIT_TOKENS) + 2) * of_split), 0
+    passing = (chunk + of_experts) * element_bytes + crossing + angles + logits + 2 * splits
+    return residual * element_bytes + int(_WORKSPACE_MARGIN * passing) + library
 
 
 class Decoder:
