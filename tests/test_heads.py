@@ -3,7 +3,6 @@ them."""
 
 import json
 import shutil
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -246,31 +245,6 @@ def test_an_mtp_layer_takes_what_it_does_not_share(tmp_path: Path) -> None:
     assert 1 < forecast(plan, CARD).draft_step_s / read_s < 1.4
     said = CliRunner().invoke(app, _plan(target, "mtp")).stdout
     assert "of what the MTP head proposes, which is assumed, not measured" in " ".join(said.split())
-
-
-def test_a_heads_experts_are_in_the_targets_pool(tmp_path: Path) -> None:
-    """On the device where all fit, else as those of its layers, unless a buffer that holds one is larger for it."""
-    experts, size = 32, 3 * 1024 * 512 * 2
-    changes: dict[str, Any] = {
-        "hidden_size": 1024, "moe_intermediate_size": 512, "num_hidden_layers": 6, "num_experts": experts,
-        "num_local_experts": experts, "mlp_only_layers": [], "decoder_sparse_step": 1, "torch_dtype": "bfloat16",
-        "architectures": ["Qwen3MoeForCausalLM"], "mtp_num_hidden_layers": 1,
-    }  # fmt: skip
-    target = described(tmp_path / "target", **family_config("qwen3_moe", 0).to_dict() | changes)
-    asked = describe_models(RuntimeConfig(target, "mtp", context=512, kv="gpu", max_batch=1, tree_nodes=0))
-    whole, pooled = (plan_run(replace(asked, expert_pool=pool), CARD) for pool in (None, 50 * size))
-    fewer = plan_run(replace(asked, draft="none", expert_pool=50 * size), CARD)
-    assert whole.device["experts"] == 7 * experts * size and "experts in host memory" not in whole.host
-    assert pooled.device["experts"] == 50 * size and pooled.host["experts in host memory"] == 7 * experts * size
-    assert whole.device["draft weights"] == pooled.device["draft weights"] < experts * size
-    assert "room for 50 of 224 experts with the head's" in pooled.target.experts_in_words
-    assert pooled.target.expected_hits < fewer.target.expected_hits and pooled.streamed_bytes > fewer.streamed_bytes
-    missed_bytes = pooled.target.head_experts[0].chosen * size * (1 - pooled.target.expected_hits)
-    whole_s, pooled_s = (forecast(plan, CARD).draft_step_s for plan in (whole, pooled))
-    assert pooled_s - whole_s == pytest.approx(missed_bytes / ((CARD.link_gbps or 0) * GB))
-    small = replace(asked.target, kinds=dict.fromkeys(checkpoint_tensors(asked.target.config()), "Q4_0"))
-    apart = plan_run(replace(asked, target=small, expert_pool=50 * size), CARD)
-    assert apart.device["draft weights"] > experts * size and not apart.target.head_experts
 
 
 def _plan(target: str, *draft: str) -> list[str]:

@@ -1,10 +1,9 @@
 """Weights are kept as a GGUF file stores them, or in 12 bits of 16: the bytes of the file, the bits of plain weights,
 and logits and tokens of the decoded ones wherever they go."""
 
-from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,10 @@ from offload_runtime_kernels.linear import linear
 from widening.shapes import MixtureShape
 from widening.stored import stored_model
 
-from offload_runtime.config import RuntimeConfig, SpeculationOptions
+from offload_runtime.config import SpeculationOptions
 from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
-from offload_runtime.errors import BudgetError, CheckpointError
-from offload_runtime.plan.search import plan_run
-from offload_runtime.sizes import GB
+from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.encoding import Encoding, GgufBlocks
 from offload_runtime.weights.layout import EMBEDDING, checkpoint_tensors
@@ -32,11 +29,9 @@ from offload_runtime.weights.sources import describe_model, open_checkpoint
 from tests.helpers.assembly import in_memory, make_runner, prefill, verify
 from tests.helpers.engine import PROMPT, byte_level_tokenizer
 from tests.helpers.models import assert_a_gpu_loads_the_same, load_plain, random_tokens, rows_of
-from tests.helpers.planning import made_up_machine
 from tests.helpers.quantising import random_llama
 from tests.test_weights_gguf import write
 
-MACHINE = made_up_machine(200 * GB, 900 * GB, tflops={"bf16": 165.0, "fp32": 80.0})
 BF16, FP32 = torch.bfloat16, torch.float32
 LAYERS = 5
 # By the beginning of a stored name: a mix as in Q4_K_M, one of everything else, one that is not quantised.
@@ -182,36 +177,6 @@ def tokens_of(runtime: Runtime, **sampling: Any) -> list[list[int]]:
     asked = {"max_new_tokens": 16, "ignore_eos": True, "temperature": 0.8, "seed": 3, **sampling}
     prompts = [PROMPT, [5 + (3 * i * i + i // 7) % 280 for i in range(300)]]
     return [list(runtime.generate(prompt, **asked).tokens) for prompt in prompts]
-
-
-def test_what_is_kept_as_stored_is_left_to_the_plan(source: CheckpointSource) -> None:
-    """Decoded where that fits and nothing crosses a link for it, a draft if not the target; on a CPU always."""
-    described = describe_model(source.reference)
-    layouts = [described.layout(BF16), replace(described, kinds={}).layout(BF16)]
-    target_bytes, whole_bytes = (layout.total_bytes for layout in layouts)
-
-    def chosen(vram_bytes: int, **asked: Any) -> tuple[bool, bool]:
-        """Whether target and draft are kept as they are stored."""
-        request = RuntimeConfig(described, described, context=256, kv="gpu", vram=vram_bytes, **asked)
-        plan = plan_run(request, MACHINE)
-        assert plan.draft is not None and plan.request == request
-        return plan.target.layout == layouts[0], plan.draft.layout == layouts[0]
-
-    sizes = range(0, 8 * GB, 100_000)
-    least = sizes[bisect_left(sizes, True, key=lambda size: _fits(partial(chosen, size, weights="stored")))]
-    assert chosen(least) == (True, True) == chosen(least + 4 * whole_bytes, weights="stored")
-    assert chosen(least + 4 * whole_bytes) == (False, False) == chosen(least + 4 * whole_bytes, weights="decoded")
-    assert target_bytes < 0.6 * whole_bytes
-    on_cpu = plan_run(RuntimeConfig(described, "none", device="cpu", dtype="bf16", context=256), MACHINE)
-    assert on_cpu.target.layout == layouts[1]
-
-
-def _fits(plan: Callable[[], object]) -> bool:
-    try:
-        plan()
-    except BudgetError:
-        return False
-    return True
 
 
 @pytest.mark.gpu
