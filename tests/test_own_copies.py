@@ -107,6 +107,22 @@ def test_tokens_are_those_of_plain_decoding(short_target: Path, windows: str, ba
             assert answers(runtime, **asked) == tokens
 
 
+@pytest.mark.parametrize("path", [
+    "random_target", *(pytest.param(one, marks=pytest.mark.slow) for one in ("exact_target", "exact_hybrid")),
+])  # fmt: skip
+def test_each_card_has_copies_of_its_own_layers(request: pytest.FixtureRequest, path: str) -> None:
+    target = request.getfixturevalue(path)
+    options = {"resident_layers": 1, "dtype": "fp32" if path == "exact_hybrid" else "bf16"}
+    found = []
+    for more in ({"draft": "none"}, {"draft": "self", "tree_nodes": 12, "device": "cpu,cpu"}):
+        with Runtime.load(target, **{"device": "cpu", **options, **more}) as runtime:
+            found.append([answers(runtime), answers(runtime, **NOISY)])
+            for budget, own in zip(runtime.engine.budgets, runtime.plan.cards, strict=True):
+                assert budget.reserved_bytes == own.device_bytes
+            assert len(runtime.engine.budgets) == (2 if "device" in more else 1)
+    assert found[0] == found[1]
+
+
 @pytest.fixture(scope="module")
 def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("two") / "target", hidden_size=256, num_layers=2)
@@ -381,7 +397,6 @@ def test_a_plan_says_what_a_copy_takes_and_what_it_brings() -> None:
     ({"resident_layers": 5}, "all layers are on the card as they are, and there is nothing to copy: lower"),
     ({}, "all layers are on the card as they are, and there is nothing to copy: take --draft auto"),
     ({"resident_layers": 1, "kv": "host"}, "reads the target's KV cache on the card, not in host memory: drop --kv"),
-    ({"resident_layers": 2, "device": "cpu,cpu"}, "the copy drafts on one card, not on 2: name one with --device"),
     ({"speculation": SpeculationOptions("triforce")}, "--draft self has no step over retrieved tokens"),
     ({"speculation": SpeculationOptions("none")}, "--speculation none would leave the draft model idle"),
     ({"speculation": SpeculationOptions("chain", "streaming")}, "a copy of the target shares its KV cache: drop it"),

@@ -13,7 +13,8 @@ as they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
@@ -23,6 +24,7 @@ from offload_runtime.engine.load_model import LoadedModel, LoadProgress, OpenCar
 from offload_runtime.models.layers import LayerWeights
 from offload_runtime.plan.model import ModelPlan
 from offload_runtime.runners.model_runner import Decoder, ModelRunner
+from offload_runtime.stream.device import LayerPartition
 from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.copies import make_copy, observed, store_left
@@ -34,51 +36,63 @@ _READ_TOKENS = 256
 
 
 def load_copies(
-    source: CheckpointSource, target: LoadedModel, plan: ModelPlan, card: OpenCard, *, on_progress: LoadProgress | None
+    source: CheckpointSource, target: LoadedModel, plan: ModelPlan, cards: Sequence[OpenCard], *,
+    on_progress: LoadProgress | None,
 ) -> tuple[LoadedModel, ModelRunner]:  # fmt: skip
     """Make the copies of a target's streamed layers and return the target, as it streams from now on, and what runs
-    the copies, over the target's own KV cache.
+    the copies, over the target's own KV cache. Each card has copies of its own layers.
 
     Args:
         source: The target's opened checkpoint.
         target: Loaded, nothing in its cache, which is empty afterwards. Where its plan has what is `left` of layers
             these have not been read.
         plan: Of the copy.
-        card: That both are on.
+        cards: That both are on.
         on_progress: As of `Runtime.load`.
 
     Raises:
         MatricesNotCodable: There is no room for what is left of some; says of which.
         CheckpointError: A file ended early.
     """
-    runner, layout, streamed = target.runner, target.plan.copies, target.placement.streamed_layers
+    runner, layout, partition = target.runner, target.plan.copies, target.runner.decoder.partition
     assert layout is not None, "it is planned for"
-    sizes = [layout.layer_bytes[layer] for layer in streamed]
-    blocks = dict(zip(streamed, card.budget.allocate("draft: copies", sum(sizes)).split(sizes), strict=True))
-    done_bytes = 0
+    blocks, scratches, done_bytes = dict[int, torch.Tensor](), list[torch.Tensor | None](), 0
+    for card, own in zip(cards, target.plan.cards, strict=True):
+        sizes = [layout.layer_bytes[layer] for layer in own.placement.streamed_layers]
+        memory = card.budget.allocate("draft: copies", sum(sizes)).split(sizes)
+        blocks |= zip(own.placement.streamed_layers, memory, strict=True) if sizes else ()
+    sum_bytes = sum(block.nbytes for block in blocks.values())
 
     def report(layer: int) -> None:
         nonlocal done_bytes
         done_bytes += blocks[layer].nbytes
         if on_progress is not None:
-            on_progress("copies of layers", done_bytes, sum(sizes))
+            on_progress("copies of layers", done_bytes, sum_bytes)
 
     if target.plan.left is None:
         _make(runner, runner.streamer.layers, layout, blocks, report)
     else:
         target = _load_left(source, target, layout, blocks, report)
-    scratch_bytes = target.plan.copy_scratch_bytes(card.device.type, plan.step_rows or 0)
-    # It drafts while the target's passes use theirs.
-    scratch = card.budget.allocate("draft: decoded matrix", scratch_bytes) if scratch_bytes else None
-    layers = {layer: LayerWeights(layout.layers[layer].views(block, scratch)) for layer, block in blocks.items()}
+    for card, own in zip(cards, target.plan.cards, strict=True):
+        scratch_bytes = own.copy_scratch_bytes(card.device.type, plan.step_rows or 0)
+        # It drafts while the target's passes use theirs.
+        scratches.append(card.budget.allocate("draft: decoded matrix", scratch_bytes) if scratch_bytes else None)
+    of_layer = [scratches[owner] for owner in partition.owners]
+    layers = {
+        layer: LayerWeights(layout.layers[layer].views(block, of_layer[layer])) for layer, block in blocks.items()
+    }
     for layer, weights in runner.streamer.resident.items():
-        layers[layer] = LayerWeights(through_scratch(weights, scratch))
-    nothing, ring = torch.empty(0, dtype=torch.uint8), CardRing(target.cards[0].engine, [])
+        layers[layer] = LayerWeights(through_scratch(weights, of_layer[layer]))
+    nothing, rings = torch.empty(0, dtype=torch.uint8), [CardRing(card.engine, []) for card in target.cards]
     streamer = LayerStreamer(
-        [nothing] * len(layers), dict.fromkeys(layers, nothing), [ring], make_views=lambda layer, _: layers[layer]
-    )
-    decoder = Decoder(target.config, through_scratch(runner.decoder.shared, scratch), runner.decoder.partition)
-    cache = runner.cache.for_copy(target.config, plan.dtype, budgets=[card.budget], name="draft: states")
+        [nothing] * len(layers), dict.fromkeys(layers, nothing), rings, owners=partition.owners,
+        make_views=lambda layer, _: layers[layer],
+    )  # fmt: skip
+    # With buffers of its own for what crosses, as it drafts beside passes.
+    partition = LayerPartition(partition.cards, partition.owners)
+    decoder = Decoder(target.config, through_scratch(runner.decoder.shared, scratches[0]), partition)
+    budgets = [card.budget for card in cards]
+    cache = runner.cache.for_copy(target.config, plan.dtype, budgets=budgets, name="draft: states")
     return target, ModelRunner(decoder, streamer, cache, runner.rope, runner.chunk_tokens)
 
 
@@ -104,8 +118,8 @@ def _make(
 
     runner.forward(Batch(prompts={0: tokens}), layers=layers())
     runner.cache.truncate(0, 0)
-    if runner.rope.device.type == "cuda":
-        torch.cuda.synchronize(runner.rope.device)
+    for device in runner.decoder.partition.devices if runner.rope.device.type == "cuda" else ():
+        torch.cuda.synchronize(device)
         torch.cuda.empty_cache()  # of what passed through
 
 
@@ -116,24 +130,29 @@ def _load_left(
     """Make copies while layers are read, and stream what is left of these from now on; `report` is called behind each.
     Other arguments and errors as of `load_copies`."""
     started = time.perf_counter()
-    runner, plan, card, host = target.runner, target.plan, target.cards[0], target.weights
+    runner, plan, host, owners = target.runner, target.plan, target.weights, target.runner.decoder.partition.owners
     assert plan.left is not None and plan.whole is not None
     whole, left, resident = plan.whole, plan.left, runner.streamer.resident
     copies = {layer: layout.layers[layer].stored(block) for layer, block in blocks.items()}
-    card.engine.drain()  # nothing but memory has crossed it yet, ahead of the first pass
-    ring = card.buffers[0].as_strided((sum(buffer.nbytes for buffer in card.buffers),), (1,))
-    found, refused = list(left.layers), set[str]()
-    with LayerReader(source, whole, ring.device, card.staged.registrar) as reader:
+    scratches = [card.scratch for card in target.cards]
+    found, refused, readers, rings = list(left.layers), set[str](), list[LayerReader](), list[torch.Tensor]()
+    with ExitStack() as undo:
+        for card in target.cards:
+            card.engine.drain()  # nothing but memory has crossed it yet, ahead of the first pass
+            memory = card.buffers[0] if card.buffers else torch.empty(0, dtype=torch.uint8)
+            rings.append(memory.as_strided((sum(buffer.nbytes for buffer in card.buffers),), (1,)))
+            reader = LayerReader(source, whole, rings[-1].device, card.staged.registrar)
+            readers.append(undo.enter_context(reader))
 
         def layers(_: int) -> Iterator[tuple[int, LayerWeights]]:
-            for layer in range(target.config.num_layers):
-                yield (
-                    layer,
-                    resident[layer] if layer in resident else LayerWeights(reader.read(layer, ring, card.scratch)),
-                )
+            for layer, owner in enumerate(owners):
+                if layer in resident:
+                    yield layer, resident[layer]
+                else:
+                    yield layer, LayerWeights(readers[owner].read(layer, rings[owner], scratches[owner]))
 
         def made(layer: int) -> None:
-            memory = host.layers[layer].buffer
+            reader, ring, memory = readers[owners[layer]], rings[owners[layer]], host.layers[layer].buffer
             found[layer], none = store_left(whole.layers[layer], ring, copies[layer], left.layers[layer], memory)
             report(layer)
             refused.update(*(reader.packed_in(layer, packed) for packed in none))
@@ -149,10 +168,11 @@ def _load_left(
     def make_views(layer: int, buffer: torch.Tensor) -> LayerWeights:
         if layer in resident:
             return resident[layer]
-        return LayerWeights(host.layout.layers[layer].views(buffer, card.scratch, copies[layer]))
+        return LayerWeights(host.layout.layers[layer].views(buffer, scratches[owners[layer]], copies[layer]))
 
     runner.streamer = LayerStreamer(
         [nothing if layer in resident else host.block(layer) for layer in range(target.config.num_layers)],
-        dict.fromkeys(resident, nothing), [CardRing(card.engine, card.buffers)], make_views=make_views,
+        dict.fromkeys(resident, nothing), [CardRing(card.engine, card.buffers) for card in target.cards],
+        owners=owners, make_views=make_views,
     )  # fmt: skip
     return replace(target, plan=plan)

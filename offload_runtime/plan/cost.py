@@ -379,7 +379,8 @@ def draft_step_s(plan: RunPlan, machine: MachineProfile, *, rows: int = 1) -> fl
     kv_bytes, rows = draft.batch * kept * draft.kv_bytes_of(draft.layers, 1), max(rows, draft.batch)
     of_experts = sum(one.used(rows) * one.block.total_bytes for one in plan.target.head_experts)
     demand_s = of_experts * (1 - plan.target.expected_hits) / _demand(plan, machine)
-    return _step_s(plan, draft, machine, rows=rows, kv_bytes=kv_bytes) + demand_s
+    crossing_s = transfers_s(plan, machine, rows=rows) if draft.is_copy else 0.0
+    return _step_s(plan, draft, machine, rows=rows, kv_bytes=kv_bytes) + crossing_s + demand_s
 
 
 def verifier_step_s(plan: RunPlan, machine: MachineProfile) -> float:

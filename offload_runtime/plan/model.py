@@ -259,6 +259,10 @@ class ModelPlan:
         assert target.copies is not None
         return replace(self, layout=target.layout.with_layers(target.copies, target.placement.streamed_layers))
 
+    def of_card(self, target: ModelPlan) -> ModelPlan:
+        """The same of a copy on the card that the target has these layers on."""
+        return replace(self.copying(target), placements=(all_resident(target.layers),), card=target.card)
+
     def bytes_over_link(self, layers: Iterable[int]) -> int:
         """Add up some layers as they cross the link."""
         return sum(map((self.stored_left or self._streamed).layer_bytes.__getitem__, layers))
@@ -296,7 +300,7 @@ class ModelPlan:
         layouts = [self.layout, self.copies]
         if device_type == "cuda" and rows <= MOST_ROWS:
             layouts = [one.without_register_reads for one in layouts]
-        return max(one.scratch_bytes(device_type, self.layers, head=True) for one in layouts)
+        return max(one.scratch_bytes(device_type, self.layers, head=self.has_head) for one in layouts)
 
     def held_bytes(self, placement: Placement) -> int:
         """What a placement takes of the device: the layers that stay, the ring, copies of the others, and the pool of

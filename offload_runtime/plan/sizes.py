@@ -217,12 +217,17 @@ class RunPlan:
 
     @cached_property
     def cards(self) -> tuple[RunPlan, ...]:
-        """What each card has of it; the draft is on the first."""
+        """What each card has of it; the draft is on the first, but a copy where its layers are."""
         if self.num_cards == 1:
             return (self,)
-        return tuple(
-            replace(self, target=one, draft=None if one.card else self.draft, limits=self.limits.of_card(one.card))
+        draft = self.draft
+        on_cards = [
+            draft.of_card(one) if draft is not None and draft.is_copy else None if one.card else draft
             for one in self.target.cards
+        ]
+        return tuple(
+            replace(self, target=one, draft=own, limits=self.limits.of_card(one.card))
+            for one, own in zip(self.target.cards, on_cards, strict=True)
         )
 
     def with_placements(self, *placements: Placement) -> RunPlan:
@@ -535,7 +540,7 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
         whole = _layout(request, request.target, dtype)
         left = left_of(whole, config, request.target.uncoded)
         target = replace(target, copies=copied(whole), left=left, whole=left and whole, tree_nodes=tree_nodes)
-        draft = _plan_copy(request, target, limits)
+        draft = _plan_copy(request, target)
     elif request.proposed_by == "the draft":
         draft = _plan_draft(request, target, tree_nodes)
     # A head's experts join the target's where its buffers hold them; larger ones would leave room for fewer of all.
@@ -579,7 +584,7 @@ def _layout(request: RuntimeConfig, model: DescribedModel, dtype: torch.dtype, *
     return (model.as_decoded if decoded else model).layout(dtype, coded=coded)
 
 
-def _plan_copy(request: RuntimeConfig, target: ModelPlan, limits: MemoryLimits) -> ModelPlan:
+def _plan_copy(request: RuntimeConfig, target: ModelPlan) -> ModelPlan:
     """Plan of copies of the target's layers that draft. Raises `OptionError` where there cannot be any."""
     _check_idle_options("a copy of the target", "shares its KV cache", target.options)
     named, copies = "--draft self", target.copies
@@ -592,8 +597,6 @@ def _plan_copy(request: RuntimeConfig, target: ModelPlan, limits: MemoryLimits) 
          "place on the card is better taken by these themselves", "take --draft auto"),
         (request.kv != "host", "the copy reads the target's KV cache on the card, not in host memory",
          "drop --kv host, or take --draft auto"),
-        (len(limits.cards) == 1, f"the copy drafts on one card, not on {len(limits.cards)}",
-         "name one with --device, or take --draft auto"),
         (request.resident_layers != target.config.num_layers, _NOTHING_STREAMED,
          f"lower --resident-layers (now {request.resident_layers}), or take --draft auto"),
     ):  # fmt: skip

@@ -126,6 +126,7 @@ class DraftRunner:
         name: What its proposals are counted as.
         hidden: What a head's rows read; None of other drafts, whose nodes may be asked about with their parents.
         most_depth: Deepest node of a tree.
+        devices: Of its layers, the first one first.
         on_demand: Whether steps fetch experts into a pool that passes of the target use, too: in the middle of a step
             the host acts, and all of this takes turns with those passes, on their stream.
     """
@@ -178,8 +179,9 @@ class DraftRunner:
         count = rows + graphs.MOST_GREEDY_STEPS * batch if rows else 0
         self._outputs = torch.zeros(count, 2 * self._children, dtype=torch.int32, device=device)
         self.on_demand = not runner.streamer.has_all
+        self.devices = runner.decoder.partition.devices
         self.graphs = graphs.StepGraphs(
-            device, input_words=graphs.tree_input_words(batch) if rows else 0,
+            device, self.devices[1:], input_words=graphs.tree_input_words(batch) if rows else 0,
             output_words=self._outputs.numel(), most_graphs=graphs.MOST_GRAPHS * (2 if rows else 1),
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heappushpop
 from itertools import count as numbers
@@ -330,8 +330,8 @@ class ModelDrafter(Drafter):
         self.runner, self._ngrams, self._worth = runner, ngrams, worth
         self.draft_state = runner.texts
         self.name: str = runner.name
-        own_stream = runner.device.type == "cuda" and runner.num_places > 0 and not runner.on_demand
-        self._stream = drafting_stream(runner.device) if own_stream else None
+        own_streams = runner.device.type == "cuda" and runner.num_places > 0 and not runner.on_demand
+        self._streams = [drafting_stream(device) for device in runner.devices if own_streams]
         self._joined: set[int] = set()
         # How tokens are chosen, but for the noise, since a request joined that was alone: how scores differ.
         self._sampling: SamplingParams | None = None
@@ -346,8 +346,7 @@ class ModelDrafter(Drafter):
     def join(self, slot: int, params: SamplingParams) -> None:
         self._drop(slot)
         self._worth.pause()
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.runner.device))
+        self._follow_target()
         if not self._joined and params.without_noise != self._sampling:
             self.probabilities, self._best_rate = ChildProbabilities(), _FIRST_RATE  # other scores
             self._worth.forget()
@@ -373,9 +372,9 @@ class ModelDrafter(Drafter):
 
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
         if slot in self._joined and self.runner.hidden is not None:
-            if self._stream is not None:
-                self._stream.wait_stream(torch.cuda.current_stream(self.runner.device))
-                hidden.record_stream(self._stream)
+            self._follow_target()
+            for stream in self._streams[:1]:
+                hidden.record_stream(stream)
             with self._at_work():
                 self.runner.observe(slot, position, tokens, hidden)
 
@@ -384,8 +383,8 @@ class ModelDrafter(Drafter):
         budgets = {slot: budget for slot, budget in budgets.items() if self.runner.texts.knows(slot, texts[slot])}
         chains = {slot: budget for slot, budget in budgets.items() if budget.tree_nodes is None or not grows}
         self._verified, proposals = [], dict[int, TokenTree]()
-        if self.runner.shares_kv and self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self.runner.device))
+        if self.runner.shares_kv:
+            self._follow_target()
         with self._at_work():
             grown = [slot for slot in budgets if slot in self.trees]
             self._worth.begin(sum(len(texts[slot]) - len(self.trees[slot].text) for slot in grown))
@@ -426,10 +425,17 @@ class ModelDrafter(Drafter):
                 self._expand(asked, greedy_steps)
                 self._worth.stepped(time.perf_counter() - started_s, 1 + greedy_steps, hidden=True)
 
+    def _follow_target(self) -> None:
+        """Let the draft wait for what the target has been given so far."""
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Put the draft's work on its own stream; what is cut off is not trusted afterwards."""
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        """Put the draft's work on its own stream of each device; what is cut off is not trusted afterwards."""
+        with ExitStack() as undo:
+            for stream in reversed(self._streams):  # with the last one its device becomes the current one
+                undo.enter_context(torch.cuda.stream(stream))
             try:
                 yield
             except BaseException:
