@@ -34,6 +34,8 @@ from tests.kernels.test_scaled_rows import made, on_device, stored_rows
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")  # of what fp16 has no room for
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# From which row on, and to what; the interpreter has no arithmetic in bf16.
+PARTS = [(0, FP32), (1, FP16), *([(0, BF16), (1, BF16)] if KERNEL_DEVICE.type == "cuda" else [])]
 # A group, shorter ones, tiles that end within one and within a group, several tiles.
 SHAPES = ((5, 64), (3, 40), (4, 200), (3, 576), (2, 1280))
 
@@ -66,7 +68,7 @@ def test_every_bit_comes_back(name: str, shape: tuple[int, int]) -> None:
     check(MATRICES[name](*shape), rest_bytes(*shape) + 4 * shape[0] * shape[1])
 
 
-@pytest.mark.parametrize("name", ["Gaussian", "heavy-tailed", "constant", "zero"])
+@pytest.mark.parametrize("name", ["heavy-tailed", "zero"])
 def test_what_a_plan_has_room_for(name: str) -> None:
     values = MATRICES[name](8, 1024)
     stored, _ = coded(values)
@@ -129,8 +131,7 @@ def check_q8(blocks: torch.Tensor, nbytes: int | None = None) -> None:
     copy = copy_of(values.to(KERNEL_DEVICE))
     rest = torch.full((nbytes or rest_bytes(*shape, Q8_0),), 255, dtype=torch.uint8, device=KERNEL_DEVICE)
     assert encode_q8_rest(stored.to(KERNEL_DEVICE), shape[1], copy, rest)
-    dtypes = [FP32, FP16] + [BF16] * (KERNEL_DEVICE.type == "cuda")
-    for decode, start, dtype in product((decode_rest_reference, decode_rest_triton), (0, 1), dtypes):
+    for decode, (start, dtype) in product((decode_rest_reference, decode_rest_triton), PARTS):
         expected = torch.empty(shape, dtype=dtype)
         decode_blocks_reference(stored, FORMATS["Q8_0"], expected)
         out = torch.full(shape, 7.0, dtype=dtype, device=KERNEL_DEVICE)
@@ -173,8 +174,7 @@ def check_fp8(whole: ScaledRows, form: ScaledFormat, columns: int, nbytes: int |
     copy = copy_of(values.to(KERNEL_DEVICE))
     rest = torch.full((nbytes or rest_bytes(*shape, FP8),), 255, dtype=torch.uint8, device=KERNEL_DEVICE)
     assert encode_fp8_rest(moved, form, columns, copy, rest)
-    dtypes = [FP32, FP16] + [BF16] * (KERNEL_DEVICE.type == "cuda")
-    for decode, start, dtype in product((decode_rest_reference, decode_rest_triton), (0, 1), dtypes):
+    for decode, (start, dtype) in product((decode_rest_reference, decode_rest_triton), PARTS):
         expected = torch.empty(shape, dtype=dtype)
         decode_scaled_reference(whole, form, 0, expected)
         out = torch.full(shape, 7.0, dtype=dtype, device=KERNEL_DEVICE)
