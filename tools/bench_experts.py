@@ -92,6 +92,7 @@ def measure(runtime: Runtime, options: argparse.Namespace) -> tuple[dict[str, An
         "prompts": prompts, "tokens": answer.tokens, "token_s": token_s, "tok_per_s": stats.tok_per_s,
         "predicted_s": stats.predicted_s_per_pass, "bytes_per_pass": stats.bytes_per_pass, "bound_s": bound_s,
         "expert_hit_rate": stats.expert_hit_rate, "expert_cpu_share": stats.expert_cpu_share,
+        "expert_cpu_gbps": stats.expert_cpu_gbps,
         "link_peak_gbps": peak_gbps, "placement": runtime.placement,
     }  # fmt: skip
     return row, logits
@@ -103,7 +104,9 @@ def describe(row: dict[str, Any]) -> str:
     link = "" if bound is None else f", the link alone {1e3 * bound:.2f} ms for {row['bytes_per_pass'] / GB:.3f} GB"
     found = "all experts on the device"
     if hits is not None:
+        rate = row["expert_cpu_gbps"]
         found = f"{hits:.1%} hits, {row['expert_cpu_share']:.1%} of the others on the CPU"
+        found += "" if rate is None else f" at {rate:.1f} GB/s"
     prompts = ", ".join(f"{one['tokens']} tokens in {one['s']:.2f} s" for one in row["prompts"])
     name = f"pool {row['pool']}, CPU {row['cpu_share']}"
     return f"{name}: {1e3 * row['token_s']:.2f} ms a token{link}, {found}; prompts: {prompts}"

@@ -682,7 +682,7 @@ INLINE void pause() {
 
 using Done = std::atomic<uint8_t>;
 
-// Columns of x that other threads may still be writing, HALF_PANEL at a time in ascending order: those to be waited for.
+// Columns of x that other threads may still be writing, HALF_PANEL at a time in ascending order, to be waited for.
 struct Arriving {
     const Done *next, *last;
     INLINE void wait(long columns) {
@@ -819,7 +819,7 @@ INLINE F gated(F gate, F up, const Experts& experts) {
 // --- threads
 
 using Clock = std::chrono::steady_clock;
-constexpr auto AWAKE = std::chrono::milliseconds(2);  // a layer takes less, and waking threads takes 50 us
+constexpr auto AWAKE = std::chrono::milliseconds(5);  // as layers take that miss none, and waking threads takes 50 us
 
 // What is asked for: tasks are the panels of the first matrices of all experts, and then those of the second ones.
 struct Job {
@@ -1061,8 +1061,8 @@ void* experts_start(int threads, const int32_t* cores) {
 
 void experts_stop(void* pool) { delete (Pool*)pool; }
 
-// Returns whether there is memory for it. `y` is written until `experts_wait` returns, or `ready` is 1, which is 0 until
-// then; all but weights and biases is read before this returns.
+// Returns whether there is memory for it. `y` is written until `experts_wait` returns, or `ready`, 0 until then, is 1;
+// all but weights and biases is read before this returns.
 bool experts_submit(void* pool, const Experts* experts, const void* x, int64_t tokens, const int64_t* choices,
                     int64_t num_chosen, const int64_t* wanted, const uint8_t* const* blocks, int64_t count,
                     void* y, int32_t* ready) try {

@@ -312,7 +312,7 @@ def physical_first(cores: Sequence[int], folder: Path = Path("/sys/devices/syste
 
 
 class ExpertsCpu:
-    """Threads that compute experts, each pinned to a core: they stay awake for two milliseconds behind a layer, and
+    """Threads that compute experts, each pinned to a core: they stay awake for five milliseconds behind a layer, and
     sleep after that. One layer at a time. In a process that was forked there are none, and it may not be used there.
 
     Args:

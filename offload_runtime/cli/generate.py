@@ -272,7 +272,11 @@ def show_stats(stats: GenerationStats, device: str) -> None:
         lines.append(f"link {link_figure(stats)}, {idle}, {waited}")
     if stats.expert_hit_rate is not None:
         brought = f"{format_bytes(stats.expert_bytes_per_pass)} of them a pass over the link"
-        on_cpu = f", {100 * stats.expert_cpu_share:.0f} % of the others on the CPU" if stats.expert_cpu_share else ""
+        on_cpu = ""
+        if stats.expert_cpu_gbps is not None:
+            on_cpu = (
+                f", {100 * stats.expert_cpu_share:.0f} % of the others on the CPU, {stats.expert_cpu_gbps:.1f} GB/s"
+            )
         lines.append(f"experts on the device {100 * stats.expert_hit_rate:.1f} % of the time, {brought}{on_cpu}")
     if stats.hidden_draft_share is not None:
         lines.append(f"drafting hidden {100 * stats.hidden_draft_share:.1f} %")

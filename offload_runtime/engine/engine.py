@@ -386,6 +386,8 @@ class _Passes(NamedTuple):
     experts_found: int = 0
     expert_bytes: int = 0
     experts_computed: int = 0
+    cpu_bytes: int = 0
+    cpu_s: float = 0.0
 
     def grown(self, now: _Passes, before: _Passes) -> _Passes:
         """Return the same with what has come between two times."""
@@ -479,6 +481,7 @@ class PassMeter:
             expert_hit_rate=passes.experts_found / passes.experts_wanted if passes.experts_wanted else None,
             expert_bytes_per_pass=round(passes.expert_bytes / count) if count else 0,
             expert_cpu_share=passes.experts_computed / max(1, passes.experts_wanted - passes.experts_found),
+            expert_cpu_gbps=passes.cpu_bytes / passes.cpu_s / 1e9 if passes.cpu_s > 0 else None,
         )  # fmt: skip
         logprobs = None if request.params.logprobs is None else tuple(request.logprobs)
         of_prompt = None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)

@@ -74,6 +74,7 @@ class GenerationStats:
             the device; None where all are, and where nothing was asked for.
         expert_bytes_per_pass: What of `bytes_per_pass` are experts.
         expert_cpu_share: Share of those experts that were not on the device which the CPU has computed.
+        expert_cpu_gbps: How fast it has read them, in GB/s; None where it has computed none.
     """
 
     prompt_tokens: int
@@ -100,6 +101,7 @@ class GenerationStats:
     expert_hit_rate: float | None = None
     expert_bytes_per_pass: int = 0
     expert_cpu_share: float = 0.0
+    expert_cpu_gbps: float | None = None
     kept_tokens: int = 0
 
     def __repr__(self) -> str:

@@ -54,13 +54,14 @@ class CpuExperts:
 
     Attributes:
         layers: What they compute with, by layer.
+        total: All that has been computed so far.
     """
 
     def __init__(
         self, threads: ExpertsCpu, share: float | None, engine: CopyEngine, *, num_chosen: int, x: torch.Tensor
     ) -> None:  # fmt: skip
         self._threads, self.share, self._engine = threads, share, engine
-        self.layers = dict[int, HostExperts]()
+        self.layers, self.total = dict[int, HostExperts](), Work(0, 0.0)
         self._x_host, y_host = (
             torch.zeros(rows, x.shape[1], dtype=x.dtype, pin_memory=x.is_cuda)
             for rows in (MOST_CPU_ROWS, MOST_CPU_ROWS * num_chosen)
@@ -147,7 +148,7 @@ class CpuExperts:
 
     def _note(self, layer: int, began_s: float, work: Work) -> None:
         """Take up what was measured of a layer's experts."""
-        self._is_busy = False
+        self._is_busy, self.total = False, Work(self.total.nbytes + work.nbytes, self.total.seconds + work.seconds)
         self._rates["CPU"].note(work.nbytes, work.seconds)
         if (log := self._engine.log) is not None:
             log.computed(layer, began_s, began_s + work.seconds, bytes=work.nbytes)

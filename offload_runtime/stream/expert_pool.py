@@ -48,6 +48,8 @@ class PoolCounts(NamedTuple):
     found: int = 0
     bytes_begun: int = 0
     computed: int = 0
+    cpu_bytes: int = 0
+    cpu_s: float = 0.0
 
 
 class ExpertPool:
@@ -67,7 +69,7 @@ class ExpertPool:
         self, buffers: torch.Tensor, layers: Mapping[int, ExpertUnits], engine: CopyEngine | None = None, *,
         most_choices: int = 0, cpu: CpuExperts | None = None,
     ) -> None:  # fmt: skip
-        self.buffers, self.engine, self.cpu, self.counts = buffers, engine, cpu, PoolCounts()
+        self.buffers, self.engine, self.cpu, self._counts = buffers, engine, cpu, PoolCounts()
         self._layers, most_chosen = dict(layers), max(one.chosen for one in layers.values())
         locked, most = buffers.is_cuda and engine is not None, max(one.num_experts for one in layers.values())
         # By layer and expert, the number of the buffer that a pass finds it in: written by the host, and on the card.
@@ -123,9 +125,15 @@ class ExpertPool:
         return None if host is None else host[0]
 
     @property
+    def counts(self) -> PoolCounts:
+        """Return what has been counted so far."""
+        work = (0, 0.0) if self.cpu is None else self.cpu.total
+        return self._counts._replace(cpu_bytes=work[0], cpu_s=work[1])
+
+    @property
     def bytes_begun(self) -> int:
         """Return bytes of all experts that were begun to be copied."""
-        return self.counts.bytes_begun
+        return self._counts.bytes_begun
 
     def prefetches_layers(self, rows: int) -> bool:
         """Return whether a pass of so many rows prefetches all experts of each layer, before any are chosen."""
@@ -210,12 +218,12 @@ class ExpertPool:
 
     def _copy(self, layer: int, buffers: Mapping[int, int], free: Any, ready: Any) -> None:
         """Begin to copy experts into a buffer each."""
-        units, counts = self._layers[layer].host, self.counts
+        units, counts = self._layers[layer].host, self._counts
         assert self.engine is not None and units is not None
         size = units.shape[1]
         copies = [(self.buffers[buffer][:size], units[expert]) for expert, buffer in buffers.items()]
         self.engine.enqueue_all(copies, free=free, ready=ready, label=(EXPERTS, (layer,)))
-        self.counts = counts._replace(bytes_begun=counts.bytes_begun + len(copies) * size)
+        self._counts = counts._replace(bytes_begun=counts.bytes_begun + len(copies) * size)
 
     def _address(self, layer: int, expert: int) -> int:
         """Return where an expert lies in host memory."""
@@ -281,10 +289,10 @@ class ExpertPool:
         computed = self._for_cpu(layer, missing, cpu) if cpu is not None and missing else []
         if cpu is not None:
             cpu.begin(layer, chosen.view(rows, -1), [(one, self._address(layer, one)) for one in computed])
-        counts = self.counts
-        self.counts = PoolCounts(
-            counts.wanted + wanted, counts.found + wanted - len(missing), counts.bytes_begun,
-            counts.computed + len(computed),
+        counts = self._counts
+        self._counts = counts._replace(
+            wanted=counts.wanted + wanted, found=counts.found + wanted - len(missing),
+            computed=counts.computed + len(computed),
         )  # fmt: skip
         remaining[:] = [expert for expert in remaining if expert not in computed]
         self._fetch_round(layer, remaining)
