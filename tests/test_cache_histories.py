@@ -1,8 +1,6 @@
 """Any history of growing, proposing, verifying and rolling back leaves in a cache what a plain list says it holds."""
 
-import random
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -12,14 +10,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
-from offload_runtime.cache.device import StreamingDraftCache, block_bytes, kept_positions, num_blocks
+from offload_runtime.cache.device import StreamingDraftCache, block_bytes, kept_positions
 from offload_runtime.cache.host import HostKVCache
 from offload_runtime.cache.host_io import HostKVCard
-from offload_runtime.cache.saved_blocks import BlockLayout
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.stream.device import DeviceBudget
 from offload_runtime.stream.queue import ThreadCopyEngine
-from tests.helpers.reordering import ReorderingCopyEngine, before_each_copy
+from tests.helpers.reordering import before_each_copy
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, BATCH, CAPACITY = 2, 2, 2, 800
@@ -100,21 +97,6 @@ class PlayedOnHost:
         self.cache.truncate(0, length)
         del self.expected[length:]
 
-    def save_and_restore(self) -> None:
-        """All blocks leave, the open one as well, another text is written, and they come back."""
-        kept = self.expected[:]
-        layout = BlockLayout.of(CONFIG, torch.float32)
-        saved = [layout.views(torch.empty(layout.nbytes, dtype=torch.uint8)) for _ in range(num_blocks(len(kept)))]
-        for block, to in enumerate(saved):
-            self.cache.save_block(0, block, to, length=self.cache.length(0))
-        self.cut(0)
-        self.grow(600)
-        self.cut(0)
-        self.cache.begin_restore(0, len(kept))
-        for block, to in enumerate(saved):
-            self.cache.restore_block(0, to, min(BLOCK_TOKENS, len(kept) - block * BLOCK_TOKENS))
-        self.expected = kept
-
     def check(self, *, on_host: int) -> None:
         """A pass that streams the first `on_host` blocks finds these there, and everything else in the ring."""
         assert self.cache.length(0) == len(self.expected)
@@ -174,40 +156,6 @@ def test_a_block_that_is_written_anew_is_not_taken_for_there() -> None:
     gate.set()
     played.engine.drain()
     played.check_all()
-    played.cache.close()
-
-
-@pytest.mark.slow
-@settings(max_examples=20, deadline=None)
-@given(
-    steps=st.lists(
-        st.tuples(st.sampled_from(["grow", "window", "cut", "drain", "restore"]), st.integers(0, 900)), max_size=10
-    ),
-    seed=st.integers(0, 9), reorders=st.booleans(),
-)  # fmt: skip
-def test_any_history_in_host_memory(steps: list[tuple[str, int]], seed: int, reorders: bool) -> None:
-    """With blocks that arrive late, and overtake each other."""
-    generator = random.Random(seed)
-
-    def delay() -> None:
-        time.sleep(max(0.0, generator.uniform(-0.002, 0.004 if reorders else 0.001)))
-
-    engine = ReorderingCopyEngine(generator, delay) if reorders else ThreadCopyEngine(pace=before_each_copy(delay))
-    played = PlayedOnHost(engine)
-    for action, amount in steps:
-        length = len(played.expected)
-        if action == "grow":
-            played.grow(min(length + amount, 3 * CAPACITY))
-        elif action == "window":
-            count = amount % played.WINDOW + 1
-            played.window(count, 7 * amount % (count + 1))
-        elif action == "cut":
-            played.cut(max(0, length - amount))
-        elif action == "restore":
-            played.save_and_restore()
-        else:
-            played.engine.drain()
-        played.check_all()
     played.cache.close()
 
 

@@ -260,10 +260,6 @@ class SharedCard:
         assert device == CARD
         self.share, self.num_caps = share, self.num_caps + 1
 
-    @property
-    def capped_gb(self) -> float:
-        return round(24 * self.share, 6)
-
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> SharedCard:

@@ -222,18 +222,6 @@ def test_keeps_what_two_texts_of_a_slot_have_in_common(tmp_path: Path) -> None:
         assert list(chain.tokens) == logits.argmax(1).tolist()
 
 
-def test_a_text_without_proposals_leaves_what_another_has_shown_in_its_slot(tmp_path: Path) -> None:
-    made, text = Made.of("first", tmp_path), [*range(40)]
-    drafter = made.knowing(text)
-    drafter.leave(0)
-    drafter.observe(0, 20, [99], made.kept(1, 20, 21))  # a step of one that has not joined
-    drafter.join(0, GREEDY)
-    drafter.prepare(0, text)
-    chain = drafter.propose({0: text}, {0: DraftBudget("chain", 5)})[0]
-    logits, _ = made.defined(0, 39, text[-1])
-    assert list(chain.tokens) == logits.argmax(1).tolist()
-
-
 def test_reads_what_public_checkpoints_are_called_and_shaped() -> None:
     # Of the second version's for Muse Glimmer 30B, as its public code has them among its tests.
     stated = {

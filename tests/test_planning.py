@@ -19,14 +19,12 @@ from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
-from offload_runtime.models.layers import Attention, DecoderLayer, GatedMLP, RowNorm
 from offload_runtime.models.registry import model_config_from_json
 from offload_runtime.plan.cost import draft_step_s, pass_time, prefill_time
 from offload_runtime.plan.report import Refusal, forecast, plan_or_refuse
 from offload_runtime.plan.search import plan_run
 from offload_runtime.plan.sizes import RunPlan, common_figures
 from offload_runtime.sizes import GB
-from offload_runtime.speculation.window import best_tree_tokens
 from offload_runtime.weights.checkpoint import DescribedModel
 from offload_runtime.weights.layout import ModelLayout
 from offload_runtime.weights.neighbours import stored_kinds
@@ -117,28 +115,6 @@ def test_never_over_budget_and_every_byte_counts_once(case: tuple[RuntimeConfig,
     kept = parts.get("KV cache", parts.get("KV of resident layers", 0))
     assert kept + host.get("KV cache", 0) + host.get("staged KV cache", 0) == target.whole_kv_bytes
     assert set(plan.resident_kv_layers) <= set(range(target.config.num_layers))
-
-
-@pytest.mark.slow
-@given(requests(), machines())
-def test_what_is_proposed_instead_fits(request: RuntimeConfig, machine: MachineProfile) -> None:
-    outcome = plan_or_refuse_or_none(request, machine)
-    if not isinstance(outcome, Refusal):
-        return
-    for way in outcome.changes:
-        limits = way.plan.limits
-        assert plan_run(way.plan.request, machine, limits) == way.plan
-        assert limits.device_bytes is not None and way.plan.device_bytes <= limits.device_bytes
-        assert way.plan.host_bytes <= limits.ram_bytes
-        assert limits.pinned_bytes is None or way.plan.pinned_bytes <= limits.pinned_bytes
-    assert all(nbytes > 0 for nbytes in outcome.short_bytes.values())
-
-
-def plan_or_refuse_or_none(request: RuntimeConfig, machine: MachineProfile) -> RunPlan | Refusal | None:
-    try:
-        return plan_or_refuse(request, machine)
-    except OptionError:  # no machine could do this
-        return None
 
 
 QWEN3_30B = {
@@ -311,17 +287,6 @@ def test_an_unknown_dtype_names_what_the_profile_lacks() -> None:
         made_up_machine().flops("fp32")
 
 
-@given(st.integers(1, 40), st.integers(0, 100), st.none() | st.integers(1, 120))
-def test_a_layer_declares_what_its_rows_see(rows: int, before: int, window: int | None) -> None:
-    attention = Attention(8, num_heads=4, num_kv_heads=2, head_dim=6, norm=RowNorm(1e-6), window=window)
-    layer, context = DecoderLayer(attention, GatedMLP(8, 16)), before + rows
-    work, reach = layer.work(rows, context), window or context
-    seen = sum(min(reach, position + 1) for position in range(before, context))
-    assert work.attention_operations == 2 * 2 * 4 * 6 * seen  # scores and values
-    assert work.product_operations == 2 * rows * (8 * (4 + 2 * 2) * 6 + 4 * 6 * 8 + 3 * 8 * 16)
-    assert work.kv_elements <= attention.kv_elements(context) == 2 * 2 * 6 * context
-
-
 # --- weights that are decoded in registers
 
 
@@ -436,11 +401,3 @@ def test_steps_of_a_small_draft_as_measured() -> None:
     plan = plan_of_7b(context=121024, kv="gpu", draft=draft, speculation=speculation)
     found = measured("long-context-gpu-h200.json")["steps"]
     assert draft_step_s(plan, load_profile("h200")) == pytest.approx(found["draft_step_ms"] / 1e3, rel=0.15)
-
-
-def test_tokens_of_a_tree_by_hand() -> None:
-    assert best_tree_tokens((0.8, 0.1), 0, 9) == best_tree_tokens((0.8,), 5, 0) == 1
-    assert best_tree_tokens((0.8,), 3, 9) == pytest.approx(1 + 0.8 + 0.64 + 0.512)
-    assert best_tree_tokens((0.8,), 3, 2) == pytest.approx(1 + 0.8 + 0.64)
-    # 0.5, 0.4, 0.25, 0.2 and 0.2: the best five of two levels.
-    assert best_tree_tokens((0.5, 0.4), 5, 2) == pytest.approx(1 + 0.5 + 0.4 + 0.25 + 0.2 + 0.2)

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.cache.host import HostKVCache
@@ -18,7 +16,6 @@ from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import StorageError
 from offload_runtime.stream.copy_engine import CopyEngine
-from offload_runtime.trace import covered_seconds, union_seconds
 from tests.helpers import traces
 from tests.helpers.assembly import copying_threads
 from tests.helpers.engine import NUM_LAYERS, load, raising
@@ -234,15 +231,3 @@ def test_on_a_gpu(target: Path, draft: Path, of_a_gpu: dict[int, list[list[int]]
         assert one.start_s > launches[number].start_s - 50e-6
         if number in accepted:
             assert one.end_s < accepted[number].end_s + 50e-6
-
-
-_intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda pair: (pair[0], sum(pair))))
-
-
-@given(_intervals, _intervals)
-def test_shares_are_counted_once(left: list[tuple[int, int]], right: list[tuple[int, int]]) -> None:
-    def moments(intervals: list[tuple[int, int]]) -> set[int]:
-        return {moment for start, end in intervals for moment in range(start, end)}
-
-    assert union_seconds(left) == len(moments(left))
-    assert covered_seconds(left, right) == len(moments(left) & moments(right))

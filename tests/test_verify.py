@@ -2,7 +2,6 @@
 judges by: near-ties and the chi-square test, on logits made by hand."""
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
@@ -25,10 +24,9 @@ from offload_runtime.core import Batch
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.verify import Fit, fit, fit_row, total
+from offload_runtime.verify import Fit, fit, fit_row
 from offload_runtime.verify.equality import Finding, Transcript, compare, resample
 from tests.helpers.engine import PROMPT, load
-from tests.helpers.sampling import warped
 from tests.test_cli_fakes import app_of
 
 pytestmark = pytest.mark.early  # `exact_report` takes ten seconds
@@ -206,35 +204,6 @@ def test_logits_that_differ_are_a_defect_on_cuda_even_behind_the_same_token() ->
     finding = judge(rows, other, SamplingParams(), bitwise=True)
     assert (finding.verdict, finding.first_difference, finding.differing_logit_rows) == ("defect", None, 1)
     assert judge(rows, other, SamplingParams()).verdict == "identical"
-
-
-@pytest.mark.parametrize(
-    "params",
-    [T1, SamplingParams(0.6), SamplingParams(0.7, top_k=7), SamplingParams(1.3, top_p=0.8),
-     SamplingParams(1.0, min_p=0.1), SamplingParams(0.9, top_k=20, top_p=0.9, min_p=0.02)],
-)  # fmt: skip
-def test_probabilities_are_those_of_transformers(params: SamplingParams) -> None:
-    logits = 2 * torch.randn(120, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    expected = warped(logits[None], params)[0].softmax(0)
-    torch.testing.assert_close(verifying.target_probabilities(logits, params), expected, rtol=1e-9, atol=1e-12)
-
-
-def test_chi_square_by_hand() -> None:
-    p = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04, 0.0], dtype=torch.float64)
-    found = fit("hand", torch.tensor([60, 20, 10, 6, 4, 0]), p)
-    # 50, 30 and, pooled because each is small, 20 are expected.
-    assert (found.draws, found.freedom, found.impossible) == (100, 2, 0)
-    assert found.statistic == pytest.approx(100 / 50 + 100 / 30)
-    assert found.p_value == pytest.approx(math.exp(-found.statistic / 2))  # exact for two degrees of freedom
-    assert fit("hand", torch.tensor([60, 20, 10, 6, 3, 1]), p).p_value == 0
-    # What is pooled and still small joins the smallest cell, and a single cell tests nothing.
-    sparse = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
-    found = fit("sparse", torch.tensor([66, 30, 4]), sparse)
-    assert (found.freedom, found.statistic) == (1, pytest.approx(36 / 60 + 36 / 40))
-    assert fit("one", torch.tensor([100, 0]), torch.tensor([1.0, 0.0])).p_value == 1
-    assert fit("few", torch.tensor([4, 6]), torch.tensor([0.5, 0.5])).freedom == 0
-    together = total("both", [Fit("a", 10, 3.0, 2, 0), Fit("b", 20, 4.0, 3, 1)])
-    assert together == Fit("both", 30, 7.0, 5, 1)
 
 
 def test_fit_of_other_probabilities_is_refused() -> None:
