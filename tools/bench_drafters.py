@@ -36,6 +36,7 @@ from widening.shapes import shape_named
 
 from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.errors import OptionError
+from offload_runtime.options import require
 from offload_runtime.params import SamplingParams
 from offload_runtime.stream.device import resolve_device
 from offload_runtime.trace import DRAFT, PASSES, union_seconds
@@ -60,6 +61,14 @@ def draft_of(name: str, options: argparse.Namespace, small: CheckpointSource) ->
     if options.shape == "none" or not Path(name).is_dir():
         return name
     return widened_head(open_checkpoint(name, draft=True), shape_named(options.shape))
+
+
+def _target_of(small: CheckpointSource, options: argparse.Namespace) -> CheckpointSource:
+    """The small model in its shape, with noise on its weights if that is asked for."""
+    device, noise = resolve_device(options.device), options.target_noise
+    if options.shape == "none":
+        return noisy_copy(small, noise, device=device) if noise else small
+    return in_shape(small, options.shape, noise, device=device)
 
 
 def noise_of(name: str) -> float:
@@ -128,7 +137,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._small = options, open_checkpoint(options.source)
-        self._target = options.target or in_shape(self._small, options.shape, device=resolve_device(options.device))
+        self._target = options.target or _target_of(self._small, options)
         self._said: dict[Case, list[list[int]]] = {}
         self.rows: list[dict[str, Any]] = []
         self.loads: list[dict[str, Any]] = []
@@ -230,6 +239,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--source", type=Path, required=True, help="the small model, which may carry an MTP layer")
     parser.add_argument("--shape", default="llama2-13b", help="of the target, or none: the small model's")
     parser.add_argument("--target", type=Path, help="a widened checkpoint of widen_model.py, of that --shape")
+    parser.add_argument(
+        "--target-noise", type=float, default=0.0, metavar="X",
+        help="on the target's weights, so that they are on no grid; the draft noise=0 then has none of it",
+    )  # fmt: skip
     parser.add_argument("--drafters", nargs="+", default=[PLAIN, "ngram", f"{NOISE}0.05"])
     parser.add_argument("--kinds", nargs="+", choices=texts.KINDS, default=texts.KINDS)
     parser.add_argument("--places", type=int, default=2, help="of each kind")
@@ -263,6 +276,9 @@ def check(options: argparse.Namespace) -> None:
     for temperature in options.temperatures:
         SamplingParams(temperature=temperature)
     resolve_device(options.device)
+    noise = options.target_noise
+    require(0 <= noise < math.inf, f"--target-noise {noise} is no noise of 0 or more")
+    require(not (noise and options.target), "--target-noise does nothing with --target: drop one of them")
     if options.shape != "none":
         shape_named(options.shape)
     for drafter in options.drafters:

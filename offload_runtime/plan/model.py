@@ -49,8 +49,8 @@ def listed(parts: Parts) -> str:
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
 
 
-# Decoded at a time at least of a larger matrix: gates and ups of a 32B take 566 MB.
-_SLICE_BYTES = 96 << 20
+# Decoded at a time at least of a larger matrix: gates and ups of a 32B take 566 MB, and each slice launches of its own.
+_SLICE_BYTES = 160 << 20
 # Rows of an expert beyond which more tokens together bring nothing but activations.
 _EXPERT_ROWS = 256
 
