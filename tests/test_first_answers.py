@@ -25,7 +25,7 @@ from offload_runtime.cli.app import app
 for words in json.loads(sys.argv[1]):
     sys.argv = words
     try:
-        app(words) if words[0] != "python" else runpy.run_path(words[1])
+        app(words) if words[0] != "python" else runpy.run_path(words[1], run_name="__main__")
     except SystemExit as end:
         print("ended with", end.code)
 print("HEAVY", sorted({"torch", "transformers", "prompt_toolkit"} & set(sys.modules)))
@@ -65,7 +65,7 @@ def test_what_needs_no_torch_is_answered_without_it(tmp_path: Path) -> None:
         assert said in result.stdout + result.stderr
     ends = [line.split()[-1] for line in result.stdout.splitlines() if line.startswith("ended with")]
     assert ends == ["0" if "--help" in words else "2" for words in asked]
-    assert len(examples) == 5 and result.stdout.count("usage: ") == 5
+    assert result.stdout.count("usage: ") == len(examples) > 4
 
 
 def test_threads_are_those_that_torch_computes_with(target: Path) -> None:
