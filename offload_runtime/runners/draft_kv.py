@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -16,6 +17,53 @@ CATCH_UP_TOKENS = 32
 # The draft's first step feeds up to so many tokens that the host knows already: what a verified window brought may be
 # new to its cache.
 REWRITTEN_TOKENS = 2
+
+
+class DraftTexts(Protocol):
+    """Says what steps of a draft ask of what is known of the texts of all sequences.
+
+    Attributes:
+        starts: Of every sequence, how much smaller indices in the cache are than positions.
+        rope_shifts: Of every sequence, how much further keys are rotated than their indices say.
+        last_token: The largest token that the draft is fed.
+        is_shifted: Whether rows may be rotated otherwise than by their indices.
+    """
+
+    last_token: int
+    is_shifted: bool
+
+    @property
+    def starts(self) -> Sequence[int]: ...
+
+    @property
+    def rope_shifts(self) -> Sequence[int]: ...
+
+    def warm_up(self) -> None:
+        """Compile the kernels that only read prompts. Leaves the cache empty."""
+
+    def text_to_warm_up(self, slot: int, length: int) -> list[int]:
+        """Return a text of so many tokens, of which a slot knows all that there is to know."""
+
+    def join(self, slot: int) -> None:
+        """Let another text begin in a slot, which only grows until the next one does."""
+
+    def num_kept(self, length: int) -> int:
+        """Return the tokens that the cache keeps of a text of `length`."""
+
+    def knows(self, slot: int, tokens: Sequence[int]) -> bool:
+        """Return whether there is all that it takes to catch up with a text."""
+
+    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
+        """Read a prompt, as far as it can be before anything is asked for."""
+
+    def catch_up(self, slot: int, tokens: Sequence[int], most: int = ...) -> Sequence[int]:
+        """Bring the cache to all of `tokens` but the last one, or up to `most` of the last, and return these."""
+
+    def holds(self, slot: int, tokens: Sequence[int]) -> bool:
+        """Return whether the cache has the keys of exactly these tokens."""
+
+    def learned(self, slot: int, newest: Sequence[int]) -> None:
+        """Note that steps have written the keys of `newest`, the tokens behind those that the cache had."""
 
 
 class DraftKVState:
@@ -208,9 +256,9 @@ class DraftKVState:
         return [min(token, self.last_token) for token in tokens]
 
 
-class TargetKVState(DraftKVState):
+class TargetKVState:
     """Knows texts by the KV cache of the target, which a drafter of the same layers shares: there is nothing to catch
-    up with.
+    up with. It is a `DraftTexts`.
 
     A text's last token, the root, has no keys there before a pass has read it, which writes them while the drafter goes
     on. So trees have all of theirs in spare positions, and committed keys are only read. The rows of a chain are behind
@@ -221,22 +269,31 @@ class TargetKVState(DraftKVState):
         batch: Sequences.
     """
 
+    is_shifted = False
+
     def __init__(self, runner: ModelRunner, *, batch: int) -> None:
-        super().__init__(runner, batch=batch)
+        self._cache = runner.cache
+        self.last_token = runner.decoder.config.vocab_size - 1
+        self.starts = self.rope_shifts = (0,) * batch
         # Of every sequence the tokens of the text whose last one has keys in the root's spare position.
         self._lengths_at_root = [0] * batch
 
+    def warm_up(self) -> None:
+        """Do nothing: it reads no prompts."""
+
     def text_to_warm_up(self, slot: int, length: int) -> list[int]:
-        cache = self._runner.cache
-        cache.truncate(slot, 0)
-        cache.commit(slot, length - 1)
+        self._cache.truncate(slot, 0)
+        self._cache.commit(slot, length - 1)
         return [0] * length
 
     def join(self, slot: int) -> None:
         self._lengths_at_root[slot] = 0
 
+    def num_kept(self, length: int) -> int:
+        return length
+
     def knows(self, slot: int, tokens: Sequence[int]) -> bool:
-        return self._runner.cache.length(slot) == len(tokens) - 1
+        return self._cache.length(slot) == len(tokens) - 1
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         """Do nothing: the target reads the prompt."""
@@ -245,8 +302,8 @@ class TargetKVState(DraftKVState):
         """Return the last token: the target has all others, and the states behind these. Empties the cache where there
         are none."""
         if not tokens:
-            self._runner.cache.truncate(slot, 0)
-        self._runner.cache.renew(slot)
+            self._cache.truncate(slot, 0)
+        self._cache.renew(slot)
         return tokens[-1:]
 
     def holds(self, slot: int, tokens: Sequence[int]) -> bool:
@@ -254,4 +311,4 @@ class TargetKVState(DraftKVState):
 
     def learned(self, slot: int, newest: Sequence[int]) -> None:
         """Note that a step has put the keys of a text's last token into the root's position."""
-        self._lengths_at_root[slot] = self._runner.cache.length(slot) + len(newest)
+        self._lengths_at_root[slot] = self._cache.length(slot) + len(newest)

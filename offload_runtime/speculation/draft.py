@@ -36,7 +36,13 @@ from offload_runtime.models.layers import Rows
 from offload_runtime.models.rope import RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners import graphs
-from offload_runtime.runners.draft_kv import CATCH_UP_TOKENS, REWRITTEN_TOKENS, DraftKVState, TargetKVState
+from offload_runtime.runners.draft_kv import (
+    CATCH_UP_TOKENS,
+    REWRITTEN_TOKENS,
+    DraftKVState,
+    DraftTexts,
+    TargetKVState,
+)
 from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, HeadKVState
 from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_residual
@@ -119,6 +125,7 @@ class DraftRunner:
     Attributes:
         texts: What the cache holds of every sequence: before steps all of the tokens but those that a first step feeds
             itself, and afterwards also those whose keys the steps have written.
+        draft_state: The same where the cache is the draft's own; None where it is the target's.
         num_places: Nodes of a sequence's tree that can have keys at a time; 0 where there are only chains.
         graphs: Its steps.
         rereads: Whether a path that came true is read again, as layers have states, or hidden states or committed keys
@@ -149,10 +156,11 @@ class DraftRunner:
         self._root_positions, self._spare = self._spare[:shares_kv], self._spare[shares_kv:]  # the former at most one
         self.num_places, self._has_states = len(self._spare), cache.step_tokens is not None
         self.name, self.hidden = "self" if shares_kv else runner.decoder.config.name, None
-        self.texts = (TargetKVState if shares_kv else DraftKVState)(runner, batch=batch)
+        self.draft_state: DraftKVState | None = None if shares_kv else DraftKVState(runner, batch=batch)
         if isinstance(runner.decoder, HeadDecoder):
-            self.texts = of_head = HeadKVState(runner, batch=batch)
+            self.draft_state = of_head = HeadKVState(runner, batch=batch)
             self.hidden = of_head.hidden
+        self.texts: DraftTexts = self.draft_state or TargetKVState(runner, batch=batch)
         self._roots = [0 if self.hidden is None else self.hidden.of_root(slot) for slot in range(batch)]
         self.recorder: TraceRecorder | None = None  # of a trace, if there is one
         # What steps read besides the window, a row for each sequence; the tensors never move.
@@ -283,9 +291,9 @@ class DraftRunner:
 
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
         """Take the target's hidden states of committed tokens, as a `Drafter` does."""
-        if self.hidden is not None:
+        if self.hidden is not None and self.draft_state is not None:
             with self.recorder.span("observe", tokens=len(tokens)) if self.recorder else nullcontext():
-                self.texts.observe(slot, position, tokens, hidden)
+                self.draft_state.observe(slot, position, tokens, hidden)
 
     def room(self, length: int) -> int:
         """Return the most tokens that can be proposed in a row behind `length` tokens, of which the last needs no keys:
@@ -406,11 +414,11 @@ class DraftRunner:
         cache = self._runner.cache
         if self.hidden is not None and len(places) == len(tokens):
             self._roots[slot] = self.hidden.of_place(slot, places[-1])  # until then
-        if self.rereads:
+        if self.rereads or self.draft_state is None:
             return
         cache.adopt(slot, [self._spare[place] for place in places], cache.length(slot))
-        self.texts.learned(slot, tokens[: len(places)])
-        self.texts.move_on(slot)
+        self.draft_state.learned(slot, tokens[: len(places)])
+        self.draft_state.move_on(slot)
 
     @torch.inference_mode()
     def expand(self, asked: Mapping[int, Asked]) -> dict[int, list[Children]]:
@@ -604,7 +612,8 @@ class DraftRunner:
 
     def _pass_over(self, shape: BatchShape) -> torch.Tensor:
         """Feed the rows of a step over trees: logits as of `_pass`, and note what those of a head give."""
-        shifts = self._parts(shape)[8].repeat_interleave(shape.width) if self.texts.streaming else None
+        streams = self.draft_state is not None and self.draft_state.streaming is not None
+        shifts = self._parts(shape)[8].repeat_interleave(shape.width) if streams else None
         frequencies = self._row_frequencies.tensor[: shape.num_rows]
         rows = device_rows(shape, self.graphs.inputs, self._runner.rope, frequencies, shifts)
         *_, sources, destinations = self._parts(shape)

@@ -328,7 +328,7 @@ class ModelDrafter(Drafter):
 
     def __init__(self, runner: DraftRunner, *, ngrams: NgramDrafter, worth: StepWorth) -> None:
         self.runner, self._ngrams, self._worth = runner, ngrams, worth
-        self.draft_state = runner.texts
+        self.draft_state = runner.draft_state
         self.name: str = runner.name
         own_streams = runner.device.type == "cuda" and runner.num_places > 0 and not runner.on_demand
         self._streams = [drafting_stream(device) for device in runner.devices if own_streams]

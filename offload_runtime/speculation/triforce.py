@@ -191,7 +191,7 @@ class TriForceDrafter(Drafter):
         assert refresh_steps > 0 and all((len(tree) > 0) == (draft is not None) for tree in trees)
         self._window = window
         self.verifier = verifier
-        self._draft, self.draft_state = draft, None if draft is None else draft.texts
+        self._draft, self.draft_state = draft, None if draft is None else draft.draft_state
         self.trees = trees
         self._refresh_steps = refresh_steps
         self._max_tokens_with_draft = max_tokens_with_draft
