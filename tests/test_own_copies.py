@@ -22,6 +22,7 @@ from offload_runtime.engine.conversation import Conversation
 from offload_runtime.errors import OptionError
 from offload_runtime.hardware import load_profile
 from offload_runtime.params import SamplingParams
+from offload_runtime.plan.report import with_found_draft
 from offload_runtime.plan.search import plan_run
 from offload_runtime.speculation.ngram import WithNgrams, drafting
 from offload_runtime.speculation.step import StepOutput
@@ -391,6 +392,21 @@ def test_a_plan_says_what_a_copy_takes_and_what_it_brings() -> None:
     listed = re.search(r"draft weights +(.*)", shown.stdout)
     assert said is not None and listed is not None and float(said[1]) == pytest.approx(float(listed[1]), abs=0.1)
     assert "--draft self, if as much is" in CliRunner().invoke(app, [*command, "--draft", "ngram"]).stdout
+
+
+@pytest.mark.parametrize(("name", "kinds", "options", "draft"), [
+    ("qwen2.5-32b", None, {}, "self"), ("qwen2.5-32b", None, {"kv": "host"}, "ngram"),
+    ("qwen2.5-32b", "Q4_K_M", {"vram": 12 * 10**9}, "ngram"), ("llama-3.1-8b", None, {}, "ngram"),
+])  # fmt: skip
+def test_it_is_taken_where_bf16_must_be_streamed(
+    name: str, kinds: str | None, options: dict[str, Any], draft: str
+) -> None:
+    described = describe_model(CONFIGS / name)
+    config, dtype = described.config(), described.native_dtype
+    target = DescribedModel(config, dtype, kinds=stored_kinds(config, kinds)) if kinds else described
+    asked = RuntimeConfig(target, "ngram", context=4096, **options)
+    found, note = with_found_draft(asked, str(CONFIGS / name), load_profile("rtx4090"))
+    assert found.draft == draft and ("a copy of its streamed layers" in note) == (draft == "self")
 
 
 @pytest.mark.parametrize(("options", "message"), [
