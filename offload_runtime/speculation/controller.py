@@ -106,7 +106,7 @@ class AcceptanceModel:
     """
 
     def __init__(self, mode: str) -> None:
-        self._first, self._first_weight, self._in_a_row = _FIRST_RATES[mode], _FIRST_WEIGHT, mode in ("chain", COPY)
+        self._first, self._in_a_row = _FIRST_RATES[mode], mode in ("chain", COPY)
         self._hits, self._trials = [0.0] * len(SIZES), [0.0] * len(SIZES)  # as they were when a step was last observed
         self._kept = 1.0  # the share of these that counts now
         self.steps = 0.0  # observed, decayed
@@ -143,24 +143,12 @@ class AcceptanceModel:
             self.steps *= kept
             self._kept *= kept
 
-    @property
-    def first_rate(self) -> float:
-        """Return how often the first proposal is accepted."""
-        hits, trials = self._kept * self._hits[0], self._kept * self._trials[0]
-        return (hits + self._first_weight * self._first) / (trials + self._first_weight)
-
-    def expect(self, other: AcceptanceModel) -> None:
-        """Expect what is better known of another mode of the same draft, as a tree's first node is a chain's;
-        this one may have been unlucky."""
-        if other.steps >= 1 and other.steps > self.steps:
-            self._first, self._first_weight = other.first_rate, min(other.steps, _NEXT_WEIGHT)
-
     def curve(self, count: int = len(SIZES)) -> list[float]:
         """Return the accepted proposals to be expected of a window of each of the first `SIZES`."""
         rate, accepted, reached = self._first, 0.0, 1.0
         curve = [0.0]
         for step, (low, high) in enumerate(pairwise(SIZES[:count])):
-            weight = self._first_weight if not step else _NEXT_WEIGHT * (1 if self._in_a_row else high - low)
+            weight = _FIRST_WEIGHT if not step else _NEXT_WEIGHT * (1 if self._in_a_row else high - low)
             if step and not self._in_a_row:
                 rate *= (SIZES[step - 1] + low + 1) / (low + high + 1)
             hits, trials = self._kept * self._hits[step], self._kept * self._trials[step]
@@ -383,10 +371,6 @@ class Controller:
             return PLAIN
         if (suspect := latency.suspect) is not None and suspect.size <= limits.get(suspect.mode, 0):
             return suspect
-        chain, tree = account.models.get("chain"), account.models.get("tree")
-        if chain is not None and tree is not None:
-            chain.expect(tree)
-            tree.expect(chain)
         if COPY in limits and not account.models[COPY].steps:  # however long windows took in other texts
             first = self._best_of(COPY, limits[COPY], account, latency).choice
             return first if first.size else DraftBudget(COPY, 1)
