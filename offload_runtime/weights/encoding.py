@@ -66,6 +66,7 @@ from offload_runtime_kernels.scaled_rows import (
 
 from offload_runtime.stream.arena import Staging
 
+_SLICE_ROWS = 256  # of gates and ups together: libraries are slower where as many do not divide a matrix
 ALIGNMENT_BYTES = 256  # what cudaMalloc guarantees; keeps every view fit for vector loads and TMA
 
 
@@ -278,9 +279,10 @@ class StackedWeight(Weight):
 
     @property
     def _most_decoded(self) -> int:
-        """The rows that there is room for at a time."""
+        """The rows that are decoded at a time: all, or as many as there is room for, in whole tiles of products."""
         (height, columns), scratch = self.shape, self.scratch
-        return height if scratch is None else min(height, scratch.nbytes // (columns * self.dtype.itemsize))
+        rows = height if scratch is None else scratch.nbytes // (columns * self.dtype.itemsize)
+        return height if rows >= height else rows - rows % _SLICE_ROWS or rows
 
     def fill(self, row_start: int, row_end: int, fill: Fill, staging: Staging) -> int:
         part = next(part for part in self.parts if part.start <= row_start and row_end <= part.end)
