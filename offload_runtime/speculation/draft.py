@@ -51,7 +51,7 @@ from offload_runtime.speculation.window import MOST_LEVELS, WINDOW_CAPACITY_TOKE
 from offload_runtime.stream.device import overwrite, packed_words, unpack
 from offload_runtime.trace import TraceRecorder
 
-# Known tokens that a step over a tree feeds besides the nodes; more go through the draft on their own.
+# Known tokens that a narrow step over a tree feeds besides the nodes.
 _MOST_FED = 3
 # A draft may be anything from useless to certain, and one window of surprises must not settle it.
 _LEAST_SHARPNESS, _MOST_SHARPNESS = 0.02, 50.0
@@ -471,7 +471,8 @@ class DraftRunner:
         """Return the most tokens of a text that a step feeds besides nodes: a pass of their own would take as long."""
         if self.shares_kv:
             return 1
-        return max(1 + min(_MOST_FED, width - 1), width - graphs.NARROW_ROWS if self.rereads else 0)
+        # Where rows choose chunks those that only fill up would count.
+        return max(1 + min(_MOST_FED, width - 1), 0 if self._choosing else width - graphs.NARROW_ROWS)
 
     def _may_be_greedy(self, width: int) -> bool:
         """Return whether steps of so many rows may have greedy paths: narrow ones, and those that feed more of a text
