@@ -190,8 +190,10 @@ def test_layers_that_do_not_fit_there_are_refused_by_name(others: list[OtherRank
 
 
 @pytest.mark.slow
-def test_an_interrupted_prompt_leaves_all_ranks_alike(others: list[OtherRank], target: Path) -> None:
-    """Ctrl-C comes while another rank reads the prompt, whose answer then comes to nobody."""
+@pytest.mark.parametrize("pieces", [0, 1, 99])
+def test_an_interrupted_prompt_leaves_all_ranks_alike(others: list[OtherRank], target: Path, pieces: int) -> None:
+    """Ctrl-C comes when so many pieces of the prompt have left for another rank, or it has read all of them: then its
+    answer comes to nobody."""
     with Runtime.load(target, device="cpu", draft="ngram") as one:
         expected = tokens(one, [LONG])
     with first_rank(others, target, draft="ngram") as several:
@@ -199,7 +201,7 @@ def test_an_interrupted_prompt_leaves_all_ranks_alike(others: list[OtherRank], t
         runner = several.engine.target.runner
         following = runner.following
         assert following is not None
-        runner.following = Interrupted(following)
+        runner.following = Interrupted(following, pieces)
         with pytest.raises(KeyboardInterrupt):
             tokens(several, [TEXTS[0] + LONG])
         runner.following = following
@@ -208,13 +210,19 @@ def test_an_interrupted_prompt_leaves_all_ranks_alike(others: list[OtherRank], t
 
 
 class Interrupted:
-    """A stage of whose passes nobody waits for the end."""
+    """A stage that gets some pieces of a pass, and of whose passes nobody waits for the end."""
 
-    def __init__(self, stage: Any) -> None:
-        self._stage = stage
+    def __init__(self, stage: Any, pieces: int) -> None:
+        self._stage, self._pieces = stage, pieces
 
-    def run(self, *args: Any) -> Any:
-        self._stage.run(*args)
+    def run(self, batch: Any, committed: Any, residuals: Iterator[Any], num_kept: int) -> Any:
+        def some() -> Iterator[Any]:
+            for number, residual in enumerate(residuals):
+                if number == self._pieces:
+                    raise KeyboardInterrupt
+                yield residual
+
+        self._stage.run(batch, committed, some(), num_kept)
         raise KeyboardInterrupt
 
 

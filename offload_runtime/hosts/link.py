@@ -1,4 +1,5 @@
-"""What two neighbouring ranks say to each other: orders there and answers back, each a head and a body.
+"""What two neighbouring ranks say to each other: orders there and answers back, each a head and a body. The rows of a
+pass come in parts: the first one with the order, the others each as `ROWS`, unless it is `CUT` before the last.
 
 A head is three integers; a body is JSON and then rows, as bytes. Nothing of it is ever run or unpickled. One that is at
 work says so every second, so that a rank which is slow is told from one that is gone.
@@ -9,11 +10,11 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from offload_runtime.errors import HostError
 from offload_runtime.hosts.group import HostGroup
 
-LOAD, PASS, QUIT, BUSY, DONE, FAILED, ECHO = range(7)
+LOAD, PASS, ROWS, CUT, QUIT, BUSY, DONE, FAILED, ECHO = range(9)
 _BEAT_S = 1.0
 _FOR_EVER = timedelta(days=3650)  # for who waits for orders
 _MOST_BYTES = 1 << 40
@@ -114,16 +115,16 @@ class Link:
 
 
 class _Order(NamedTuple):
-    """What `Link.send` takes."""
+    """What is sent: parts of rows come in a queue, uint8 each, and then None, or False where there were to be more."""
 
     kind: int
     says: Mapping[str, Any]
-    rows: Sequence[torch.Tensor] = ()
+    parts: SimpleQueue[torch.Tensor | Literal[False] | None]
 
 
 class Orders:
     """Gives a neighbour orders, and waits for its answers in a thread of its own: Ctrl-C may come at any time, and what
-    is on its way then still arrives as a whole, to be forgotten. After an error nothing is sent any more."""
+    is on its way then still arrives as a whole, or is cut, to be forgotten. After an error nothing is sent any more."""
 
     def __init__(self, link: Link) -> None:
         self._link, self._number = link, 0
@@ -133,9 +134,10 @@ class Orders:
         self._thread = threading.Thread(target=self._run, name=f"rank {link.peer}", daemon=True)
         self._thread.start()
 
-    def ask(self, kind: int, says: Mapping[str, Any], rows: Sequence[torch.Tensor] = ()) -> Message:
-        """Give an order, and wait for the answer. Raises `HostError`, also of what the neighbour has failed by."""
-        return self._answer(_Order(kind, says, rows))
+    def ask(self, kind: int, says: Mapping[str, Any], parts: Iterable[torch.Tensor] = ()) -> Message:
+        """Give an order, whose rows leave part by part as they are made, and wait for the answer. Raises `HostError`,
+        also of what the neighbour has failed by."""
+        return self._answer(_Order(kind, says, SimpleQueue()), parts)
 
     def next_answer(self) -> Message:
         """Wait for a further answer to the last order. Raises as `ask`."""
@@ -144,14 +146,26 @@ class Orders:
     def close(self) -> None:
         """Give no more orders, and wait until the last one is answered, or its answer is given up."""
         self._number += 1
-        self._asked.put((self._number, _Order(QUIT, {})))
+        order = _Order(QUIT, {}, SimpleQueue())
+        order.parts.put(None)
+        self._asked.put((self._number, order))
         self._thread.join()
 
-    def _answer(self, order: _Order | None) -> Message:
+    def _answer(self, order: _Order | None, parts: Iterable[torch.Tensor] = ()) -> Message:
         if self.failure is not None:
             raise HostError(str(self.failure)) from self.failure
         self._number += 1
         self._asked.put((self._number, order))
+        if order is not None:
+            is_whole = False
+            try:
+                for part in parts:
+                    order.parts.put(part)
+                    if self.failure is not None:
+                        break
+                is_whole = True
+            finally:
+                order.parts.put(None if is_whole else False)
         number, found = 0, self.failure
         while number != self._number:  # others are to orders that nobody waits for any more
             number, found = self._answers.get()
@@ -164,8 +178,8 @@ class Orders:
         while self.failure is None:
             number, order = self._asked.get()
             try:
-                if order is not None:
-                    self._link.send(*order)
+                if order is not None and not self._send(order):
+                    continue
                 while (message := self._link.receive()).kind == BUSY:
                     pass
                 if message.kind == FAILED:
@@ -176,3 +190,16 @@ class Orders:
             except HostError as error:
                 self.failure, self._link.group.lost = error, str(error)
                 self._answers.put((number, error))
+
+    def _send(self, order: _Order) -> bool:
+        """Send an order part by part; return whether there will be an answer: not where none of it was sent."""
+        part = order.parts.get()
+        if part is False:
+            return False
+        self._link.send(order.kind, order.says, [] if part is None else [part])
+        while isinstance(part, torch.Tensor):
+            if isinstance(part := order.parts.get(), torch.Tensor):
+                self._link.send(ROWS, {}, [part])
+        if part is False:
+            self._link.send(CUT, {})
+        return True

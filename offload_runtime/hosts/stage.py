@@ -7,14 +7,14 @@ what was committed since the last one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.errors import HostError, OffloadError
-from offload_runtime.hosts.link import DONE, FAILED, PASS, QUIT, Link, Message, Orders
+from offload_runtime.hosts.link import CUT, DONE, FAILED, PASS, QUIT, ROWS, Link, Message, Orders
 from offload_runtime.runners.model_runner import HiddenTaps, ModelRunner, RowsDecoder
 from offload_runtime.stream.device import current_device
 
@@ -30,7 +30,7 @@ class RemoteStage:
     def __init__(self, orders: Orders, runner: ModelRunner) -> None:
         self._orders = orders
         self._paths = dict[int, list[int]]()  # of slots, since the last pass
-        self._like = runner.decoder.final_norm
+        self._like, self._width = runner.decoder.final_norm, runner.decoder.config.hidden_size
         runner.cache.on_path = self._commit
         runner.following = self
 
@@ -38,7 +38,7 @@ class RemoteStage:
         self._paths[slot] = [*rows]
 
     def run(
-        self, batch: Batch, committed: Sequence[int], residuals: Sequence[torch.Tensor], num_kept: int
+        self, batch: Batch, committed: Sequence[int], residuals: Iterable[torch.Tensor], num_kept: int
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """As of a `NextStage`."""
         paths, self._paths = self._paths, {}
@@ -48,9 +48,8 @@ class RemoteStage:
             "trees": [[slot, tree.parents] for slot, tree in batch.trees.items()],
             "prompts": [[slot, len(tokens)] for slot, tokens in batch.prompts.items()],
         }
-        answer = self._orders.ask(PASS, says, [_to_bytes(rows) for rows in residuals])
-        num_rows, width = sum(len(rows) for rows in residuals), residuals[0].shape[1]
-        found = _from_bytes(answer.rows, self._like.dtype, width)
+        answer = self._orders.ask(PASS, says, map(_to_bytes, residuals))
+        found, num_rows = _from_bytes(answer.rows, self._like.dtype, self._width), _num_rows(says)
         decisive, *kept = found.split([len(found) - num_kept * num_rows, *[num_rows] * num_kept])
         return decisive.to(self._like.device), kept
 
@@ -63,10 +62,15 @@ def serve_passes(link: Link, runner: ModelRunner) -> None:
         OffloadError: What failed here, which it was told.
     """
     assert isinstance(runner.decoder, RowsDecoder)
+    cut = set[int]()  # slots of prompts that the rank before has given up, and which have begun here
     while (order := link.receive()).kind == PASS:
         try:
             with link.at_work(), current_device(runner.decoder.final_norm.device):
-                found = _run_pass(order, runner, runner.decoder)
+                found = _run_pass(order, link, runner, runner.decoder, cut)
+        except _CutError:
+            cut.update(slot for slot, _ in order.says["prompts"])
+            link.send(DONE, {})
+            continue
         except (OffloadError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
             link.send(FAILED, {"error": told(link, error)})
             raise
@@ -89,19 +93,61 @@ def streams_for(taps: tuple[int, ...], width: int) -> HiddenTaps:
     return HiddenTaps(taps, len(taps) * width, tap)
 
 
-def _run_pass(order: Message, runner: ModelRunner, decoder: RowsDecoder) -> list[torch.Tensor]:
-    """Return the rows that a pass gives back as bytes, [N, H] each: what `NextStage.run` returns."""
+class _CutError(Exception):
+    """The rank before has given up a pass before it had sent all rows."""
+
+
+class _Arriving:
+    """Holds the rows of a pass as they arrive.
+
+    Args:
+        link: Brings them.
+        order: Brought the first ones.
+        like: Of their dtype, where they go.
+        width: Their channels.
+    """
+
+    def __init__(self, link: Link, order: Message, like: torch.Tensor, width: int) -> None:
+        self._link, self._count = link, 0
+        self._rows = like.new_empty(_num_rows(order.says), width)  # [N, H]
+        self._take(order)
+
+    def __call__(self, count: int) -> torch.Tensor:
+        """Wait until so many are there, or all; return the memory of all. Raises `_CutError`."""
+        while self._count < min(count, len(self._rows)):
+            message = self._link.receive()
+            if message.kind != ROWS:
+                assert message.kind == CUT
+                raise _CutError
+            self._take(message)
+        return self._rows
+
+    def _take(self, message: Message) -> None:
+        found = _from_bytes(message.rows, self._rows.dtype, self._rows.shape[1])
+        self._rows[self._count : self._count + len(found)].copy_(found)
+        self._count += len(found)
+
+
+def _num_rows(says: Mapping[str, Any]) -> int:
+    """Return the rows of a pass."""
+    return sum(count for _, count in says["prompts"]) + sum(len(parents) for _, parents in says["trees"])
+
+
+def _run_pass(
+    order: Message, link: Link, runner: ModelRunner, decoder: RowsDecoder, cut: set[int]
+) -> list[torch.Tensor]:
+    """Return the rows that a pass gives back as bytes, [N, H] each: what `NextStage.run` returns. What was begun in
+    slots that were `cut` is forgotten. Raises `_CutError`."""
     cache, says = runner.cache, order.says
     for slot, rows in says["paths"]:
         cache.commit_path(slot, rows)
     for slot, length in says["committed"]:
         # A pass that was interrupted has committed its prompts here, and not there.
-        if cache.length(slot) > length or not length:
+        if cache.length(slot) > length or not length or slot in cut:
             cache.truncate(slot, length)
+            cut.discard(slot)
         assert cache.length(slot) == length, "all ranks hold the same tokens"
-    decoder.received = _from_bytes(order.rows, decoder.final_norm.dtype, decoder.config.hidden_size).to(
-        decoder.final_norm.device
-    )
+    decoder.begin_pass(_Arriving(link, order, decoder.final_norm, decoder.config.hidden_size))
     batch = runner.forward(_batch(says))
     kept = [part for parts in batch.hidden.values() for part in parts]
     streams = torch.cat(kept).split(decoder.config.hidden_size, dim=1) if kept else []

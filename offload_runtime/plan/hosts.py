@@ -1,7 +1,8 @@
 """Plans of a model whose layers several machines share: who gets which, and how fast that is.
 
 Machines work on a pass one after the other, each on its own layers, and rows go from one to the next and back the same
-way. So the seconds of a pass are those of all of them and of the network; what each streams, it streams by itself.
+way. So the seconds of a pass are those of all of them and of the network; what each streams, it streams by itself. Of
+the pieces of a prompt each machine that streams nothing has another one at a time.
 """
 
 from __future__ import annotations
@@ -160,7 +161,11 @@ class SharedPlan:
         """Seconds until a prompt that fills the context is read."""
         each = zip(self.plans, self.machines, strict=True)
         read_s = sum(cost.prefill_time(plan, machine, self.context_tokens).seconds for plan, machine in each)
-        return read_s + self.batch * self.hops_s(self.context_tokens, 1)
+        first, abreast = self.plans[0].target, 1.0
+        if not any(plan.streamed_bytes or plan.target.num_experts for plan in self.plans):  # else layer by layer
+            pieces, machines = -(-self.context_tokens // first.chunk_tokens), len(self.plans)
+            abreast = machines * pieces / (pieces + machines - 1)
+        return read_s / abreast + self.batch * self.hops_s(self.context_tokens, 1)
 
 
 def plan_shared(request: RuntimeConfig, machines: Sequence[MachineProfile], network_bytes_per_s: float) -> SharedPlan:

@@ -221,8 +221,7 @@ class KeptRows:
 
 class RowsDecoder(Decoder):
     """Has nothing around its layers, which are not the first ones of a model: the tokens of a pass are numbers of rows
-    that another machine has `received` of it, [N, H], and what it says of them is the residual stream behind the last
-    of its layers.
+    that come from another machine, and what it says of them is the residual stream behind the last of its layers.
 
     Args:
         config: Its layers.
@@ -234,11 +233,18 @@ class RowsDecoder(Decoder):
         self.config, self.shared, self.partition = config, {}, partition
         self.num_layers, self.in_blocks = config.num_layers, partition.in_blocks
         self.final_norm = torch.empty(0, dtype=dtype, device=partition.cards[0].device)  # says dtype and place alone
-        self.received = self.final_norm.new_zeros(1, config.hidden_size)  # for a warm-up
+        zeros, self._taken = self.final_norm.new_zeros(1, config.hidden_size), 0
+        self._arrived: Callable[[int], torch.Tensor] = lambda count: zeros  # for a warm-up
+
+    def begin_pass(self, arrived: Callable[[int], torch.Tensor]) -> None:
+        """Take the rows of the next pass from a function that waits until so many of them are there, or all, and
+        returns where they are: [N, H]."""
+        self._arrived, self._taken = arrived, 0
 
     def embed(self, rows: Rows) -> torch.Tensor:
-        """Return the residual stream below its layers: [N, H]."""
-        return self.received.index_select(0, rows.tokens)
+        """Return the residual stream below its layers: [N, H]. Pieces take their rows one after the other."""
+        self._taken += rows.num_rows
+        return self._arrived(self._taken).index_select(0, rows.tokens)
 
     def outputs(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return rows of the residual stream [N, H] as they are, twice."""
@@ -249,9 +255,9 @@ class NextStage(Protocol):
     """Has the layers of a model that follow those of a runner, on another machine."""
 
     def run(
-        self, batch: Batch, committed: Sequence[int], residuals: Sequence[torch.Tensor], num_kept: int
+        self, batch: Batch, committed: Sequence[int], residuals: Iterable[torch.Tensor], num_kept: int
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """Take a pass through them, and wait for it.
+        """Take a pass through them, and wait for it; what is there of it they begin with.
 
         Args:
             batch: What the pass is about.
@@ -379,7 +385,13 @@ class ModelRunner:
         hidden = None if self.taps is None or layers is not None else KeptRows.of(self.taps, self.decoder, pieces)
         reads_all = self.following is not None or (hidden is not None and hidden.reads_last)
         wanted = range(len(pieces)) if reads_all else last
-        found = self._run(pieces, wanted, batch.on_layer, layers, hidden, prompts=bool(batch.prompts))
+        if self.decoder.config.is_part and layers is None and self._can_be_in_pieces(pieces):
+            streams = self._piece_by_piece(pieces, batch.on_layer, hidden)
+            if self.following is not None:
+                return self._behind(self.following, batch, committed, pieces, streams, hidden)
+            found = [stream for piece, stream in enumerate(streams) if piece in wanted]
+        else:
+            found = self._run(pieces, wanted, batch.on_layer, layers, hidden, prompts=bool(batch.prompts))
         if self.following is not None:
             return self._behind(self.following, batch, committed, pieces, found, hidden)
         residuals = [found[wanted.index(piece)] for piece in last]
@@ -392,23 +404,48 @@ class ModelRunner:
 
     def _behind(
         self, following: NextStage, batch: Batch, committed: Sequence[int], pieces: Sequence[Rows],
-        found: Sequence[torch.Tensor], hidden: KeptRows | None,
+        found: Iterable[torch.Tensor], hidden: KeptRows | None,
     ) -> torch.Tensor:  # fmt: skip
         """Return as `_logits`, where other machines have the layers behind those of which it `found` the streams, and
         let what is read there be kept, too."""
-        trees, first = [*batch.trees.values()], 0
-        there = [*found[:-1], *_present(found[-1], trees)] if trees else found
+        trees, first, streams = [*batch.trees.values()], 0, list[torch.Tensor]()
+        in_place = hidden is not None and not hidden.pieces
+
+        def there() -> Iterator[torch.Tensor]:
+            for rows, residual in zip(pieces, found, strict=True):
+                if in_place:
+                    streams.append(residual)
+                yield from _present(residual, trees) if rows.prompt is None else [residual]
+
         if hidden is not None:
             first = sum(layer < self.decoder.num_layers for layer in hidden.taps.layers)
         num_kept = 0 if hidden is None else len(hidden.taps.layers) - first
-        residual, kept = following.run(batch, committed, there, num_kept)
+        residual, kept = following.run(batch, committed, there(), num_kept)
         if hidden is not None:
-            batch.hidden = _by_slot(hidden.pieces or found, pieces, batch.trees)
+            batch.hidden = _by_slot(hidden.pieces or streams, pieces, batch.trees)
             parts = [part for parts in batch.hidden.values() for part in parts]
             for number, rows in enumerate(kept, first):
                 for part, x in zip(parts, rows.split([len(part) for part in parts]), strict=True):
                     hidden.taps.tap(number, x.to(part.device), part)
         return self.decoder.head(residual)
+
+    def _can_be_in_pieces(self, pieces: Sequence[Rows]) -> bool:
+        """Return whether a piece may go through all layers before the next one, where other machines have layers, too:
+        these then have something to do meanwhile (two ranks whose layers take 0.1 s each, a prompt of 8 pieces: 5.7 s
+        in place of 9.5). Experts decode once for many pieces."""
+        by_layer = self.cache.prefills_by_layer or bool(self.decoder.config.mixtures)
+        return len(pieces) > 1 and self.streamer.has_all and not by_layer
+
+    def _piece_by_piece(
+        self, pieces: Sequence[Rows], on_layer: OnLayer | None, hidden: KeptRows | None
+    ) -> Iterator[torch.Tensor]:
+        """Yield the residual stream behind the last layer of each piece, [N, H], before the next one is begun."""
+        layers = self.streamer.resident_layers()
+        assert layers is not None, "they are all here"
+        for piece, rows in enumerate(pieces):
+            kept = None if hidden is None else replace(hidden, pieces=hidden.pieces[piece : piece + 1])
+            tell = on_layer if piece == len(pieces) - 1 else None
+            yield from _run_layers(self.decoder, layers, self.cache, [rows], [0], tell, kept)
 
     def _beginnings(self, start: int, end: int) -> Sequence[int]:
         """Return where pieces of a prompt begin that brings a sequence from `start` to `end` tokens: at multiples of
