@@ -12,6 +12,7 @@ import torch
 from offload_runtime_kernels.select_chunks import different_counts, select_chunks
 from transformers import AutoConfig, LlamaForCausalLM
 
+from offload_runtime import Runtime
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.load_model import warm_up
 from offload_runtime.speculation.dflash import DFlashDrafter
@@ -206,3 +207,18 @@ def test_no_answer_compiles_a_kernel(target: Path, draft: Path, tmp_path: Path, 
                     else:
                         runtime.generate_batch(prompts[first : first + batch], **asked)
                     assert not compiled, f"{asked}, behind {lengths[first : first + batch]} tokens"
+
+
+@pytest.mark.gpu
+def test_no_answer_captures_a_pass(target: Path, draft: Path) -> None:
+    """Of one text, however its tokens are drawn."""
+    with Runtime.load(target, draft=draft, device="cuda", dtype="bf16", context=1500) as runtime:
+        captured = runtime.engine.target.runner.captured
+        assert captured is not None and captured.graphs.num_graphs > 10
+        before = captured.graphs.num_graphs
+        for window in ({}, {"gamma": 5}, {"tree_nodes": 24}, {"gamma": 0}):
+            for temperature in (0.0, 0.7):
+                for length in (300, 990):
+                    asked = {"max_new_tokens": 60, "ignore_eos": True, "temperature": temperature, **window}
+                    runtime.generate([3 + i * i % 290 for i in range(length)], **asked)
+                    assert captured.graphs.num_graphs == before, asked
