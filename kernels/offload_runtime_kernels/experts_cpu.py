@@ -236,7 +236,7 @@ def _has_right_bits(library: ExpertsLibrary, encoding: Stored) -> bool:
     size = gate_up.shape[1]
     layer = HostExperts(library, shape, HostMatrix(encoding, 0), HostMatrix(encoding, size))
     with ExpertsCpu(library, threads=1) as cpu:
-        cpu.submit(layer, x, choices, [(number, pool[number].data_ptr()) for number in range(3)], found)
+        cpu.submit(layer, HostRows(x, choices, found), [(number, pool[number].data_ptr()) for number in range(3)])
         cpu.wait()
     first = StoredMatrices(pool[:, :size], encoding, 2 * width, width)
     second = StoredMatrices(pool[:, size:], encoding, width, width)
@@ -293,6 +293,31 @@ def _described(where: HostMatrix, columns: int, code: int) -> _Matrix:
     return found
 
 
+class HostRows:
+    """Rows in host memory that experts are chosen for, and where goes what comes of them. It is made once of memory
+    that is used again: who submits often asks nothing of tensors, which takes long where others fill the caches.
+
+    Args:
+        x: [N, H] in a library's dtype, contiguous, as all of these.
+        choices: [N, k] int64: the experts of every row, none of them twice.
+        out: [N, k, H] in the dtype of x.
+        ready: [1] int32 or None: 0 from when experts are submitted until all that they write is there, for whoever
+            cannot wait; then 1.
+    """
+
+    def __init__(
+        self, x: torch.Tensor, choices: torch.Tensor, out: torch.Tensor, ready: torch.Tensor | None = None
+    ) -> None:
+        (tokens, num_chosen), self.dtype, self.width = choices.shape, x.dtype, x.shape[1]
+        assert x.shape == (tokens, self.width) and out.shape == (tokens, num_chosen, self.width)
+        assert out.dtype == x.dtype and choices.dtype == torch.int64
+        assert x.is_cpu and choices.is_cpu and out.is_cpu
+        assert x.is_contiguous() and choices.is_contiguous() and out.is_contiguous()
+        self._held = x, choices, out, ready
+        self.inputs = x.data_ptr(), tokens, choices.data_ptr(), num_chosen
+        self.outputs = out.data_ptr(), None if ready is None else ready.data_ptr()
+
+
 def physical_first(cores: Sequence[int], folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:
     """Return logical cores in ascending order, but behind all others those that share a physical one with an earlier
     one, as `folder` says, where Linux describes them; what it does not describe shares none."""
@@ -338,38 +363,28 @@ class ExpertsCpu:
         self._stop = weakref.finalize(self, _stop, library.code, self._threads, os.getpid())
 
     def submit(
-        self, layer: HostExperts, x: torch.Tensor, choices: torch.Tensor, experts: Sequence[tuple[int, int]],
-        out: torch.Tensor, *, ready: torch.Tensor | None = None, on_done: Callable[[Work], None] | None = None,
+        self, layer: HostExperts, rows: HostRows, experts: Sequence[tuple[int, int]], *,
+        on_done: Callable[[Work], None] | None = None,
     ) -> None:  # fmt: skip
         """Begin with some experts of a layer, when what was submitted before is done.
 
         Args:
             layer: Their layer, of the same library.
-            x: [N, H] in the library's dtype, contiguous, in host memory, as all of these. It is read before this
-                returns, and so is all else but weights and biases.
-            choices: [N, k] int64, contiguous: the experts of every row, none of them twice.
+            rows: What they compute. Results of the experts that are wanted are written until `wait` returns, and no
+                others; x and choices are read before this returns.
             experts: The number of each that is wanted, and the address of its block.
-            out: [N, k, H] in the dtype of x, contiguous. Rows of the experts that are wanted are written until `wait`
-                returns, and no others.
-            ready: [1] int32, host, or None: 0 from now on and 1 when all of these are written, for whoever cannot wait.
             on_done: Is told of the work by who waits for it, or by what is submitted next.
         """
         if self._on_done is not None:
             self.wait()
-        (tokens, num_chosen), hidden, count = choices.shape, layer.shape.hidden, len(experts)
-        assert layer.library is self.library and x.dtype == out.dtype == self.library.dtype
-        assert (
-            x.shape == (tokens, hidden) and out.shape == (tokens, num_chosen, hidden) and choices.dtype == torch.int64
-        )
-        assert x.is_cpu and choices.is_cpu and out.is_cpu
-        assert x.is_contiguous() and choices.is_contiguous() and out.is_contiguous()
+        assert layer.library is self.library and rows.dtype == self.library.dtype and rows.width == layer.shape.hidden
+        count = len(experts)
         wanted = (ctypes.c_int64 * count)(*(number for number, _ in experts))
         blocks = (ctypes.c_void_p * count)(*(address for _, address in experts))
-        self._bytes, self._held = count * layer.expert_bytes, (layer, out, ready)  # their memory stays
+        self._bytes, self._held = count * layer.expert_bytes, (layer, rows)  # their memory stays
         if not self.library.code.experts_submit(
-            self._threads, ctypes.byref(layer.described), x.data_ptr(), tokens, choices.data_ptr(), num_chosen, wanted,
-            blocks, count, out.data_ptr(), None if ready is None else ready.data_ptr(),
-        ):  # fmt: skip
+            self._threads, ctypes.byref(layer.described), *rows.inputs, wanted, blocks, count, *rows.outputs
+        ):
             raise MemoryError(f"rows of {count} experts find no memory")
         self._on_done = on_done
 

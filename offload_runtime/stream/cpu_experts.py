@@ -9,11 +9,11 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from offload_runtime_kernels.copy_words import copy_words
-from offload_runtime_kernels.experts_cpu import ExpertsCpu, HostExperts, Work
+from offload_runtime_kernels.experts_cpu import ExpertsCpu, HostExperts, HostRows, Work
 from offload_runtime_kernels.host_rows import take_host_rows
 
 from offload_runtime.sizes import GB
@@ -42,6 +42,23 @@ class Rate:
         return nbytes * self._seconds / self._nbytes
 
 
+class AskedRows(NamedTuple):
+    """Has rows of a layer in host memory, and of each of their choices whether the CPU computes it: [N k] int32."""
+
+    rows: HostRows
+    computed: Any
+
+
+class HostLayer(NamedTuple):
+    """Has a layer's experts as the CPU computes them, and where they lie: the address of the first one, from one to the
+    next, and the bytes of one."""
+
+    experts: HostExperts
+    address: int
+    step: int
+    nbytes: int
+
+
 class CpuExperts:
     """Has the CPU compute experts of a card's layers for passes of few rows.
 
@@ -53,7 +70,6 @@ class CpuExperts:
         x: Like the rows of a pass: their dtype, width and device.
 
     Attributes:
-        layers: What they compute with, by layer.
         total: All that has been computed so far.
     """
 
@@ -61,7 +77,7 @@ class CpuExperts:
         self, threads: ExpertsCpu, share: float | None, engine: CopyEngine, *, num_chosen: int, x: torch.Tensor
     ) -> None:  # fmt: skip
         self._threads, self.share, self._engine = threads, share, engine
-        self.layers, self.total = dict[int, HostExperts](), Work(0, 0.0)
+        self._layers, self.total = dict[int, HostLayer](), Work(0, 0.0)
         self._x_host, y_host = (
             torch.zeros(rows, x.shape[1], dtype=x.dtype, pin_memory=x.is_cuda)
             for rows in (MOST_CPU_ROWS, MOST_CPU_ROWS * num_chosen)
@@ -70,10 +86,14 @@ class CpuExperts:
         # By row and choice whether the CPU computes it, and whether it has computed all of them.
         self._computed = torch.zeros(len(y_host), dtype=torch.int32, pin_memory=x.is_cuda)
         self._ready = torch.ones(1, dtype=torch.int32, pin_memory=x.is_cuda)
-        self._views = dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor, Any]]()  # by the shape of choices
+        self._marks = self._computed.numpy()  # the same
         self._rates = {"link": Rate(), "CPU": Rate()}
         self._copied = engine.bytes_copied, engine.copy_seconds()
         self._owed, self._idle, self._is_busy, self._is_marked = 0.0, 0, False, False
+
+    def add(self, layer: int, experts: HostExperts, host: torch.Tensor) -> None:
+        """Let a layer's experts be computed where they lie, uint8 [E, bytes of one]."""
+        self._layers[layer] = HostLayer(experts, host.data_ptr(), host.stride(0), host.shape[1])
 
     def fetch_rows(self, x: torch.Tensor) -> None:
         """Bring the rows of a layer, [N, H], to host memory, enqueued on the current stream."""
@@ -88,8 +108,9 @@ class CpuExperts:
         source = self._y_host[: y.numel()].view(len(rows), -1).view(torch.int32)
         take_host_rows(self._ready, self._computed[: len(rows)], source, rows)
 
-    def split(self, count: int, unit_bytes: int, *, queued: int) -> int:
-        """Return how many of so many missing experts the CPU is to compute, while so many are on the link already."""
+    def split(self, layer: int, count: int, *, queued: int) -> int:
+        """Return how many of so many missing experts of a layer the CPU is to compute, while so many are on the link
+        already."""
         if self.share is not None:
             self._owed += self.share * count
             taken = int(self._owed + 1e-9)
@@ -99,7 +120,8 @@ class CpuExperts:
         if seconds > self._copied[1]:
             self._rates["link"].note(nbytes - self._copied[0], seconds - self._copied[1])
             self._copied = nbytes, seconds
-        link_s, cpu_s = (self._rates[name].seconds(unit_bytes) for name in ("link", "CPU"))
+        nbytes = self._layers[layer].nbytes
+        link_s, cpu_s = (self._rates[name].seconds(nbytes) for name in ("link", "CPU"))
 
         def needed_s(computed: int) -> float:
             brought_s = (count - computed + queued) * link_s if computed < count else 0.0
@@ -112,34 +134,34 @@ class CpuExperts:
             return 1
         return best
 
-    def begin(self, layer: int, choices: torch.Tensor, units: Sequence[tuple[int, int]]) -> None:
+    def asked(self, choices: torch.Tensor) -> AskedRows:
+        """Return what `begin` needs to know of rows whose `choices`, [N, k] int64, host, are fetched time and again."""
+        (rows, num_chosen), width = choices.shape, self._x_host.shape[1]
+        count = rows * num_chosen
+        out = self._y_host[: count * width].view(rows, num_chosen, width)
+        of_host = HostRows(self._x_host[:rows], choices, out, self._ready)
+        return AskedRows(of_host, self._computed[:count].numpy())
+
+    def begin(self, layer: int, asked: AskedRows, chosen: Sequence[int], computed: Sequence[int]) -> None:
         """Begin with some experts of a layer, or none, for the rows that were fetched. The card has been waited for.
 
         Args:
             layer: Its number.
-            choices: [N, k] int64, host.
-            units: The number of each expert, and the address of its bytes.
+            asked: The rows.
+            chosen: Their choices, row after row.
+            computed: Those experts.
         """
         self.finish()  # of a pass that was interrupted
         if self._is_marked:
-            self._computed.zero_()
-        self._is_marked = bool(units)
-        if not units:
+            self._marks.fill(0)
+        self._is_marked = bool(computed)
+        if not computed:
             return
-        if (views := self._views.get(choices.shape)) is None:
-            views = self._views[choices.shape] = self._views_of(*choices.shape)
-        x, out, computed = views
-        numbers = [number for number, _ in units]
-        computed[:] = [one in numbers for one in choices.view(-1).tolist()]
+        asked.computed[:] = [one in computed for one in chosen]
+        experts, address, step, _ = self._layers[layer]
+        units = [(number, address + number * step) for number in computed]
         self._is_busy, on_done = True, partial(self._note, layer, time.perf_counter())
-        self._threads.submit(self.layers[layer], x, choices, units, out, ready=self._ready, on_done=on_done)
-
-    def _views_of(self, rows: int, num_chosen: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """Return what so many rows have of the host's memory: x [N, H], results [N, k, H], whether they are computed
-        [N k]."""
-        count, width = rows * num_chosen, self._x_host.shape[1]
-        out = self._y_host[: count * width].view(rows, num_chosen, width)
-        return self._x_host[:rows], out, self._computed[:count].numpy()
+        self._threads.submit(experts, asked.rows, units, on_done=on_done)
 
     def finish(self) -> None:
         """Wait until the CPU has computed what it was given."""

@@ -11,6 +11,7 @@ One thread at a time uses a pool, and one stream reads its buffers.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -22,7 +23,7 @@ from offload_runtime_kernels.copy_words import copy_words
 from offload_runtime_kernels.experts_cpu import HostExperts
 
 from offload_runtime.stream.copy_engine import CopyEngine
-from offload_runtime.stream.cpu_experts import MOST_CPU_ROWS, CpuExperts
+from offload_runtime.stream.cpu_experts import MOST_CPU_ROWS, AskedRows, CpuExperts
 
 EXPERTS = "experts"
 # A pass prefetches whole layers if it has so many times as many choices as a layer has experts: at least 1 - e^-2 of
@@ -70,11 +71,13 @@ class ExpertPool:
         most_choices: int = 0, cpu: CpuExperts | None = None,
     ) -> None:  # fmt: skip
         self.buffers, self.engine, self.cpu, self._counts = buffers, engine, cpu, PoolCounts()
+        self._device, self._on_card = buffers.device, buffers.is_cuda
         self._layers, most_chosen = dict(layers), max(one.chosen for one in layers.values())
         locked, most = buffers.is_cuda and engine is not None, max(one.num_experts for one in layers.values())
         # By layer and expert, the number of the buffer that a pass finds it in: written by the host, and on the card.
         self._buffers_of_host = torch.full((len(layers), most), -1, dtype=torch.int32, pin_memory=locked)
-        self._numbers = [*self._buffers_of_host.numpy()]  # the same by layer, to be written
+        self._numbers = [memoryview(row) for row in self._buffers_of_host.numpy()]  # the same by layer, to be written
+        self._nowhere = memoryview(array("i", self._numbers[0].tolist()))  # what it has where there are none
         self._row_of = {layer: row for row, layer in enumerate(layers)}
         self._whole_layer: int | None = None  # the one whose experts are all in the pool, prefetched
         if engine is None:
@@ -96,6 +99,7 @@ class ExpertPool:
         self._demand_ready, self._always_free, self._prefetched_ready = (engine.new_event() for _ in range(3))
         # One buffer is for an expert that the CPU computes and the idle link prefetches for later passes.
         self._reserved = int(cpu is not None and len(buffers) > most_chosen)
+        self._room = len(buffers) - self._reserved
         self._prefetched: dict[tuple[int, int], int] = {}
         self._candidate: tuple[int, int] | None = None  # computed by the CPU, to be prefetched
         # Of each layer: what was prefetched has arrived; what was enqueued has read its buffers.
@@ -110,7 +114,7 @@ class ExpertPool:
         """Let a layer's experts be fetched from host memory, uint8 [E, bytes of one], or computed on the CPU there."""
         self._layers[layer] = self._layers[layer]._replace(host=host)
         if self.cpu is not None and on_cpu is not None:
-            self.cpu.layers[layer] = on_cpu
+            self.cpu.add(layer, on_cpu, host)
 
     def held(self, layer: int) -> torch.Tensor:
         """Return the buffers of a layer's experts, by their numbers, in a pool of all: uint8 [E, bytes of a buffer]."""
@@ -149,9 +153,8 @@ class ExpertPool:
         layers = self._layers.values()
         if self.is_whole:
             return True
-        room = len(self.buffers) - self._reserved
         return not self.prefetches_layers(rows) and all(
-            min(one.num_experts, rows * one.chosen) <= room for one in layers
+            min(one.num_experts, rows * one.chosen) <= self._room for one in layers
         )
 
     # --- a pass
@@ -225,12 +228,6 @@ class ExpertPool:
         self.engine.enqueue_all(copies, free=free, ready=ready, label=(EXPERTS, (layer,)))
         self._counts = counts._replace(bytes_begun=counts.bytes_begun + len(copies) * size)
 
-    def _address(self, layer: int, expert: int) -> int:
-        """Return where an expert lies in host memory."""
-        units = self._layers[layer].host
-        assert units is not None
-        return units.data_ptr() + expert * units.stride(0)
-
     def _buffers_of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the buffer of each expert of a layer, [E] int32: on the host, and on the card."""
         row, count = self._row_of[layer], self._layers[layer].num_experts
@@ -239,7 +236,7 @@ class ExpertPool:
     def _write_buffers(self, layer: int, experts: Collection[int]) -> None:
         """Write the buffers of some experts of a layer, for the card to read; the others have none."""
         numbers = self._numbers[self._row_of[layer]]
-        numbers.fill(-1)
+        numbers[:] = self._nowhere
         for expert in experts:
             numbers[expert] = self._cached[layer, expert]
 
@@ -258,10 +255,11 @@ class ExpertPool:
             return
         chosen, cpu = self._choices_host[: choices.numel()], self.cpu if len(x) <= MOST_CPU_ROWS else None
         copy_words(choices.view(-1).view(torch.int32), chosen.view(torch.int32))
+        asked = None if cpu is None else cpu.asked(chosen.view(choices.shape))
         if cpu is not None:
             cpu.fetch_rows(x)
         remaining = list[int]()
-        host_action(partial(self._act_on_choices, layer, chosen, len(x), remaining, cpu))
+        host_action(partial(self._act_on_choices, layer, chosen.numpy(), remaining, asked))
         copy_words(host, buffers)
         yield buffers
         while remaining:
@@ -271,12 +269,15 @@ class ExpertPool:
         if cpu is not None:
             cpu.give_results(y)
 
-    def _act_on_choices(
-        self, layer: int, chosen: torch.Tensor, rows: int, remaining: list[int], cpu: CpuExperts | None
-    ) -> None:
-        """Act on what so many rows of a layer have chosen, [N k] int64, host: have the CPU compute some of what is
-        missing, and fetch the first round of the `remaining` experts. The card and mostly the link wait for this."""
+    def _act_on_choices(self, layer: int, numbers: Any, remaining: list[int], asked: AskedRows | None) -> None:
+        """Act on what rows of a layer have chosen, numpy's int64 [N k], host: have the CPU compute some of what is
+        missing, if it is `asked`, and fetch the first round of the `remaining` experts.
+
+        The card and mostly the link wait for this, while the CPU's threads fill the caches: an operation of torch takes
+        some ten times as long as it does alone, so that there are none where nothing is missing.
+        """
         assert self.engine is not None
+        cpu = None if asked is None else self.cpu
         if cpu is not None and cpu.share is None:
             self._prefetch_one()
         self._wait_for_card()
@@ -284,17 +285,19 @@ class ExpertPool:
             cpu.finish()  # which the card has waited for
         if self._prefetched and (cpu is None or self.engine.is_done(self._prefetched_ready)):
             self._take_prefetched()
-        remaining[:] = dict.fromkeys(chosen.tolist())
+        chosen = numbers.tolist()
+        remaining[:] = dict.fromkeys(chosen)
         wanted, missing = len(remaining), [one for one in remaining if (layer, one) not in self._cached]
         computed = self._for_cpu(layer, missing, cpu) if cpu is not None and missing else []
-        if cpu is not None:
-            cpu.begin(layer, chosen.view(rows, -1), [(one, self._address(layer, one)) for one in computed])
+        if asked is not None and cpu is not None:
+            cpu.begin(layer, asked, chosen, computed)
         counts = self._counts
-        self._counts = counts._replace(
-            wanted=counts.wanted + wanted, found=counts.found + wanted - len(missing),
-            computed=counts.computed + len(computed),
+        self._counts = PoolCounts(
+            counts.wanted + wanted, counts.found + wanted - len(missing), counts.bytes_begun,
+            counts.computed + len(computed),
         )  # fmt: skip
-        remaining[:] = [expert for expert in remaining if expert not in computed]
+        if computed:
+            remaining[:] = [expert for expert in remaining if expert not in computed]
         self._fetch_round(layer, remaining)
         self._candidate = (layer, computed[0]) if computed else None
 
@@ -309,10 +312,9 @@ class ExpertPool:
 
     def _for_cpu(self, layer: int, missing: list[int], cpu: CpuExperts) -> list[int]:
         """Return which of the missing experts of a layer the CPU is to compute."""
-        units, prefetched = self._layers[layer].host, self._prefetched
-        assert units is not None
+        prefetched = self._prefetched
         missing.sort(key=lambda expert: (layer, expert) in prefetched)  # those on their way come last
-        by_link = len(missing) - cpu.split(len(missing), units.shape[1], queued=len(prefetched))
+        by_link = len(missing) - cpu.split(layer, len(missing), queued=len(prefetched))
         if any((layer, expert) in prefetched for expert in missing[:by_link]):
             self._take_prefetched()
         return missing[by_link:]
@@ -322,7 +324,7 @@ class ExpertPool:
         for, so that what is enqueued from now on finds them. The card has been waited for: it reads no buffer, and not
         the numbers of them."""
         assert self.engine is not None
-        cached, room = self._cached, len(self.buffers) - self._reserved
+        cached, room = self._cached, self._room
         here = [expert for expert in remaining if (layer, expert) in cached][:room]
         for expert in here:
             cached.move_to_end((layer, expert))
@@ -353,5 +355,5 @@ class ExpertPool:
 
     def _wait_for_card(self) -> None:
         """Wait for what the current stream has to do."""
-        if self.buffers.is_cuda:
-            torch.cuda.current_stream(self.buffers.device).synchronize()
+        if self._on_card:
+            torch.cuda.current_stream(self._device).synchronize()

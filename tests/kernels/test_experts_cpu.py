@@ -88,7 +88,8 @@ class Problem:
     def solved(self, cpu: ops.ExpertsCpu, rows: int = 16) -> torch.Tensor:
         """What threads give of the first rows."""
         out = self.x.new_full((rows, 2, self.shape.hidden), torch.nan)
-        cpu.submit(self.layer(cpu.library), self.x[:rows], self.choices[:rows], self.blocks(*range(6)), out)
+        given = ops.HostRows(self.x[:rows], self.choices[:rows], out)
+        cpu.submit(self.layer(cpu.library), given, self.blocks(*range(6)))
         cpu.wait()
         return out
 
@@ -160,7 +161,8 @@ def test_matrices_may_be_stored_in_different_ways(simple: ops.ExpertsLibrary) ->
     layer = ops.HostExperts(simple, one.shape, ops.HostMatrix("F32", 0), ops.HostMatrix("F16", size))
     out = torch.empty(16, 2, 40)
     with ops.ExpertsCpu(simple, threads=1) as cpu:
-        cpu.submit(layer, one.x, one.choices, [(number, blocks[number].data_ptr()) for number in range(6)], out)
+        given = ops.HostRows(one.x, one.choices, out)
+        cpu.submit(layer, given, [(number, blocks[number].data_ptr()) for number in range(6)])
         work = cpu.wait()
     assert torch.equal(out, mixed.expected)
     assert work.nbytes == blocks.nbytes and work.seconds > 0
@@ -172,8 +174,8 @@ def test_rows_of_other_experts_stay(simple: ops.ExpertsLibrary) -> None:
     with ops.ExpertsCpu(simple, threads=1) as cpu:
         layer = problem.layer(simple)
         for wanted in ([], [4], [5, 1]):
-            given = layer, problem.x, problem.choices, problem.blocks(*wanted), out
-            cpu.submit(*given, ready=ready, on_done=works.append)  # waits for the one before
+            rows = ops.HostRows(problem.x, problem.choices, out, ready)
+            cpu.submit(layer, rows, problem.blocks(*wanted), on_done=works.append)  # waits for the one before
         cpu.wait()
     assert ready.item() == 1 and [one.nbytes for one in works] == [count * layer.expert_bytes for count in range(3)]
     written = torch.isin(problem.choices, torch.tensor([1, 4, 5]))
@@ -189,7 +191,7 @@ def test_threads_and_instances_work_side_by_side(simple: ops.ExpertsLibrary) -> 
         for _ in range(100):
             outs = [torch.full_like(one, torch.nan) for one in expected]
             for cpu, layer, problem, out in zip((both, alone), layers, problems, outs, strict=True):
-                cpu.submit(layer, problem.x, problem.choices, problem.blocks(*range(6)), out)
+                cpu.submit(layer, ops.HostRows(problem.x, problem.choices, out), problem.blocks(*range(6)))
             for cpu, out, wanted in zip((both, alone), outs, expected, strict=True):
                 cpu.wait()
                 assert torch.equal(out, wanted)
