@@ -205,13 +205,6 @@ IDLE = [
     *(("--speculation triforce --draft none", option) for option in (*KEPT, "--gamma-draft 2", "--draft-cache full")),
     ("--draft ngram", "--draft-cache streaming"),
 ]
-BUSY = [
-    *(("--speculation triforce --draft some/draft", option) for option in (*VERIFIER, *KEPT, "--gamma-draft 2")),
-    *(("--draft some/draft", option) for option in (*VERIFIER, *KEPT, "--gamma-draft 2", "--draft-cache full")),
-    *(("--speculation triforce --draft none", option) for option in (*VERIFIER, "--gamma 3")),
-    *(("--speculation chain --draft some/draft", option) for option in (*VERIFIER[:2], *KEPT, "--draft-cache full")),
-    *(("--speculation chain --draft some/draft --draft-cache retrieval", option) for option in VERIFIER[:2]),
-]
 
 
 @pytest.mark.few(20)
@@ -220,13 +213,6 @@ def test_options_that_would_do_nothing_are_refused(runtime: FakeRuntime, mode: s
     result = generate(runtime, "--prompt", "a", *mode.split(), *option.split())
     assert (result.exit_code, result.stdout, runtime.loads) == (2, "", [])
     assert f"{option} does nothing with" in error_lines(result)[0]
-
-
-@pytest.mark.few(12)
-@pytest.mark.parametrize(("mode", "option"), BUSY)
-def test_options_that_do_something_are_taken(runtime: FakeRuntime, mode: str, option: str) -> None:
-    result = generate(runtime, "--prompt", "a", *mode.split(), *option.split())
-    assert result.exit_code == 0, result.stderr
 
 
 def test_typed_errors_are_one_line_whatever_is_in_them(runtime: FakeRuntime) -> None:

@@ -67,15 +67,6 @@ def test_other_values_of_them_are_refused_by_name(served: Served, fields: dict[s
     assert response.status_code == 400 and response.json()["error"]["param"] == name
 
 
-@pytest.mark.slow
-def test_a_completion_without_a_limit_is_longer_than_the_usual_one(served: Served) -> None:
-    asked = {"prompt": [65], "ignore_eos": True, "n": 2, "best_of": 2, "stop": "no such text"}
-    for fields, count in (({}, 32), ({"max_tokens": -1}, 2 * 99), ({"n_predict": -1, "max_tokens": None}, 2 * 99)):
-        asked["prompt"] = [65] * (served.runtime.context_tokens - 99)
-        answer = served.http.post("/v1/completions", json={**asked, **fields})
-        assert answer.json()["usage"]["completion_tokens"] == count
-
-
 @pytest.mark.parametrize(("fields", "param"), [
     ({"stop": [None]}, "stop"), ({"stop": 1}, "stop"), ({"prompt": ["a", [1]]}, "prompt"), ({"n": "x"}, "n"),
     ({"max_tokens": 0}, "max_tokens"), ({"n": 2, "best_of": 3}, "best_of"),

@@ -190,13 +190,6 @@ def test_a_load_is_held(target: Path, text: Path, capsys: pytest.CaptureFixture[
     found = printed(capsys)
     assert code == 0 and [row["at_once"] for row in found["rows"]] == [1, 2]
     assert all(row["differing"] == 0 < row["finished"] and row["errors"] == [] for row in found["rows"])
-    mixture = ("--shape", "tiny-mixture", "--stored", "bf16", "--expert-pool", "200KB", "--cpu-share", 0)
-    few = ("--minutes", 0.05, "--prompt-tokens", "8,16", "--new-tokens", 6, "--disconnects", 0.2)
-    assert call("bench_serving", *mixture, *ON_CPU, "--vram", "all", "--requests", 2, *few) == 0
-    (row,) = printed(capsys)["rows"]
-    assert row["unlike_plain"] == 0 < row["decoded_plainly"] and "experts on the device" in row["placement"]
-    assert call("bench_serving", *given, "--second-question", 100, "--new-tokens", 4) in (0, 1)
-    assert 0 < printed(capsys)["second_question"]["question_tokens"] < 50
 
 
 @pytest.mark.slow
