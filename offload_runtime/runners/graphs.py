@@ -195,6 +195,9 @@ class StepGraphs:
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replay on the current stream, in order with those of the other devices."""
+        if not self._streams:
+            graph.replay()
+            return
         current = torch.cuda.current_stream(self._device)
         others = [torch.cuda.current_stream(stream.device) for stream in self._streams]
         for other in others:
