@@ -819,7 +819,8 @@ INLINE F gated(F gate, F up, const Experts& experts) {
 // --- threads
 
 using Clock = std::chrono::steady_clock;
-constexpr auto AWAKE = std::chrono::milliseconds(5);  // as layers take that miss none, and waking threads takes 50 us
+// Waking threads takes 50 us: those that compute stay awake for layers that miss nothing, and who waits for one layer.
+constexpr auto AWAKE = std::chrono::milliseconds(5), AWAIT = std::chrono::milliseconds(2);
 
 // What is asked for: tasks are the panels of the first matrices of all experts, and then those of the second ones.
 struct Job {
@@ -903,7 +904,7 @@ class Pool {
 
     double wait() {
         auto since = Clock::now();  // a layer's experts take less than it takes to wake up
-        for (int i = 0; !done.load(std::memory_order_acquire) && (i % 64 || Clock::now() - since < AWAKE); ++i) pause();
+        for (int i = 0; !done.load(std::memory_order_acquire) && (i % 64 || Clock::now() - since < AWAIT); ++i) pause();
         std::unique_lock<std::mutex> lock(mutex);
         finished.wait(lock, [this] { return done.load(std::memory_order_acquire); });
         return std::chrono::duration<double>(ended - began).count();
