@@ -663,6 +663,8 @@ def capture_passes(runner: ModelRunner, sampling: SlotSampling, *, widest: int, 
     """
     assert runner.captured is not None, "nothing is captured"
     for length in graphs.texts_to_capture(runner.cache.max_tokens_with_draft):
+        if length and not runner.streamer.has_all:
+            break  # all experts of all layers would cross the link for its prompt
         if length:
             runner.forward(Batch(prompts={0: [0] * length}))
         for width in graphs.widths_to_capture(widest):
