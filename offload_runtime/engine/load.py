@@ -326,6 +326,9 @@ def _load(
         if target.runner.captured is not None:
             widest = 1 if plan.drafter == "none" else 1 + max(largest.values(), default=0)
             capture_passes(target.runner, sampling, widest=widest, trees=branches)
+        for card in target.cards:
+            if card.pool is not None:
+                card.pool.reset_counts()
         placed = replace(plan, target=target.plan)
         # Without figures of this machine plans are only compared.
         # Nor are they those of several.

@@ -134,6 +134,10 @@ class ExpertPool:
         work = (0, 0.0) if self.cpu is None else self.cpu.total
         return self._counts._replace(cpu_bytes=work[0], cpu_s=work[1])
 
+    def reset_counts(self) -> None:
+        """Count from here on: what is run at load says nothing of texts."""
+        self._counts = PoolCounts()
+
     @property
     def bytes_begun(self) -> int:
         """Return bytes of all experts that were begun to be copied."""
