@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.fuzzing import json_bytes, mutate_bytes, mutate_json
-from tests.helpers.server import Served, serving
+from tests.helpers.server import MODEL, Served, serving
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
 VALID: dict[str, Any] = {
     "/v1/chat/completions": {
         "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [
@@ -23,7 +22,17 @@ VALID: dict[str, Any] = {
     "/v1/completions": {"prompt": [[1, 2], [3]], "max_tokens": 1, "top_k": 3, "min_p": 0.1, "stop": "x"},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1, 2]},
+    "/v1/messages": {
+        "model": MODEL, "max_tokens": 1, "system": [{"type": "text", "text": "a"}], "stop_sequences": ["x"],
+        "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "b", "signature": ""},
+            {"type": "tool_use", "id": "x", "name": "f", "input": {"a": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": "c"}]}],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"},
+        "thinking": {"type": "enabled", "budget_tokens": 3}, "temperature": 1.0, "top_k": 3, "stream": False,
+    },
 }  # fmt: skip
+PATHS = tuple(VALID)
 DEEP = b'{"messages": [{"role": "user", "content": "a", "x": %b1%b}]}' % (b'[{"a":' * 200, b"}]" * 200)
 # Others that some request has, or none.
 KEYS = ("frobnicate", "\udfff", "", "echo", "model", "messages", "logit_bias", "response_format", "prompt", "logprobs")

@@ -42,11 +42,14 @@ def test_without_the_key_nothing_is_told(served: Served, path: str, given: str |
     headers = {} if given is None else {"Authorization": given}
     response = httpx.get(served.url + path, headers=headers, trust_env=False)
     assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
+    assert httpx.get(f"{served.url}/v1/messages", trust_env=False).json()["error"]["type"] == "authentication_error"
 
 
 def test_with_the_key_everything_is(served: Served) -> None:
     assert served.chat().status_code == 200
     assert served.openai.models.list().data
+    own = {"x-api-key": KEY}  # of Anthropic's clients
+    assert httpx.get(f"{served.url}/v1/models", headers=own, trust_env=False).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", "/page.svg", "/health"])

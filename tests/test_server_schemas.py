@@ -17,14 +17,13 @@ from openai import AsyncOpenAI
 from tokenizers import AddedToken
 
 from offload_runtime.config import ServerConfig
-from offload_runtime.engine import EndEvent, ErrorEvent, GenerationResult, Runtime, SchedulerCounters, TokenEvent
+from offload_runtime.engine import ErrorEvent, Runtime, SchedulerCounters
 from offload_runtime.errors import UnavailableError
 from offload_runtime.params import GenerationParams
 from offload_runtime.server.app import Service, make_app
 from tests.helpers.engine import PROMPT, TEMPLATE, byte_level_tokenizer, load, with_template
 from tests.helpers.schemas import SCHEMAS, assert_valid, random_schema
-from tests.helpers.server import MODEL, Served, events_of, serving
-from tests.test_cli_fakes import make_stats
+from tests.helpers.server import MODEL, Scripted, Served, events_of, serving
 
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]
 ASKED: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, "temperature": 4.0}
@@ -192,21 +191,6 @@ def hermes(name: str, arguments: str) -> str:
 
 
 BOTH = [("weather", json.loads(HOT)), ("time", json.loads(COLD))]
-
-
-class Scripted:
-    """A scheduler that says the same to everybody, a piece a token."""
-
-    def __init__(self, pieces: Sequence[str]) -> None:
-        self._pieces, self.prompts, self.counters = pieces, list[list[int]](), SchedulerCounters()
-
-    def submit(self, prompt: list[int], params: GenerationParams, *, on_event: Any) -> Any:
-        self.prompts.append(prompt)
-        for piece in self._pieces:
-            on_event(TokenEvent(1, piece, "target"))
-        tokens = [1] * len(self._pieces)
-        on_event(EndEvent(GenerationResult(tokens, "".join(self._pieces), "stop", make_stats())))
-        return SimpleNamespace(cancel=lambda: None)
 
 
 SHOWN_TOOLS: Any = [

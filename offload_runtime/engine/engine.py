@@ -485,7 +485,9 @@ class PassMeter:
         )  # fmt: skip
         logprobs = None if request.params.logprobs is None else tuple(request.logprobs)
         of_prompt = None if request.params.prompt_logprobs is None else tuple(request.prompt_logprobs)
-        return GenerationResult(request.tokens, request.text, request.finish_reason, stats, logprobs, of_prompt)
+        return GenerationResult(
+            request.tokens, request.text, request.finish_reason, stats, logprobs, of_prompt, request.stop_string
+        )
 
 
 @contextmanager

@@ -123,7 +123,7 @@ class GenerationResult:
 
     `finish_reason` is `stop` (end of sequence or a stop string), `length` or `interrupted`. `logprobs` are those of
     the tokens, one after the other, and `prompt_logprobs` those of the prompt's behind the first; None where they were
-    not asked for.
+    not asked for. `stop_string` is the one of `stop` that has ended the answer.
     """
 
     tokens: list[int]
@@ -132,6 +132,7 @@ class GenerationResult:
     stats: GenerationStats
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    stop_string: str | None = None
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _SHOWN_CHARACTERS else f"{self.text[:_SHOWN_CHARACTERS]}…"
@@ -195,19 +196,24 @@ class StopStrings:
 
     Args:
         stops: Strings that end the text; none of them is shown.
+
+    Attributes:
+        found: The one that has ended it.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self.found: str | None = None
 
     def push(self, piece: str) -> tuple[str, bool]:
         """Return text that may be shown now, and whether a stop string was completed."""
         text = self._held + piece
-        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
             self._held = ""
-            return text[: min(found)[1]], True
+            _, at, self.found = min(found)
+            return text[:at], True
         hold = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold], False
@@ -502,6 +508,11 @@ class Request:
         return self.text if self._channels is None else self._channels.without_thoughts(self.text)
 
     @property
+    def stop_string(self) -> str | None:
+        """Return the stop string that has ended the answer."""
+        return self._stops.found
+
+    @property
     def room(self) -> int:
         """Proposals in a row that the answer has room for: the target's own token always comes on top, so -1 where it
         may not grow any more."""
@@ -546,7 +557,7 @@ class Request:
             logprobs = None if self.result.logprobs is None else tuple(self.logprobs)
             self.result = replace(
                 self.result, tokens=kept, text=self.text, finish_reason="interrupted", logprobs=logprobs,
-                stats=replace(self.result.stats, new_tokens=count),
+                stop_string=None, stats=replace(self.result.stats, new_tokens=count),
             )  # fmt: skip
 
     def finish(self, reason: str) -> str:

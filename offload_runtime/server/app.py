@@ -1,15 +1,14 @@
 """The routes: `Service` answers them with a runtime, once it is given one, `make_app` hangs them up, and `Server` has a
 socket, a thread with the event loop, and a model that is served while it is there.
 
-What is wrong with a request is a typed error here as everywhere, and becomes a status and OpenAI's error object in one
-place (`respond_to`).
+What is wrong with a request is a typed error here as everywhere, and becomes a status and an error object of the
+route's protocol in one place (`respond_to`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import socket
 import threading
 import time
@@ -17,9 +16,10 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
@@ -32,10 +32,11 @@ from offload_runtime import errors
 from offload_runtime.config import SOURCES, ServerConfig
 from offload_runtime.engine import Scheduler
 from offload_runtime.params import GenerationParams
-from offload_runtime.server import schema
+from offload_runtime.server import anthropic, schema
 from offload_runtime.server.answers import Answers, Choice, Metrics, unless_gone
-from offload_runtime.server.gate import App, Gate, error_body
-from offload_runtime.server.protocol import Ending, Envelope, TokenSpelling, usage_of
+from offload_runtime.server.failures import ModelNotFoundError, failure_of
+from offload_runtime.server.gate import App, Gate
+from offload_runtime.server.protocol import Answered, Ending, TokenSpelling, Wording, usage_of
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
@@ -48,15 +49,28 @@ _PAGE = {
 }
 _PING_S = 15  # proxies give up on silent connections after a minute
 _SEND_S = 60  # for a client that reads no more
-_RETRY_S = 5  # while a model is loaded
 _GONE, _HAS_LEFT = 499, "the client has left"  # as nginx says
 State = Literal["loading", "ready", "stopping", "failed"]
 T = TypeVar("T")
-BodyT = TypeVar("BodyT", schema.AnswerBody, schema.TokenizeBody, schema.DetokenizeBody)
 
 
-class ModelNotFoundError(errors.OptionError):
-    """A request names another model than the one that is served."""
+class _Body(Protocol):
+    @property
+    def model(self) -> str | None: ...
+
+    @classmethod
+    def read(cls, body: Any) -> Any: ...
+
+
+class _Question(_Body, Protocol):
+    """The body of a request for answers, of whatever protocol."""
+
+    def asked(self, runtime: Runtime) -> schema.AnswerBody: ...
+
+    def wording(self, answered: Answered) -> Wording: ...
+
+
+BodyT = TypeVar("BodyT", bound=_Body)
 
 
 class _AnswerStream(EventSourceResponse):
@@ -154,26 +168,40 @@ class Service:
         """Answer `POST /v1/completions`."""
         return await self._answer(request, schema.CompletionBody)
 
-    async def _answer(self, request: Request, kind: type[schema.AnswerBody]) -> Response:
+    async def message(self, request: Request) -> Response:
+        """Answer Anthropic's `POST /v1/messages`."""
+        return await self._answer(request, anthropic.MessagesBody)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Answer Anthropic's `POST /v1/messages/count_tokens`."""
+        runtime, _ = self._ready()
+
+        def read(body: anthropic.CountBody) -> int:
+            chat = body.asked(runtime)
+            (prompt,) = chat.prompts(runtime)
+            return len(runtime.encode(prompt, template_options=chat.template_options(runtime) or None))
+
+        return JSONResponse({"input_tokens": await self._read(request, anthropic.CountBody, read)})
+
+    async def _answer(self, request: Request, kind: type[_Question]) -> Response:
         runtime, scheduler = self._ready()
         began_s = time.perf_counter()
-        body, choices = await self._read(request, kind, self._choices)
+        body, wording, choices = await self._read(request, kind, self._choices)
         options = body.chat_template_kwargs if isinstance(body, schema.ChatBody) else None
         tell = partial(self._tell, request, began_s, body.n, runtime.chat_template.unread(options or {}))
         answers = Answers(scheduler, choices, self.metrics, self._config.max_seconds)
         # Judges the prompts again, of which long ones take a while.
         pool = self._compiler if choices[0].params.sampling.has_grammar else self._reader
         await asyncio.get_running_loop().run_in_executor(pool, answers.submit)
-        envelope = Envelope(self._models[0], TokenSpelling(runtime.tokenizer), is_chat=kind is schema.ChatBody)
         if body.stream:
-            return _AnswerStream(self._chunks(answers, envelope, body, len(choices), tell), answers)
+            return _AnswerStream(self._chunks(answers, wording, tell), answers)
         deltas = await unless_gone(answers.all_of_them(), request.receive)
         if deltas is None:
             tell(_GONE, [], _HAS_LEFT)
             return Response(status_code=_GONE)  # nobody reads it
         endings = [delta.ending for delta in deltas]
         tell(200, endings)
-        return JSONResponse(envelope.whole(deltas, usage_of(endings, body.n)))
+        return JSONResponse(wording.whole(deltas))
 
     def _tell(
         self, request: Request, began_s: float, num_choices: int, unread: Sequence[str], status: int,
@@ -192,9 +220,11 @@ class Service:
             parts.append(f"chat_template_kwargs that the template does not read: {', '.join(unread)[:100]}")
         self._log(" · ".join([*parts, f"{time.perf_counter() - began_s:.2f} s"]))
 
-    def _choices(self, body: schema.AnswerBody) -> tuple[schema.AnswerBody, list[Choice]]:
-        """Return what a request asks for: `n` answers a prompt, with the noise ids 0, 1, … Raises `OptionError`."""
+    def _choices(self, question: _Question) -> tuple[schema.AnswerBody, Wording, list[Choice]]:
+        """Return what a request asks for, the words of its answer, and `n` choices a prompt, with the noise ids 0, 1, …
+        Raises `OptionError`."""
         runtime, _ = self._ready()
+        body = question.asked(runtime)
         if body.x_sources and not body.stream:
             raise schema.RequestError("x_sources is for streams", "x_sources")
         prompts, most = body.prompts(runtime), runtime.plan.target.batch + self._config.max_waiting
@@ -221,33 +251,34 @@ class Service:
                 echo = body.echo_of(runtime.tokenizer, prompt)
                 is_alone = echo is not None and body.max_tokens == 0
                 choices.append(Choice(tokens, replace(params, sampling=sampling), parser, echo, is_alone))
-        return body, choices
+        lengths = [len(choice.prompt) for choice in choices[:: body.n]]
+        spelling = TokenSpelling(runtime.tokenizer)
+        answered = Answered(self._models[0], spelling, lengths, body.n, runtime.context_tokens)
+        return body, question.wording(answered), choices
 
     async def _chunks(
-        self, answers: Answers, envelope: Envelope, body: schema.AnswerBody, count: int,
-        tell: Callable[[int, Sequence[Ending], str], None],
-    ) -> AsyncIterator[dict[str, str]]:  # fmt: skip
+        self, answers: Answers, wording: Wording, tell: Callable[[int, Sequence[Ending], str], None]
+    ) -> AsyncIterator[dict[str, str]]:
         """Yield the events of a stream; an error is the last one of them."""
         endings, status, message = dict[int, Ending](), _GONE, _HAS_LEFT
         try:
-            for index in range(count) if isinstance(body, schema.ChatBody) else ():
-                yield _event(envelope.opening(index))
+            for value in wording.opening():
+                yield _event(value)
             async for delta in answers:
                 if delta.ending is not None:
                     endings[delta.index] = delta.ending
-                sources = delta.tokens if body.x_sources else []
-                said = delta.text or delta.reasoning or delta.calls or delta.logprobs or sources
-                if said or delta.ending is not None:
-                    yield _event(envelope.chunk(delta, with_sources=body.x_sources))
+                for value in wording.chunk(delta):
+                    yield _event(value)
             status = 200
-            if body.stream_options is not None and body.stream_options.include_usage:
-                yield _event(envelope.usage_chunk(usage_of([endings[index] for index in range(count)], body.n)))
-            yield {"data": "[DONE]"}
+            for value in wording.closing([ending for _, ending in sorted(endings.items())]):
+                yield _event(value)
+            if wording.last_line is not None:
+                yield {"data": wording.last_line}
         except Exception as error:
-            status, body_of_error, _ = _error_of(error)
-            message = body_of_error["error"]["message"]
+            failure = failure_of(error)
+            status, message = failure.status, failure.message
             self.metrics.refused.labels(str(status)).inc()
-            yield _event(body_of_error)
+            yield _event(wording.failed(failure))
             if not isinstance(error, errors.OffloadError):
                 raise
         finally:
@@ -258,7 +289,8 @@ class Service:
     async def models(self) -> Response:
         """Answer `GET /v1/models`."""
         self._ready()
-        return JSONResponse({"object": "list", "data": [self._about(name) for name in self._models]})
+        page = {"has_more": False, "first_id": self._models[0], "last_id": self._models[-1]}
+        return JSONResponse({"object": "list", "data": [self._about(name) for name in self._models], **page})
 
     async def model(self, name: str) -> Response:
         """Answer `GET /v1/models/NAME`."""
@@ -269,7 +301,9 @@ class Service:
     def _about(self, name: str) -> dict[str, Any]:
         runtime, _ = self._ready()
         about = {"id": name, "object": "model", "created": self._begun_s, "owned_by": "offload-runtime"}
-        return {**about, "max_model_len": runtime.context_tokens}
+        begun = datetime.fromtimestamp(self._begun_s, timezone.utc).isoformat()
+        of_anthropic = {"type": "model", "display_name": name, "created_at": begun, "lifecycle": "active"}
+        return {**about, **of_anthropic, "max_model_len": runtime.context_tokens}
 
     async def tokenize(self, request: Request) -> Response:
         """Answer `POST /tokenize` with token ids of a text or of messages."""
@@ -303,10 +337,10 @@ class Service:
 
     def respond_to(self, request: Request, error: Exception) -> Response:
         """Answer a request that ended by an error."""
-        status, body, headers = _error_of(error)
-        self.metrics.refused.labels(str(status)).inc()
-        self._log(f"{request.method} {request.url.path[:100]} {status}: {body['error']['message']}")
-        return JSONResponse(body, status, headers)
+        failure, path = failure_of(error), request.url.path
+        self.metrics.refused.labels(str(failure.status)).inc()
+        self._log(f"{request.method} {path[:100]} {failure.status}: {failure.message}")
+        return JSONResponse(failure.body(path), failure.status, failure.headers)
 
 
 def make_app(service: Service, config: ServerConfig) -> App:
@@ -314,6 +348,7 @@ def make_app(service: Service, config: ServerConfig) -> App:
     app = FastAPI(openapi_url=None, redirect_slashes=False)  # whose pages of documentation load from elsewhere
     routes: list[tuple[str, str, Callable[..., Any]]] = [
         ("POST", "/v1/chat/completions", service.chat), ("POST", "/v1/completions", service.complete),
+        ("POST", "/v1/messages", service.message), ("POST", "/v1/messages/count_tokens", service.count_tokens),
         ("POST", "/tokenize", service.tokenize), ("POST", "/detokenize", service.detokenize),
         ("GET", "/v1/models", service.models), ("GET", "/v1/models/{name:path}", service.model),
         ("GET", "/health", service.health), ("GET", "/metrics", service.figures),
@@ -347,7 +382,8 @@ def _constant(content: str, media_type: str) -> Callable[[], Any]:
 
 
 def _event(value: dict[str, Any]) -> dict[str, str]:
-    return {"data": json.dumps(value)}
+    name = {"event": str(value["type"])} if "type" in value else {}
+    return {**name, "data": json.dumps(value)}
 
 
 def _refuse_constant(name: str) -> None:
@@ -362,26 +398,6 @@ def _named_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for number, name in enumerate(names) if name in names[:number])[:100]
         raise schema.RequestError(f"the body has the key {twice!r} twice in one object: give it once", twice)
     return found
-
-
-# How errors are told, the first that fits; all others are defects of ours.
-_STATUS: tuple[tuple[type[Exception], int, str | None], ...] = (
-    (ModelNotFoundError, 404, "model_not_found"), (errors.UnavailableError, 503, None), (errors.BudgetError, 503, None),
-    (errors.HostError, 503, None), (errors.OptionError, 400, None),
-    (errors.ContextLengthError, 400, "context_length_exceeded"), (errors.QueueFullError, 429, None),
-)  # fmt: skip
-
-
-def _error_of(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Return status, body and headers that tell of an error."""
-    if hasattr(error, "status_code"):  # of the web framework
-        return error.status_code, error_body(error.status_code, str(getattr(error, "detail", error))), {}
-    status, code = next(((status, code) for kind, status, code in _STATUS if isinstance(error, kind)), (500, None))
-    retry_s = max(1, math.ceil(getattr(error, "retry_after_s", _RETRY_S)))
-    # What a defect says is for the log.
-    message = str(error) if isinstance(error, errors.OffloadError) else "the server has failed at this request"
-    headers = {"retry-after": str(retry_s)} if status in (429, 503) else {}
-    return status, error_body(status, message, getattr(error, "param", None), code), headers
 
 
 _BACKLOG = 128

@@ -17,6 +17,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse
 
 from offload_runtime.config import ServerConfig
+from offload_runtime.server.failures import Failure
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -35,7 +36,8 @@ _HEADERS = {
 
 
 class Gate:
-    """Lets requests through to an application, as a `ServerConfig` says. Refusals have OpenAI's shape."""
+    """Lets requests through to an application, as a `ServerConfig` says. Refusals have the shape of the route's
+    protocol."""
 
     def __init__(self, app: App, config: ServerConfig) -> None:
         self._app, self._config = app, config
@@ -71,8 +73,8 @@ class Gate:
         headers = {"www-authenticate": "Bearer"} if status == 401 else {}
         if status in (408, 413):  # what is left of the body is not read
             headers = {"connection": "close"}
-        body_of_error = error_body(status, message, code="invalid_api_key" if status == 401 else None)
-        await JSONResponse(body_of_error, status, headers)(scope, receive, send_with_headers)
+        failure = Failure(status, message, code="invalid_api_key" if status == 401 else None)
+        await JSONResponse(failure.body(scope["path"]), status, headers)(scope, receive, send_with_headers)
 
     def _refusal(self, request: Request) -> tuple[int, str] | None:
         """Return status and message of what is refused by its headers alone."""
@@ -81,10 +83,11 @@ class Gate:
         if not config.allows_host(host):
             return 403, f"the Host header {host[:100]!r} is not one of this server: add it with --allowed-host"
         if request.scope["path"] not in _OPEN_PATHS and config.api_key is not None:
-            scheme, _, given = headers.get("authorization", "").partition(" ")
-            fine = hmac.compare_digest(given.strip().encode(), config.api_key.encode())
-            if not fine or scheme.lower() != "bearer":
-                return 401, "this server needs its API key: send it as Authorization: Bearer KEY"
+            scheme, _, bearer = headers.get("authorization", "").partition(" ")
+            # Anthropic's clients have a header of their own.
+            given = bearer if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+            if not hmac.compare_digest(given.strip().encode(), config.api_key.encode()):
+                return 401, "this server needs its API key: send it as Authorization: Bearer KEY, or x-api-key: KEY"
         if request.method == "POST":
             content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
             if content_type != "application/json":
@@ -124,12 +127,3 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
-
-
-def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """Return an error in OpenAI's shape."""
-    kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    # Whoever writes half a character shall read that.
-    texts = [None if text is None else text.encode("utf-8", "backslashreplace").decode() for text in (message, param)]
-    return {"error": {"message": texts[0], "type": kind, "param": texts[1], "code": code}}

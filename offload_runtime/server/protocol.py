@@ -1,5 +1,6 @@
-r"""Answers in OpenAI's words: whole ones, and the chunks of a stream, of both kinds of completions; and how tokens are
-spelled where their log-probabilities are told: by their own bytes, wherever they stand.
+r"""What all protocols tell of an answer (`Delta`, `Ending`) and in what parts (`Wording`); OpenAI's completions, plain
+ones and chats, whole and as the chunks of a stream; and how tokens are spelled where their log-probabilities are told:
+by their own bytes, wherever they stand.
 
 What is ours beside OpenAI's fields begins with `x_`: `x_stats` of every choice, and `x_tokens` where `x_sources` was
 asked for. A decoder drops the first blank of a text, and a part of a character is no text by itself; what a token has
@@ -14,15 +15,16 @@ import re
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from offload_runtime.engine import TokenLogprobs
 from offload_runtime.params import SamplingParams
+from offload_runtime.server.failures import Failure
 from offload_runtime.server.parsers import ToolCall
 
 if TYPE_CHECKING:
@@ -136,12 +138,14 @@ class Delta:
 
 @dataclass(frozen=True)
 class Ending:
-    """How one choice ended: its finish reason, tokens of its prompt and its answer, and figures for `x_stats`."""
+    """How one choice ended: its finish reason, tokens of its prompt and its answer, figures for `x_stats`, and the stop
+    string that has ended it."""
 
     finish_reason: str
     prompt_tokens: int
     completion_tokens: int
     stats: dict[str, Any]
+    stop_string: str | None = None
 
 
 def ending_of(result: GenerationResult, sampling: SamplingParams, *, has_calls: bool) -> Ending:
@@ -158,32 +162,80 @@ def ending_of(result: GenerationResult, sampling: SamplingParams, *, has_calls: 
     }  # fmt: skip
     # OpenAI has no word for an answer that was cut by the clock.
     reason = "tool_calls" if has_calls and reason == "stop" else "length" if reason == "interrupted" else reason
-    return Ending(reason, stats.prompt_tokens, len(result.tokens), figures)
+    return Ending(reason, stats.prompt_tokens, len(result.tokens), figures, result.stop_string)
 
 
-class Envelope:
-    """What all parts of one response have in common.
+@dataclass(frozen=True)
+class Answered:
+    """What all wordings are told of what is answered: the model's name, how it spells tokens, the length of each
+    prompt in tokens, how many choices a prompt has, and how many tokens fit the context."""
 
-    Args:
-        model: Its name.
-        is_chat: Chat completions, or plain ones.
-        spelling: Of the model's tokens.
+    model: str
+    spelling: TokenSpelling
+    prompt_tokens: Sequence[int]
+    num_choices: int
+    context_tokens: int
+
+
+class Wording(Protocol):
+    """The words of one protocol for one response; each value is an object of JSON.
+
+    Attributes:
+        last_line: What a stream of server-sent events ends with, where that is no JSON.
+        is_lines: A stream has a value a line, and no server-sent events. Of these each has the name of its value's
+            `type`.
     """
 
-    def __init__(self, model: str, spelling: TokenSpelling, *, is_chat: bool) -> None:
-        self._is_chat, self._spelling = is_chat, spelling
+    last_line: ClassVar[str | None]
+    is_lines: ClassVar[bool]
+
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
+        """Return a response that does not stream, of all of every choice."""
+
+    def opening(self) -> Iterable[dict[str, Any]]:
+        """Yield what a stream begins with."""
+
+    def chunk(self, delta: Delta) -> Iterable[dict[str, Any]]:
+        """Yield what has come of a choice, and that it has ended if it has."""
+
+    def closing(self, endings: Sequence[Ending]) -> Iterable[dict[str, Any]]:
+        """Yield what a stream ends with where all has gone well."""
+
+    def failed(self, failure: Failure) -> dict[str, Any]:
+        """Return what one ends with where it has not."""
+
+
+class Completions:
+    """The words of OpenAI's completions.
+
+    Args:
+        answered: What is answered.
+        is_chat: Chat completions, or plain ones.
+        with_usage: A stream ends in a chunk with the tokens that there were.
+        with_sources: Chunks say who proposed each token.
+    """
+
+    last_line: ClassVar[str | None] = "[DONE]"
+    is_lines: ClassVar[bool] = False
+
+    def __init__(
+        self, answered: Answered, *, is_chat: bool, with_usage: bool = False, with_sources: bool = False
+    ) -> None:
+        self._answered, self._is_chat, self._spelling = answered, is_chat, answered.spelling
+        self._with_usage, self._with_sources = with_usage, with_sources
+        spelling = answered.spelling
         self._offsets = defaultdict[int, TextOffsets](lambda: TextOffsets(spelling))  # by choice
         self._num_shown = Counter[int]()  # by choice, characters of its text
         # By choice, tokens that begin behind the text that is shown, and where.
         self._held = defaultdict[int, list[tuple[TokenLogprobs, int]]](list)
         self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._model, self._created = model, int(time.time())
+        self._model, self._created = answered.model, int(time.time())
 
     def _around(self, choices: list[dict[str, Any]], *, is_chunk: bool) -> dict[str, Any]:
         kind = "text_completion" if not self._is_chat else "chat.completion.chunk" if is_chunk else "chat.completion"
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
-    def whole(self, deltas: Sequence[Delta], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:
         """Return a response that does not stream."""
         choices = []
         for delta in deltas:
@@ -193,22 +245,27 @@ class Envelope:
             if delta.calls:
                 message |= {"content": delta.text if delta.text.strip() else None, "tool_calls": _calls(delta.calls)}
             choices.append(self._choice(delta, message=message))
+        usage = usage_of([delta.ending for delta in deltas if delta.ending], self._answered.num_choices)
         return {**self._around(choices, is_chunk=False), "usage": usage}
 
-    def opening(self, index: int) -> dict[str, Any]:
-        """Return the first chunk of a choice of a chat: whose turn it is."""
+    def opening(self) -> Iterator[dict[str, Any]]:
+        """Yield the first chunk of each choice of a chat: whose turn it is."""
         said = {"role": "assistant", "content": ""}
-        return self._around([self._choice(Delta(index=index), delta=said)], is_chunk=True)
+        for index in range(self._answered.num_choices) if self._is_chat else ():
+            yield self._around([self._choice(Delta(index=index), delta=said)], is_chunk=True)
 
-    def chunk(self, delta: Delta, *, with_sources: bool) -> dict[str, Any]:
-        """Return what has come of a choice, and that it has ended if it has."""
+    def chunk(self, delta: Delta) -> Iterator[dict[str, Any]]:
+        """Yield what has come of a choice, and that it has ended if it has."""
+        sources = {"x_tokens": [list(token) for token in delta.tokens]} if self._with_sources else {}
+        has_come = delta.text or delta.reasoning or delta.calls or delta.logprobs or delta.ending
+        if not has_come and not sources.get("x_tokens"):
+            return
         said: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if delta.reasoning:
             said["reasoning_content"] = delta.reasoning
         if delta.calls:
             said["tool_calls"] = _calls(delta.calls, delta.first_call)
-        sources = {"x_tokens": [list(token) for token in delta.tokens]} if with_sources else {}
-        return {**self._around([self._choice(delta, delta=said)], is_chunk=True), **sources}
+        yield {**self._around([self._choice(delta, delta=said)], is_chunk=True), **sources}
 
     def _choice(self, delta: Delta, /, **of_chat: dict[str, Any]) -> dict[str, Any]:
         """Return what responses and chunks have in common of a choice; `of_chat` is a chat's in place of the text."""
@@ -255,9 +312,14 @@ class Envelope:
         own = list(self._spelling.bytes_of(token))
         return {"token": self._spelling.text_of(token), "logprob": logprob, "bytes": own or None}
 
-    def usage_chunk(self, usage: dict[str, int]) -> dict[str, Any]:
-        """Return the last chunk of a stream whose usage was asked for."""
-        return {**self._around([], is_chunk=True), "usage": usage}
+    def closing(self, endings: Sequence[Ending]) -> Iterator[dict[str, Any]]:
+        """Yield the last chunk of a stream whose usage was asked for."""
+        if self._with_usage:
+            yield {**self._around([], is_chunk=True), "usage": usage_of(endings, self._answered.num_choices)}
+
+    def failed(self, failure: Failure) -> dict[str, Any]:
+        """Return the error that a stream ends with."""
+        return failure.body("/v1/completions")
 
 
 def usage_of(endings: Sequence[Ending], num_choices: int) -> dict[str, int]:

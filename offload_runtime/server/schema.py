@@ -20,19 +20,20 @@ from offload_runtime.grammar import json_rule
 from offload_runtime.options import option_fields
 from offload_runtime.params import MOST_LOGPROBS, GenerationParams, SamplingParams
 from offload_runtime.server.parsers import AnswerParser, calls_grammar, tools_in_words, writes_calls
+from offload_runtime.server.protocol import Answered, Completions, Wording
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
 
 _Harmless = Mapping[str, tuple[Any, ...]]
-_ANY: tuple[Any, ...] = ()  # whatever the value
+ANY: tuple[Any, ...] = ()  # whatever the value
 # Values that change nothing, beside null, of fields that OpenAI, vLLM, SGLang and llama.cpp have.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],), "verbosity": ("medium",), "function_call": ("none", "auto"), "n_keep": (0, -1),
     "reasoning_format": ("auto", "deepseek"),
 }  # fmt: skip
 for _values, _names in (
-    (_ANY, "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id "
+    (ANY, "user store metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention request_id "
            "cache_prompt"),
     ((None,), "audio prediction web_search_options truncate_prompt_tokens prompt_logprobs allowed_token_ids cache_salt "
               "chat_template structured_outputs guided_json guided_regex guided_choice guided_grammar json_schema"),
@@ -76,7 +77,9 @@ class RequestError(OptionError):
         self.param = param
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """A body of a request, or an object in one: its fields are those that are known."""
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     harmless: ClassVar[_Harmless] = {}
 
@@ -90,7 +93,7 @@ class _Body(BaseModel):
 
     @classmethod
     def _changes_nothing(cls, name: str, value: Any) -> bool:
-        if value is None or cls.harmless.get(name) == _ANY:
+        if value is None or cls.harmless.get(name) == ANY:
             return name in cls.harmless or name in cls.model_fields
         # To Python true is 1, to JSON it is not.
         is_bool = isinstance(value, bool)
@@ -140,19 +143,19 @@ def _request_error(error: ValidationError) -> RequestError:
     return RequestError(f"{where or 'the body'}: {first['msg']}", where or None)
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """How a stream ends."""
 
     harmless: ClassVar[_Harmless] = {"include_obfuscation": ()}
     include_usage: bool = False
 
 
-class _JsonSchema(_Body):
+class _JsonSchema(Body):
     harmless: ClassVar[_Harmless] = {"name": (), "description": (), "strict": ()}
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """What an answer has to be."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -174,7 +177,7 @@ class ResponseFormat(_Body):
 
 
 _fields: dict[str, Any] = {name: (one.hint | None, None) for name, one in _OPTIONS.items()}
-_Options: Any = create_model("_Options", __base__=_Body, **_fields)
+_Options: Any = create_model("_Options", __base__=Body, **_fields)
 
 
 class AnswerBody(_Options):
@@ -196,6 +199,17 @@ class AnswerBody(_Options):
     x_sources: bool = False
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
+
+    def asked(self, runtime: Runtime) -> AnswerBody:
+        """Return what is asked for in OpenAI's words of completions; other protocols translate."""
+        return self
+
+    def wording(self, answered: Answered) -> Wording:
+        """Return the words of the response."""
+        with_usage = self.stream_options is not None and self.stream_options.include_usage
+        return Completions(
+            answered, is_chat=isinstance(self, ChatBody), with_usage=with_usage, with_sources=self.x_sources
+        )
 
     def params(self, defaults: Mapping[str, Any], room_tokens: int, limit_tokens: int | None) -> GenerationParams:
         """Return what one answer is asked for.
@@ -341,6 +355,13 @@ class ChatBody(AnswerBody):
         return {"grammar": f"start: calls\n{calls}"}
 
 
+class BoundedChatBody(ChatBody):
+    """A chat of a protocol in which `max_tokens` is a bound: where the context holds fewer, the answer ends there."""
+
+    def wanted_tokens(self, most: int) -> int:
+        return min(super().wanted_tokens(most), most)
+
+
 class CompletionBody(AnswerBody):
     """`/v1/completions`."""
 
@@ -386,7 +407,7 @@ class CompletionBody(AnswerBody):
         return str(tokenizer.decode(prompt, skip_special_tokens=True))
 
 
-class TokenizeBody(_Body):
+class TokenizeBody(Body):
     """`/tokenize`: a text, or messages through the chat template."""
 
     model: str | None = None
@@ -404,7 +425,7 @@ class TokenizeBody(_Body):
         return self.messages
 
 
-class DetokenizeBody(_Body):
+class DetokenizeBody(Body):
     """`/detokenize`: token ids."""
 
     model: str | None = None

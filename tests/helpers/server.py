@@ -3,19 +3,31 @@
 import json
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 from openai import OpenAI
 
 from offload_runtime.config import ServerConfig
-from offload_runtime.engine import Runtime, Scheduler
+from offload_runtime.engine import (
+    EndEvent,
+    ErrorEvent,
+    GenerationResult,
+    Runtime,
+    Scheduler,
+    SchedulerCounters,
+    TokenEvent,
+)
+from offload_runtime.errors import OffloadError
+from offload_runtime.params import GenerationParams
 from offload_runtime.server.app import Server
 from tests.helpers.engine import load
+from tests.test_cli_fakes import make_stats
 
 MODEL = "small"
 
@@ -38,6 +50,37 @@ class Served:
     def ask(self, **fields: Any) -> Any:
         """The same by OpenAI's client, of all that is asked."""
         return self.openai.chat.completions.create(**{"model": MODEL, **fields})
+
+
+class Scripted:
+    """A scheduler that says the same to everybody, a piece a token; where it has no pieces, `other` answers.
+
+    Attributes:
+        error: What it fails with behind the pieces, if there is one.
+        prompts: What it was asked.
+    """
+
+    def __init__(self, pieces: Sequence[str] | None = None, other: Scheduler | None = None) -> None:
+        self.pieces, self.other, self.stop_string = pieces, other, ""
+        self.error: OffloadError | None = None
+        self.prompts, self.params = list[list[int]](), list[GenerationParams]()
+        self.counters, self.failure = SchedulerCounters(), None
+
+    def submit(self, prompt: list[int], params: GenerationParams, *, on_event: Any) -> Any:
+        self.prompts.append(prompt)
+        self.params.append(params)
+        if self.pieces is None:
+            assert self.other is not None
+            return self.other.submit(prompt, params, on_event=on_event)
+        for piece in self.pieces:
+            on_event(TokenEvent(1, piece, "target"))
+        if self.error is not None:
+            on_event(ErrorEvent(self.error, None))
+        else:
+            stats = make_stats(prompt_tokens=len(prompt), new_tokens=len(self.pieces), kept_tokens=2)
+            result = GenerationResult([1] * len(self.pieces), "".join(self.pieces), "stop", stats)
+            on_event(EndEvent(replace(result, stop_string=self.stop_string or None)))
+        return SimpleNamespace(cancel=lambda: None)
 
 
 @contextmanager

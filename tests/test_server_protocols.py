@@ -1,0 +1,165 @@
+"""Other protocols say the same answer in other words: the official clients get what OpenAI's chat completions give,
+calls, thinking and errors included."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from offload_runtime.config import ServerConfig
+from offload_runtime.engine import Runtime, Scheduler
+from offload_runtime.errors import UnavailableError
+from offload_runtime.server.app import Service, make_app
+from tests.helpers.engine import load, with_template
+from tests.helpers.server import MODEL, Scripted, wait_until
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}</tool_call>{% endfor %}"
+    "{% endfor %}{% if enable_thinking %}<think>{% endif %}"
+)
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
+ANSWER = f"let me think</think>\n\nIt is hot.\n{CALL}"
+PIECES = [ANSWER[at : at + 5] for at in range(0, len(ANSWER), 5)]
+CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "string"}}}
+HOT = {"role": "user", "content": "hot?"}
+
+
+@dataclass
+class Spoken:
+    """A server whose answers may be scripted."""
+
+    url: str
+    runtime: Runtime
+    scripted: Scripted
+    http: httpx.Client
+
+    @property
+    def prompt(self) -> str:
+        """The last prompt."""
+        return str(self.runtime.tokenizer.decode(self.scripted.prompts[-1]))
+
+    def chat(self, **fields: Any) -> Any:
+        """The same answer as a chat of OpenAI's."""
+        return self.http.post("/v1/chat/completions", json={"messages": [HOT], "temperature": 0, **fields}).json()
+
+
+@pytest.fixture(scope="module")
+def server(two_layer_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spoken]:
+    directory = with_template(two_layer_target, tmp_path_factory.mktemp("spoken") / "model", TEMPLATE)
+    with load(directory, draft="none", context=512) as runtime, Scheduler(runtime) as scheduler:
+        scripted, config = Scripted(other=scheduler), ServerConfig(port=0)
+        service = Service(config)
+        service.begin(runtime, scripted, MODEL)  # type: ignore[arg-type]
+        http = uvicorn.Server(uvicorn.Config(make_app(service, config), port=0, log_config=None, lifespan="off"))
+        thread = threading.Thread(target=http.run)
+        thread.start()
+        wait_until(lambda: http.started)
+        url = f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
+        try:
+            with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+                yield Spoken(url, runtime, scripted, client)
+        finally:
+            http.should_exit = True
+            thread.join()
+            service.close()
+
+
+@pytest.fixture
+def spoken(server: Spoken) -> Spoken:
+    """With the model's own answers until a test has others."""
+    server.scripted.pieces, server.scripted.error, server.scripted.stop_string = None, None, ""
+    return server
+
+
+# --- Anthropic's messages
+
+WEATHER_TOOL = {"name": "weather", "description": "the weather", "input_schema": CITY}
+
+
+@pytest.fixture(scope="module")
+def claude(server: Spoken) -> Any:
+    anthropic = pytest.importorskip("anthropic", reason="the extra `test` is not installed")
+    client = anthropic.DefaultHttpxClient(trust_env=False)
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, http_client=client)
+
+
+def test_a_message_is_the_answer_of_a_chat(spoken: Spoken, claude: Any) -> None:
+    expected = spoken.chat(max_tokens=12)
+    asked: dict[str, Any] = {"model": MODEL, "messages": [HOT], "max_tokens": 12, "extra_body": {"temperature": 0}}
+    message = claude.messages.create(**asked)
+    assert message.content[0].text == expected["choices"][0]["message"]["content"]
+    assert message.stop_reason == "max_tokens" and message.usage.output_tokens == 12
+    assert message.usage.input_tokens + message.usage.cache_read_input_tokens == expected["usage"]["prompt_tokens"]
+    count = claude.messages.count_tokens(model=MODEL, messages=[HOT])
+    assert count.input_tokens == expected["usage"]["prompt_tokens"]
+    with claude.messages.stream(**asked) as stream:
+        assert "".join(stream.text_stream) == message.content[0].text
+        assert stream.get_final_message().stop_reason == "max_tokens"
+    assert [model.id for model in claude.models.list()] == [MODEL]
+    stop = message.content[0].text[4:6]
+    stopped = claude.messages.create(**asked, stop_sequences=[stop, "never said"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", stop)
+    long = {"role": "user", "content": "x" * 450}  # of a context of 512
+    bounded = claude.messages.create(**{**asked, "messages": [long], "max_tokens": 9_000})
+    assert bounded.stop_reason == "model_context_window_exceeded"
+
+
+def test_a_message_has_thinking_and_calls(spoken: Spoken, claude: Any) -> None:
+    spoken.scripted.pieces = PIECES
+    past = [
+        {"role": "user", "content": [{"type": "text", "text": "cold?", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "so far", "signature": ""}, {"type": "text", "text": "I ask."},
+            {"type": "tool_use", "id": "call00001", "name": "weather", "input": {"city": "Ulm"}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "call00001", "content": [{"type": "text", "text": "30"}]},
+            {"type": "text", "text": "hot?"}]},
+    ]  # fmt: skip
+    asked: dict[str, Any] = {
+        "model": MODEL, "max_tokens": 300, "messages": past, "tools": [WEATHER_TOOL], "metadata": {"user_id": "1"},
+        "system": [{"type": "text", "text": "be brief"}], "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "tool_choice": {"type": "auto", "disable_parallel_tool_use": True},
+    }  # fmt: skip
+    whole = claude.messages.create(**asked)
+    for said in ("system\nbe brief", "(so far)I ask.<tool_call>Ulm</tool_call>", "tool\n30", "user\nhot?<think>"):
+        assert said in spoken.prompt
+    assert '"the weather"' in spoken.prompt
+    with claude.messages.stream(**asked) as stream:
+        events = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert events[0] == "message_start" and events[-1] == "message_stop"
+    for message in (whole, streamed):
+        thinking, text, call = message.content
+        assert (thinking.type, thinking.thinking) == ("thinking", "let me think")
+        assert (text.text, call.name, call.input) == ("It is hot.", "weather", {"city": "Rom"})
+        assert message.stop_reason == "tool_use" and message.usage.cache_read_input_tokens == 2
+    assert whole.usage == streamed.usage or streamed.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_errors_have_the_shape_of_anthropic(spoken: Spoken, claude: Any) -> None:
+    import anthropic
+
+    asked: dict[str, Any] = {"model": MODEL, "messages": [HOT], "max_tokens": 4}
+    with pytest.raises(anthropic.NotFoundError, match="'other' is not served here"):
+        claude.messages.create(**{**asked, "model": "other"})
+    image = {"type": "image", "source": {"type": "url", "url": "http://127.0.0.1/"}}
+    for fields, message in (
+        ({"messages": [{"role": "user", "content": [image]}]}, "messages.0.content.0 has the type 'image'"),
+        ({"messages": [HOT, {"role": "assistant", "content": "It"}]}, "the last message is the assistant's"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools.0 has the type"),
+        ({"extra_body": {"frobnicate": 1}}, "frobnicate is not a field"),
+        ({"tools": [WEATHER_TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=message) as refused:
+            claude.messages.create(**{**asked, **fields})
+        assert refused.value.body["error"]["type"] == "invalid_request_error"
+    spoken.scripted.pieces, spoken.scripted.error = ["It"], UnavailableError("the card has gone")
+    with pytest.raises(anthropic.APIStatusError, match="the card has gone"), claude.messages.stream(**asked) as stream:
+        stream.get_final_message()
