@@ -264,6 +264,16 @@ class ProfileOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ListOptions:
+    """`list` takes these options."""
+
+    profile: str | None = option(
+        None, "The machine to predict speeds for, such as rtx4090; left out, your own.", MACHINE, metavar="NAME|FILE"
+    )  # fmt: skip
+    as_json: bool = _json()
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoOptions(LoadOptions):
     """`demo` takes these options; its `config` has the target once that was fetched."""
 

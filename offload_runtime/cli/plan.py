@@ -144,13 +144,15 @@ def shared_record(shared: SharedPlan, alone_tok_per_s: float | None) -> dict[str
 
 
 def choose_profile(name: str | None = None) -> MachineProfile:
-    """Return the machine that is named; else the one profile that the user has saved, if it has a GPU to plan for; else
-    a common card."""
-    if name is not None:
-        return load_profile(name)
+    """Return the machine that is named; else the user's own, or else a common card."""
+    return own_profile() or load_profile(_COMMON_PROFILE) if name is None else load_profile(name)
+
+
+def own_profile() -> MachineProfile | None:
+    """Return the one profile that the user has saved, if it has a GPU to plan for."""
     own = [path for path in list_profiles().values() if path.parent == own_directory()]
     found = load_profile(own[0]) if len(own) == 1 else None
-    return found if found is not None and found.gpus else load_profile(_COMMON_PROFILE)
+    return found if found is not None and found.gpus else None
 
 
 # --- the first screen

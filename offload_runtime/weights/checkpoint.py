@@ -24,6 +24,7 @@ from offload_runtime.fields import Fields, shortened, shown
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.reading import end_ids
+from offload_runtime.models.registry import FAMILIES
 from offload_runtime.params import SamplingParams
 from offload_runtime.weights.encoding import Fill
 from offload_runtime.weights.header import StoredTensor
@@ -62,6 +63,12 @@ class DescribedModel:
     def config(self) -> ModelConfig:
         """Return the shape and flags of the model."""
         return self.model_config
+
+    @property
+    def family(self) -> str:
+        """Return what people call its family; not of a head."""
+        known = FAMILIES.values()
+        return next(one.title for one in known if one.architecture == self.model_config.architecture)
 
     def vocabulary(self) -> Vocabulary | None:
         """Return what its token ids mean; None where nothing says so."""

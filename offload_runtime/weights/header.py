@@ -137,7 +137,7 @@ _OTHER_FILES = {
 # What a file is called that was cut for an upload: model.gguf.part1of2, model.gguf-split-a, model.gguf.aa.
 _PIECE = re.compile(r"(?i)(.+\.gguf)[-._](part|split)?[-._]?(?:\d+(?:[-_]?of[-_]?(\d+))?|a{0,2}[a-z])")
 _MOST_NAMED, _MOST_BLOBS = 8, 3  # pieces, and blobs, that a message has room for
-_OLLAMA_MODEL = "application/vnd.ollama.image.model"
+_OLLAMA_MODEL, _OLLAMA_REGISTRY = "application/vnd.ollama.image.model", "registry.ollama.ai"
 _WEIGHTS = (".bin", ".pth", ".pt", ".ckpt", ".h5", ".msgpack", ".onnx", ".npz", ".safetensors")
 
 
@@ -190,6 +190,20 @@ def refuse_pieces(path: Path) -> None:
     )
 
 
+def ollama_models(root: Path) -> dict[Path, tuple[str, Path]]:
+    """Return ollama's models by their manifests: what it calls them, and the file with the weights."""
+    manifests, found = root / "manifests", dict[Path, tuple[str, Path]]()
+    for file in sorted(islice(manifests.rglob("*"), _MOST_ENTRIES)):
+        with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            layers = json.loads(file.read_bytes())["layers"]
+            digest, *_ = [one["digest"] for one in layers if one["mediaType"] == _OLLAMA_MODEL]
+            host, *names, tag = file.relative_to(manifests).parts
+            names = names[1:] if names[:-1] == ["library"] else names
+            names = names if host == _OLLAMA_REGISTRY else [host, *names]
+            found[file] = f"{'/'.join(names)}:{tag}", root / "blobs" / digest.replace(":", "-")
+    return found
+
+
 def refuse_ollama(path: Path) -> None:
     """Refuse a directory of ollama's, or one of its manifests, and say which file has the weights.
 
@@ -200,18 +214,12 @@ def refuse_ollama(path: Path) -> None:
     if root is None or not (root / "blobs").is_dir():
         return
     manifests = root / "manifests"
-    found = dict[Path, str]()
-    for file in sorted(islice(manifests.rglob("*"), _MOST_ENTRIES)):
-        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
-            layers = json.loads(file.read_bytes())["layers"]
-            digest, *_ = [one["digest"] for one in layers if one["mediaType"] == _OLLAMA_MODEL]
-            *_, model, tag = file.relative_to(manifests).parts
-            found[file] = f"{model}:{tag} is {root / 'blobs' / digest.replace(':', '-')}"
+    found = {file: f"{name} is {blob}" for file, (name, blob) in ollama_models(root).items()}
     shown_parts = [found[path]] if path in found else [*found.values()]
     if shown_parts and (path in found or path.is_dir()):
         others = f"; {len(shown_parts) - _MOST_BLOBS} others' is said of their file in {manifests}"
         which = "; ".join(shown_parts[:_MOST_BLOBS]) + (others if len(shown_parts) > _MOST_BLOBS else "")
-        raise CheckpointError(f"{path} is ollama's: give the blob of a model ({which})")
+        raise CheckpointError(f"{path} is ollama's: give the name or the blob of a model ({which})")
 
 
 def refuse_other_directory(directory: Path) -> None:

