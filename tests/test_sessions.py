@@ -1,12 +1,14 @@
 """Sessions: what was read stays read when a conversation, or a server, goes on in another process."""
 
 import os
+import random
 import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +240,41 @@ def test_two_processes_do_not_share_a_session(runtime: Runtime, tmp_path: Path) 
     with session_files(path):  # of one chat that is one
         conversation.save(path)
         conversation.load(path)
+
+
+@pytest.mark.slow
+def test_who_is_killed_leaves_a_whole_session(runtime: Runtime, tmp_path: Path) -> None:
+    path, chance = tmp_path / "chat.json", random.Random(5)
+    conversation = begin(runtime)
+    conversation.save(path)
+    tokens = conversation.num_tokens
+
+    def work(is_saved: int) -> None:
+        for number in count():
+            if number % 2 == 0:
+                later = runtime.load_conversation(path)
+            say(later, "fox", max_new_tokens=2)
+            later.save(path)
+            os.write(is_saved, b"!")
+            if later.num_tokens > CONTEXT - 60:  # and shorter again
+                conversation.save(path)
+                later = conversation
+
+    seen = set()
+    for _ in range(6):
+        has_saved, is_saved = os.pipe()
+        with forked(partial(work, is_saved)), os.fdopen(has_saved, "rb") as saved:
+            os.close(is_saved)
+            assert saved.read(1) == b"!"
+            time.sleep(chance.uniform(0.0, 0.2))
+        later = runtime.load_conversation(path)
+        seen.add(later.num_tokens)
+        assert later.num_tokens >= tokens
+        later.save(path)
+        assert not list(tmp_path.rglob("*.part"))
+        if later.num_tokens > CONTEXT - 60:
+            conversation.save(path)
+    assert len(seen) > 1
 
 
 # --- a server
