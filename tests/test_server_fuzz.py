@@ -31,6 +31,16 @@ VALID: dict[str, Any] = {
         "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"},
         "thinking": {"type": "enabled", "budget_tokens": 3}, "temperature": 1.0, "top_k": 3, "stream": False,
     },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]},
+            {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "x", "output": "c"}],
+        "tools": [{"type": "function", "name": "f", "parameters": {"type": "object"}}], "tool_choice": "auto",
+        "instructions": "d", "max_output_tokens": 1, "temperature": 1.0, "store": False, "stream": False,
+        "text": {"format": {"type": "text"}}, "include": ["reasoning.encrypted_content"], "top_logprobs": 1,
+    },
 }  # fmt: skip
 PATHS = tuple(VALID)
 DEEP = b'{"messages": [{"role": "user", "content": "a", "x": %b1%b}]}' % (b'[{"a":' * 200, b"}]" * 200)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from openai import APIStatusError, OpenAI
 
 from offload_runtime.config import ServerConfig
 from offload_runtime.engine import Runtime, Scheduler
@@ -39,6 +40,7 @@ class Spoken:
     runtime: Runtime
     scripted: Scripted
     http: httpx.Client
+    openai: OpenAI
 
     @property
     def prompt(self) -> str:
@@ -64,7 +66,8 @@ def server(two_layer_target: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         url = f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
         try:
             with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
-                yield Spoken(url, runtime, scripted, client)
+                openai = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=client)
+                yield Spoken(url, runtime, scripted, client, openai)
         finally:
             http.should_exit = True
             thread.join()
@@ -163,3 +166,67 @@ def test_errors_have_the_shape_of_anthropic(spoken: Spoken, claude: Any) -> None
     spoken.scripted.pieces, spoken.scripted.error = ["It"], UnavailableError("the card has gone")
     with pytest.raises(anthropic.APIStatusError, match="the card has gone"), claude.messages.stream(**asked) as stream:
         stream.get_final_message()
+
+
+# --- OpenAI's responses
+
+FUNCTION: Any = {"type": "function", "name": "weather", "description": "the weather", "parameters": CITY}
+
+
+def test_a_response_is_the_answer_of_a_chat(spoken: Spoken) -> None:
+    expected = spoken.chat(max_tokens=12, logprobs=True, top_logprobs=2)
+    text, usage = expected["choices"][0]["message"]["content"], expected["usage"]
+    asked: dict[str, Any] = {"model": MODEL, "input": "hot?", "max_output_tokens": 12, "temperature": 0}
+    whole = spoken.openai.responses.create(**asked, store=False, top_logprobs=2)
+    assert whole.output_text == text and whole.status == "incomplete" and whole.usage is not None
+    assert whole.incomplete_details is not None and whole.incomplete_details.reason == "max_output_tokens"
+    assert (whole.usage.input_tokens, whole.usage.output_tokens) == (usage["prompt_tokens"], 12)
+    said = whole.to_dict()["output"][0]["content"][0]["logprobs"]  # type: ignore[index]
+    assert [one["logprob"] for one in said] == pytest.approx(
+        [one["logprob"] for one in expected["choices"][0]["logprobs"]["content"]], abs=1e-4
+    )
+    events = list(spoken.openai.responses.create(**asked, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert events[-1].type == "response.incomplete"
+
+
+def test_a_response_has_reasoning_and_calls(spoken: Spoken) -> None:
+    spoken.scripted.pieces = PIECES
+    asked: dict[str, Any] = {
+        "model": MODEL, "tools": [FUNCTION], "instructions": "be brief", "input": [HOT],
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": True}}, "include": ["reasoning.encrypted_content"],
+    }  # fmt: skip
+    whole = spoken.openai.responses.create(**asked)
+    with spoken.openai.responses.stream(**asked) as stream:
+        events = list(stream)
+        streamed = stream.get_final_response()
+    assert [event.sequence_number for event in events if event.type != "error"][:3] == [0, 1, 2]
+    assert events[-1].type == "response.completed"
+    for response in (whole, streamed):
+        reasoning, message, call = response.output
+        assert (reasoning.type, reasoning.content[0].text) == ("reasoning", "let me think")
+        assert (message.content[0].text, call.name, call.arguments) == ("It is hot.", "weather", '{"city": "Rom"}')
+        assert response.status == "completed" and response.usage.input_tokens_details.cached_tokens == 2
+        assert 0 < response.usage.output_tokens_details.reasoning_tokens < len(PIECES)
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "30"}
+    again = [HOT, *(item.to_dict() for item in whole.output), output, {"role": "user", "content": "and?"}]
+    spoken.openai.responses.create(**{**asked, "input": again})
+    for said in ("system\nbe brief", "(let me think)It is hot.<tool_call>Rom</tool_call>", "tool\n30", "user\nand?"):
+        assert said in spoken.prompt
+
+
+def test_what_a_response_cannot_be_is_refused(spoken: Spoken) -> None:
+    for fields, param, message in (
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "send all of the conversation"),
+        ({"conversation": "conv_1"}, "conversation", "keeps no responses"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tools.0 has the type 'web_search'"),
+        ({"input": [{"type": "item_reference", "id": "rs_1"}]}, "input", "input.0 has the type 'item_reference'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "only texts can be read"),
+        ({"truncation": "auto"}, "truncation", "truncation"), ({"include": ["x"]}, "include", "include has 'x'"),
+    ):  # fmt: skip
+        with pytest.raises(APIStatusError, match=message) as refused:
+            spoken.openai.responses.create(**{"model": MODEL, "input": "a", **fields})
+        assert refused.value.status_code == 400 and refused.value.body["param"] == param
+    spoken.scripted.pieces, spoken.scripted.error = ["It"], UnavailableError("the card has gone")
+    failed = list(spoken.openai.responses.create(model=MODEL, input="hot?", stream=True))[-1]
+    assert failed.type == "response.failed" and failed.response.error.message == "the card has gone"

@@ -177,6 +177,7 @@ class Answers:
                 if choice.is_echo_alone:
                     continue
                 logprobs = [] if event.logprobs is None else [event.logprobs]
+                delta.reasoning_tokens += parser.is_thinking
                 delta.add(Delta(*parser.push(event.text, event.token), [(event.text, event.source)], logprobs))
                 continue
             if event.result.finish_reason == "interrupted" and not event.result.tokens and not self._has_tokens:

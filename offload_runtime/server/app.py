@@ -32,7 +32,7 @@ from offload_runtime import errors
 from offload_runtime.config import SOURCES, ServerConfig
 from offload_runtime.engine import Scheduler
 from offload_runtime.params import GenerationParams
-from offload_runtime.server import anthropic, schema
+from offload_runtime.server import anthropic, responses, schema
 from offload_runtime.server.answers import Answers, Choice, Metrics, unless_gone
 from offload_runtime.server.failures import ModelNotFoundError, failure_of
 from offload_runtime.server.gate import App, Gate
@@ -171,6 +171,10 @@ class Service:
     async def message(self, request: Request) -> Response:
         """Answer Anthropic's `POST /v1/messages`."""
         return await self._answer(request, anthropic.MessagesBody)
+
+    async def respond(self, request: Request) -> Response:
+        """Answer OpenAI's `POST /v1/responses`."""
+        return await self._answer(request, responses.ResponsesBody)
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer Anthropic's `POST /v1/messages/count_tokens`."""
@@ -348,6 +352,7 @@ def make_app(service: Service, config: ServerConfig) -> App:
     app = FastAPI(openapi_url=None, redirect_slashes=False)  # whose pages of documentation load from elsewhere
     routes: list[tuple[str, str, Callable[..., Any]]] = [
         ("POST", "/v1/chat/completions", service.chat), ("POST", "/v1/completions", service.complete),
+        ("POST", "/v1/responses", service.respond),
         ("POST", "/v1/messages", service.message), ("POST", "/v1/messages/count_tokens", service.count_tokens),
         ("POST", "/tokenize", service.tokenize), ("POST", "/detokenize", service.detokenize),
         ("GET", "/v1/models", service.models), ("GET", "/v1/models/{name:path}", service.model),

@@ -247,6 +247,11 @@ class AnswerParser:
             opened = next((start for start in self._ends if tail.endswith(start)), None)
             self._end, self._is_at_edge = self._ends.get(opened or ""), opened is not None
 
+    @property
+    def is_thinking(self) -> bool:
+        """Return whether what comes next is thought."""
+        return self._end is not None
+
     def push(self, text: str, token: int | None = None) -> Parts:
         """Return what has come of thinking and of text that may be shown now, and calls that are complete, after `text`
         that `token` has added."""

@@ -82,6 +82,16 @@ class TokenSpelling:
             for place, (token, text) in enumerate(zip(tokens, texts, strict=True))
         ]
 
+    def logprobs_of(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        """Return tokens with their log-probabilities, their bytes, and the likeliest in their places."""
+
+        def likely(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": self.text_of(token), "logprob": logprob, "bytes": list(self.bytes_of(token)) or None}
+
+        return [
+            {**likely(one.token, one.logprob), "top_logprobs": [likely(*pair) for pair in one.top]} for one in logprobs
+        ]
+
     def is_shown(self, token: int) -> bool:
         """Return whether an answer's text has this token: it has no control tokens."""
         return token not in self._added or not self._added[token].special
@@ -114,8 +124,8 @@ class TextOffsets:
 @dataclass
 class Delta:
     """What has come of one choice since the last time: thinking, text, calls, of which the first has the number
-    `first_call`, tokens with who proposed them, their log-probabilities where they are wanted, and once it has ended
-    how."""
+    `first_call`, tokens with who proposed them, their log-probabilities where they are wanted, how many were thought,
+    and once it has ended how."""
 
     reasoning: str = ""
     text: str = ""
@@ -124,6 +134,7 @@ class Delta:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     index: int = 0
     first_call: int = 0
+    reasoning_tokens: int = 0
     ending: Ending | None = None
 
     def add(self, other: Delta) -> None:
@@ -133,6 +144,7 @@ class Delta:
         self.calls += other.calls
         self.tokens += other.tokens
         self.logprobs += other.logprobs
+        self.reasoning_tokens += other.reasoning_tokens
         self.ending = other.ending
 
 
@@ -280,11 +292,7 @@ class Completions:
         if self._is_chat:
             if not delta.logprobs:
                 return None
-            content = [
-                {**self._likely(one.token, one.logprob), "top_logprobs": [self._likely(*pair) for pair in one.top]}
-                for one in delta.logprobs
-            ]
-            return {"content": content, "refusal": None}
+            return {"content": self._spelling.logprobs_of(delta.logprobs), "refusal": None}
         index, is_all = delta.index, delta.ending is not None
         self._num_shown[index] += len(delta.text)
         spelling, held, end = self._spelling, self._held[index], self._num_shown[index]
@@ -306,11 +314,6 @@ class Completions:
             "top_logprobs": [None if p is None else top for p, top in zip(known, likeliest, strict=True)],
             "text_offset": [offset for _, offset in shown_parts],
         }  # fmt: skip
-
-    def _likely(self, token: int, logprob: float) -> dict[str, Any]:
-        """Return a token with its log-probability and its bytes."""
-        own = list(self._spelling.bytes_of(token))
-        return {"token": self._spelling.text_of(token), "logprob": logprob, "bytes": own or None}
 
     def closing(self, endings: Sequence[Ending]) -> Iterator[dict[str, Any]]:
         """Yield the last chunk of a stream whose usage was asked for."""
