@@ -41,6 +41,7 @@ class Option:
         auto: It is a number or a size, or `auto`, which stands for None or, where that may not be, the default.
         size: It is a size in bytes; of a type with tuples, one for each card.
         flag: Its name on the command line where that is not the field's; None where it is no option there.
+        argument: The command line has it without a name, as a word behind the command.
         metavar: What `--help` calls its value.
         repeated: The command line takes several.
         env: The environment variable that the command line reads it from.
@@ -56,6 +57,7 @@ class Option:
     auto: bool = False
     size: bool = False
     flag: str | None = ""
+    argument: bool = False
     metavar: str | None = None
     repeated: bool = False
     env: str | None = None

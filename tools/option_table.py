@@ -22,16 +22,20 @@ def option_table() -> str:
     group: Any = typer.main.get_command(app)
     commands_of: dict[str, list[str]] = {}
     for name, command in group.commands.items():
-        for option in command.params:
+        for option in _named(command):
             commands_of.setdefault(option.opts[0], []).append(name)
     rows: dict[str, list[str]] = {}
     for command in group.commands.values():
         types = get_type_hints(command.callback)
-        for option in command.params:
+        for option in _named(command):
             if commands := commands_of.pop(option.opts[0], None):
                 shared = option.rich_help_panel if len(commands) > 1 else None
                 rows.setdefault(shared or f"`{commands[0]}`", []).append(_row(option, types[option.name]))
     return "".join(f"**{heading}**\n\n{''.join(lines)}\n" for heading, lines in rows.items())
+
+
+def _named(command: Any) -> list[Any]:
+    return [param for param in command.params if param.param_type_name == "option"]
 
 
 def _row(option: Any, annotation: Any) -> str:

@@ -22,7 +22,7 @@ from offload_runtime.cli import terminal
 from offload_runtime.cli.chat import chat
 from offload_runtime.cli.generate import demo, generate, load_runtime
 from offload_runtime.cli.hosts import has_layers_for_another
-from offload_runtime.cli.models import list_models
+from offload_runtime.cli.models import list_models, pull, rm
 from offload_runtime.cli.options import ServeOptions, refuse_early, with_options
 from offload_runtime.cli.plan import plan
 from offload_runtime.cli.reports import profile, verify
@@ -162,7 +162,7 @@ app = typer.Typer(
     # An unexpected exception is a defect to report: Python's own traceback, with nothing hidden or decorated.
     pretty_exceptions_enable=False,
 )
-for _command in (generate, chat, serve, verify, plan, profile, list_models, demo):
+for _command in (generate, chat, serve, verify, plan, profile, list_models, pull, rm, demo):
     app.command(_command.__name__.partition("_")[0])(with_options(_command))
 
 

@@ -3,16 +3,18 @@ the hub, and `rm` deletes one that was."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
-from offload_runtime.cli.options import ListOptions
+from offload_runtime.cli.options import ListOptions, PullOptions, RmOptions
 from offload_runtime.cli.plan import own_profile
 from offload_runtime.config import RuntimeConfig
-from offload_runtime.errors import BudgetError, OffloadError
+from offload_runtime.errors import BudgetError, CheckpointError, OffloadError, OptionError
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.sizes import counted, format_bytes
 
@@ -80,20 +82,68 @@ def _screen(records: list[dict[str, Any]], machine: MachineProfile | None) -> li
         ]
     from offload_runtime.plan.report import rounded
 
+    here = Column("here", no_wrap=True)
     name, size = Column("model", overflow="fold"), Column("size", justify="right")
     table = Table(
-        name, "in", size, "stored as", "family", "here", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
+        name, "in", size, "stored as", "family", here, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
     )
     troubles = []
     for one in records:
-        here = "runs" if one["tok_per_s"] is None else f"about {rounded(one['tok_per_s'])} tokens/s"
+        verdict = "runs" if one["tok_per_s"] is None else f"{rounded(one['tok_per_s'])} tokens/s"
         if trouble := one["refusal"] or one["short"]:
-            troubles.append(f"{one['name']}: {trouble}")
-            here = "does not run" if one["refusal"] else "does not fit"
+            troubles.append(terminal.one_line(f"{one['name']}: {trouble}"))
+            verdict = "does not run" if one["refusal"] else "does not fit"
         stored = ", ".join(one["stored_as"])
-        table.add_row(one["name"], one["owner"], format_bytes(one["bytes"]), stored, one["family"] or "", here)
+        table.add_row(one["name"], one["owner"], format_bytes(one["bytes"]), stored, one["family"] or "", verdict)
     about = "no profile of this machine is kept: `offload-runtime profile --save NAME` has speeds predicted"
     if machine is not None:
         about = f"predicted without a draft, by the profile {machine.name}; `offload-runtime plan` says more"
     total = f"{counted(len(records), 'model')}, {format_bytes(sum(one['bytes'] for one in records))}; {about}"
     return [table, "", *troubles, total]
+
+
+def pull(options: PullOptions) -> None:
+    """Fetch a model of the hub, or what an earlier attempt has left of it, and print where it lies."""
+    from offload_runtime.weights.local import weight_bytes
+    from offload_runtime.weights.sources import fetch_model, refuse_early
+
+    with terminal.only_json(True):  # the path alone
+        path = fetch_model(options.model)
+    terminal.status_line(f"{options.model} is here, {format_bytes(weight_bytes(path))} of weights:")
+    terminal.write_text(f"{path}\n")
+    refuse_early(path)  # what a GGUF file is a model of stands in it
+
+
+def rm(options: RmOptions) -> None:
+    """Delete a model of the hub's cache; those of other programs stay."""
+    from offload_runtime.weights import hub
+    from offload_runtime.weights.gguf_header import gguf_parts
+    from offload_runtime.weights.local import HUB, OLLAMA, find_local, hub_repositories, local_models
+    from offload_runtime.weights.sources import without_prefix
+
+    name, repositories = without_prefix(options.model), dict(hub_repositories())
+    whole = next((one for one in repositories if one.lower() == name.lower()), None)
+    files, what = list[Path](), f"{whole}, all that is here of it"
+    if whole is None:
+        model = find_local(name)
+        if model is None:
+            raise CheckpointError(f"no model that is here is called {name}: `offload-runtime list` names them")
+        if model.owner != HUB:
+            how = f"with `ollama rm {model.name}`" if model.owner == OLLAMA else "there"
+            raise OptionError(f"{model.name} is not of the hub's cache but {model.owner}'s: delete it {how}")
+        whole, what = model.name.partition(":")[0], model.name
+        others = [one for one in local_models() if one.owner == HUB and one.name.partition(":")[0] == whole]
+        files = gguf_parts(model.path) if len(others) > 1 and model.path.is_file() else []
+    directory = repositories[whole]
+    found = files or [one for one in directory.rglob("*") if one.is_file() and not one.is_symlink()]
+    size = format_bytes(sum(one.stat().st_size for one in found if one.exists()))
+    if not options.yes:
+        print(f"Delete {what} ({size})? [y/N] ", end="", file=sys.stderr, flush=True)
+        agreed = sys.stdin.readline().strip().lower() in ("y", "yes")
+        if not agreed:
+            raise OptionError(f"{what} stays: answer y, or say --yes")
+    if files:
+        hub.delete_files(directory, files)
+    else:
+        hub.delete_repository(directory)
+    terminal.status_line(f"deleted {what} ({size})")

@@ -89,6 +89,7 @@ def _part(**about: Any) -> Any:
 _json: Any = partial(option, False, "One JSON object on stdout and nothing else.", OUTPUT, flag="--json")
 _no_progress: Any = partial(option, False, "No progress bars on stderr.", OUTPUT)
 _explain: Any = partial(option, False, group=OUTPUT)
+_model_argument: Any = partial(option, MISSING, argument=True, metavar="MODEL")
 _file: Any = partial(option, None, metavar="FILE")
 
 
@@ -274,6 +275,21 @@ class ListOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PullOptions:
+    """`pull` takes these options."""
+
+    model: str = _model_argument("What to fetch: org/name, or of GGUF files org/name:Q4_K_M.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RmOptions:
+    """`rm` takes these options."""
+
+    model: str = _model_argument("What to delete, by a name of `offload-runtime list`.")
+    yes: bool = option(False, "Delete without asking.", flag="--yes -y")
+
+
+@dataclass(frozen=True, kw_only=True)
 class DemoOptions(LoadOptions):
     """`demo` takes these options; its `config` has the target once that was fetched."""
 
@@ -368,6 +384,9 @@ def _typer_option(one: OptionField) -> inspect.Parameter:
         read_one = partial(read_option, one, param.opts[0])
         return read_one(given) if isinstance(given, str) else [read_one(text) for text in given] or None
 
+    if about.argument:
+        made = typer.Argument(default, metavar=metavar, help=one.description, callback=read)
+        return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=annotation)
     made = typer.Option(
         default, *names, metavar=metavar, help=one.description, rich_help_panel=about.group, callback=read,
         envvar=about.env,

@@ -21,7 +21,7 @@ from offload_runtime.weights.header import entries, ollama_models
 TAGGED = re.compile(r"(?i)(?!.*mmproj)(?:.*?[-._/])?((?:UD-)?(?:I?Q|TQ|B?F|MXFP|NVFP)\d\w*)(?:-\d+-of-\d+)?\.gguf")
 COMPANION = re.compile(r"mmproj|(?i:(^|[-._])imatrix\.gguf$)")  # what lies beside models
 HUB, OLLAMA, LM_STUDIO = "hub", "ollama", "LM Studio"
-_MOST_ENTRIES = 256  # of a directory that are looked at
+_MOST_FILES = 2000  # of a repository that are looked at
 # Where ollama keeps models that nobody has told it where to, the service of its installer for Linux included.
 _OF_OLLAMA = ("~/.ollama/models", "/usr/share/ollama/.ollama/models")
 _OF_LM_STUDIO = ("~/.lmstudio/models", "~/.cache/lm-studio/models")
@@ -52,8 +52,8 @@ def local_models() -> list[LocalModel]:
     """Return all models that are here, the hub's first, each owner's by name."""
     found = [model for repository, snapshot in hub_snapshots() for model in _models_in(repository, HUB, snapshot)]
     for place in _directories(_OF_LM_STUDIO):
-        for publisher in entries(place, _MOST_ENTRIES):
-            for directory in entries(publisher, _MOST_ENTRIES):
+        for publisher in entries(place):
+            for directory in entries(publisher):
                 found += _models_in(f"{publisher.name}/{directory.name}", LM_STUDIO, directory)
     told = os.environ.get("OLLAMA_MODELS")
     for place in _directories((told,) if told else _OF_OLLAMA):
@@ -85,15 +85,20 @@ def find_local(name: str) -> LocalModel | None:
     return named[0] if named else None
 
 
-def hub_snapshots() -> Iterator[tuple[str, Path]]:
-    """Return the models in the hub's cache: `org/name`, and the newest snapshot's directory."""
+def hub_repositories() -> Iterator[tuple[str, Path]]:
+    """Return what the hub's cache has of models: `org/name`, and the repository's directory."""
     from huggingface_hub import constants
 
-    for repository in entries(Path(constants.HF_HUB_CACHE), _MOST_ENTRIES):
+    for directory in entries(Path(constants.HF_HUB_CACHE)):
+        if directory.name.startswith("models--"):
+            yield directory.name.removeprefix("models--").replace("--", "/", 1), directory
+
+
+def hub_snapshots() -> Iterator[tuple[str, Path]]:
+    """Return the models in the hub's cache: `org/name`, and the newest snapshot's directory."""
+    for repo_id, directory in hub_repositories():
         with suppress(OSError, ValueError):
-            if repository.name.startswith("models--"):
-                snapshot = repository / "snapshots" / (repository / "refs" / "main").read_text().strip()
-                yield repository.name.removeprefix("models--").replace("--", "/", 1), snapshot
+            yield repo_id, directory / "snapshots" / (directory / "refs" / "main").read_text().strip()
 
 
 def weight_bytes(path: Path) -> int:
@@ -101,7 +106,7 @@ def weight_bytes(path: Path) -> int:
     with suppress(OSError):
         if path.is_file():
             return sum(part.stat().st_size for part in gguf_parts(path) if part.exists())
-        files = (one for one in entries(path, _MOST_ENTRIES) if one.suffix.lower() in (".safetensors", ".gguf"))
+        files = (one for one in entries(path) if one.suffix.lower() in (".safetensors", ".gguf"))
         return sum(file.stat().st_size for file in files)
     return 0
 
@@ -111,7 +116,7 @@ def _models_in(repository: str, owner: str, directory: Path) -> Iterator[LocalMo
     weights = [one for one in entries(directory) if one.suffix == ".safetensors" and one.is_file()]
     if weights and (directory / "config.json").is_file():
         yield LocalModel(repository, owner, directory, sum(one.stat().st_size for one in weights))
-    files = (one for one in islice(directory.rglob("*"), _MOST_ENTRIES) if one.suffix.lower() == ".gguf")
+    files = (one for one in islice(directory.rglob("*"), _MOST_FILES) if one.suffix.lower() == ".gguf")
     models = {
         one: TAGGED.fullmatch(one.relative_to(directory).as_posix())
         for one in sorted(files)

