@@ -50,8 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "trace", "weights", KERNELS,
     },
     "verify": {"engine", "cache", "models", "runners", "sampling", "speculation"},
-    "server": {"engine", "grammar"},
-    "cli": {"engine", "hardware", "hosts", "plan", "server", "verify", "weights", "__init__"},  # of itself the version
+    "server": {"engine", "grammar", "__init__"},  # of itself the version
+    "cli": {"engine", "hardware", "hosts", "plan", "server", "verify", "weights", "__init__"},
     "__init__": {"engine"},
     "__main__": {"cli"},
     KERNELS: set(),

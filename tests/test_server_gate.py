@@ -36,7 +36,7 @@ def served(short_target: Path) -> Iterator[Served]:
         yield served
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/nothing"])
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/nothing", "/docs", "/openapi.json"])
 @pytest.mark.parametrize("given", [None, "Bearer wrong", f"Basic {KEY}", KEY, "Bearer", "Bearer " + "x" * 5000])
 def test_without_the_key_nothing_is_told(served: Served, path: str, given: str | None) -> None:
     headers = {} if given is None else {"Authorization": given}

@@ -1,6 +1,7 @@
 """Other protocols say the same answer in other words: the official clients get what OpenAI's chat completions give,
 calls, thinking and errors included."""
 
+import json
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -230,3 +231,87 @@ def test_what_a_response_cannot_be_is_refused(spoken: Spoken) -> None:
     spoken.scripted.pieces, spoken.scripted.error = ["It"], UnavailableError("the card has gone")
     failed = list(spoken.openai.responses.create(model=MODEL, input="hot?", stream=True))[-1]
     assert failed.type == "response.failed" and failed.response.error.message == "the card has gone"
+
+
+# --- ollama's routes
+
+
+@pytest.fixture(scope="module")
+def ollama(server: Spoken) -> Any:
+    module = pytest.importorskip("ollama", reason="the extra `test` is not installed")
+    return module.Client(host=server.url, trust_env=False)
+
+
+def test_ollamas_answers_are_those_of_a_chat(spoken: Spoken, ollama: Any) -> None:
+    (model,) = ollama.list().models
+    assert model.model == MODEL and model.size > 0
+    shown = ollama.show(model.model)
+    assert shown.template == TEMPLATE and shown.capabilities == ["completion", "tools", "thinking"]
+    assert spoken.http.get("/api/version").json()["version"]
+    expected = spoken.chat(max_tokens=12, stop=["never said"])
+    asked: dict[str, Any] = {"model": f"{MODEL}:latest", "options": {"temperature": 0, "num_predict": 12}}
+    whole = ollama.chat(**asked, messages=[HOT])
+    assert whole.message.content == expected["choices"][0]["message"]["content"]
+    assert (whole.done_reason, whole.eval_count) == ("length", 12) and whole.total_duration > 0
+    assert whole.prompt_eval_count == expected["usage"]["prompt_tokens"]
+    parts = list(ollama.chat(**asked, messages=[HOT], stream=True))
+    assert "".join(part.message.content for part in parts) == whole.message.content
+    assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert ollama.generate(**asked, prompt="hot?").response == whole.message.content
+    raw = spoken.http.post("/v1/completions", json={"prompt": "hot?", "max_tokens": 12, "temperature": 0}).json()
+    streamed = ollama.generate(**asked, prompt="hot?", raw=True, stream=True)
+    assert "".join(part.response for part in streamed) == raw["choices"][0]["text"]
+    assert ollama.generate(model=MODEL, keep_alive=-1).done_reason == "load"
+
+
+def test_ollamas_chat_has_thinking_and_calls(spoken: Spoken, ollama: Any) -> None:
+    spoken.scripted.pieces = PIECES
+    tool = {"type": "function", "function": {"name": "weather", "description": "the weather", "parameters": CITY}}
+    call = {"function": {"name": "weather", "arguments": {"city": "Ulm"}}}
+    past = [
+        {"role": "user", "content": "cold?"}, {"role": "assistant", "content": "", "thinking": "so far",
+                                               "tool_calls": [call]},
+        {"role": "tool", "content": "30", "tool_name": "weather"}, HOT,
+    ]  # fmt: skip
+    asked: dict[str, Any] = {"model": MODEL, "messages": past, "tools": [tool], "think": True}
+    whole = ollama.chat(**asked).message
+    for said in ("(so far)<tool_call>Ulm</tool_call>", "tool\n30", "user\nhot?<think>", '"the weather"'):
+        assert said in spoken.prompt
+    assert (whole.thinking, whole.content) == ("let me think", "It is hot.")
+    messages = [part.message for part in ollama.chat(**asked, stream=True)]
+    assert "".join(message.thinking or "" for message in messages) == "let me think"
+    calls = [call.function for message in [whole, *messages] for call in message.tool_calls or ()]
+    assert [(call.name, call.arguments) for call in calls] == [("weather", {"city": "Rom"})] * 2
+
+
+def test_ollamas_errors_are_a_text(spoken: Spoken, ollama: Any) -> None:
+    for fields, status, message in (
+        ({"model": "other"}, 404, "'other' is not served here"),
+        ({"messages": [{**HOT, "images": [b"x"]}]}, 400, "images"),
+        ({"options": {"mirostat": 1}}, 400, "mirostat"), ({"format": {"$ref": "x"}}, 400, "x"),
+    ):  # fmt: skip
+        with pytest.raises(Exception, match=message) as refused:
+            ollama.chat(**{"model": MODEL, "messages": [HOT], **fields})
+        assert refused.value.status_code == status  # type: ignore[attr-defined]
+    spoken.scripted.pieces, spoken.scripted.error = ["It"], UnavailableError("the card has gone")
+    with pytest.raises(Exception, match="the card has gone"):
+        list(ollama.chat(model=MODEL, messages=[HOT], stream=True))
+
+
+# --- what the server says of itself
+
+
+def test_routes_are_documented(spoken: Spoken) -> None:
+    document = spoken.http.get("/openapi.json").json()
+    assert spoken.http.get("/version").json() == {"version": document["info"]["version"]}
+    page = spoken.http.get("/docs").text
+    assert "max_output_tokens" in page and "http:" not in page and "<script" not in page
+    references = {text.partition('"')[0] for text in json.dumps(document).split('"$ref": "#/components/schemas/')[1:]}
+    assert references <= set(document["components"]["schemas"])
+    assert {"/v1/messages", "/api/chat"} <= set(document["paths"])
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/api/embed"])
+def test_embeddings_are_made_elsewhere(spoken: Spoken, path: str) -> None:
+    response = spoken.http.post(path, json={"model": MODEL, "input": "a"})
+    assert response.status_code == 400 and "llama-server --embeddings" in json.dumps(response.json()["error"])

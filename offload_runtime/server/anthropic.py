@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from offload_runtime.server.failures import Failure
+from offload_runtime.server.parsers import arguments_of
 from offload_runtime.server.protocol import Answered, Delta, Ending
 from offload_runtime.server.schema import ANY, Body, BoundedChatBody, RequestError
 
@@ -253,7 +254,7 @@ class Messages:
             content.append({"type": "thinking", "thinking": thought, "signature": ""})
         if delta.text.strip():
             content.append({"type": "text", "text": delta.text})
-        content += [{**_tool_use(call), "input": input_of(call)} for call in delta.calls]
+        content += [{**_tool_use(call), "input": arguments_of(call)} for call in delta.calls]
         ended = {**self._ended(delta.ending), "x_stats": delta.ending.stats}
         return self._message(content, _usage(delta.ending), **ended)
 
@@ -276,7 +277,7 @@ class Messages:
         for call in delta.calls:
             yield from self._close()
             yield from self._open("tool_use", {**_tool_use(call), "input": {}})
-            yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(input_of(call))})
+            yield self._delta({"type": "input_json_delta", "partial_json": json.dumps(arguments_of(call))})
 
     def closing(self, endings: Sequence[Ending]) -> Iterator[dict[str, Any]]:
         """Yield how the message has ended."""
@@ -324,15 +325,6 @@ def _usage(ending: Ending) -> dict[str, int]:
         "input_tokens": ending.prompt_tokens - kept, "cache_read_input_tokens": kept, "cache_creation_input_tokens": 0,
         "output_tokens": ending.completion_tokens,
     }  # fmt: skip
-
-
-def input_of(call: ToolCall) -> dict[str, Any]:
-    """Return the arguments of a call as an object, which a model may fail to write."""
-    try:
-        value = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        value = call.arguments
-    return value if isinstance(value, dict) else {"arguments": value}
 
 
 def _tool_use(call: ToolCall) -> dict[str, Any]:

@@ -28,11 +28,11 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from sse_starlette.sse import EventSourceResponse
 
-from offload_runtime import errors
+from offload_runtime import __version__, errors
 from offload_runtime.config import SOURCES, ServerConfig
 from offload_runtime.engine import Scheduler
 from offload_runtime.params import GenerationParams
-from offload_runtime.server import anthropic, responses, schema
+from offload_runtime.server import anthropic, documentation, ollama, responses, schema
 from offload_runtime.server.answers import Answers, Choice, Metrics, unless_gone
 from offload_runtime.server.failures import ModelNotFoundError, failure_of
 from offload_runtime.server.gate import App, Gate
@@ -49,6 +49,7 @@ _PAGE = {
 }
 _PING_S = 15  # proxies give up on silent connections after a minute
 _SEND_S = 60  # for a client that reads no more
+_NEVER_S = 1e9
 _GONE, _HAS_LEFT = 499, "the client has left"  # as nginx says
 State = Literal["loading", "ready", "stopping", "failed"]
 T = TypeVar("T")
@@ -65,7 +66,7 @@ class _Body(Protocol):
 class _Question(_Body, Protocol):
     """The body of a request for answers, of whatever protocol."""
 
-    def asked(self, runtime: Runtime) -> schema.AnswerBody: ...
+    def asked(self, runtime: Runtime) -> schema.AnswerBody | None: ...
 
     def wording(self, answered: Answered) -> Wording: ...
 
@@ -74,10 +75,15 @@ BodyT = TypeVar("BodyT", bound=_Body)
 
 
 class _AnswerStream(EventSourceResponse):
-    """A stream of server-sent events, whose answers end with it, be it by the client's leaving."""
+    """A stream of server-sent events, or of lines of JSON, whose answers end with it, be it by the client's leaving."""
 
-    def __init__(self, chunks: AsyncIterator[dict[str, str]], answers: Answers) -> None:
-        super().__init__(chunks, ping=_PING_S, sep="\n", send_timeout=_SEND_S, headers={"X-Accel-Buffering": "no"})
+    def __init__(
+        self, chunks: AsyncIterator[dict[str, str] | bytes], answers: Answers, *, is_lines: bool = False
+    ) -> None:
+        super().__init__(
+            chunks, ping=_NEVER_S if is_lines else _PING_S, sep="\n", send_timeout=_SEND_S,
+            headers={"X-Accel-Buffering": "no"}, media_type="application/x-ndjson" if is_lines else "text/event-stream",
+        )  # fmt: skip
         self._answers = answers
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -187,18 +193,29 @@ class Service:
 
         return JSONResponse({"input_tokens": await self._read(request, anthropic.CountBody, read)})
 
+    async def ollama_chat(self, request: Request) -> Response:
+        """Answer ollama's `POST /api/chat`."""
+        return await self._answer(request, ollama.ChatRequest)
+
+    async def ollama_generate(self, request: Request) -> Response:
+        """Answer ollama's `POST /api/generate`."""
+        return await self._answer(request, ollama.GenerateRequest)
+
     async def _answer(self, request: Request, kind: type[_Question]) -> Response:
         runtime, scheduler = self._ready()
         began_s = time.perf_counter()
         body, wording, choices = await self._read(request, kind, self._choices)
+        if body is None:
+            return JSONResponse(wording.whole([]))
         options = body.chat_template_kwargs if isinstance(body, schema.ChatBody) else None
-        tell = partial(self._tell, request, began_s, body.n, runtime.chat_template.unread(options or {}))
+        unread = runtime.chat_template.unread(options) if options else []
+        tell = partial(self._tell, request, began_s, body.n, unread)
         answers = Answers(scheduler, choices, self.metrics, self._config.max_seconds)
         # Judges the prompts again, of which long ones take a while.
         pool = self._compiler if choices[0].params.sampling.has_grammar else self._reader
         await asyncio.get_running_loop().run_in_executor(pool, answers.submit)
         if body.stream:
-            return _AnswerStream(self._chunks(answers, wording, tell), answers)
+            return _AnswerStream(self._chunks(answers, wording, tell), answers, is_lines=wording.is_lines)
         deltas = await unless_gone(answers.all_of_them(), request.receive)
         if deltas is None:
             tell(_GONE, [], _HAS_LEFT)
@@ -224,11 +241,13 @@ class Service:
             parts.append(f"chat_template_kwargs that the template does not read: {', '.join(unread)[:100]}")
         self._log(" · ".join([*parts, f"{time.perf_counter() - began_s:.2f} s"]))
 
-    def _choices(self, question: _Question) -> tuple[schema.AnswerBody, Wording, list[Choice]]:
-        """Return what a request asks for, the words of its answer, and `n` choices a prompt, with the noise ids 0, 1, …
-        Raises `OptionError`."""
+    def _choices(self, question: _Question) -> tuple[schema.AnswerBody | None, Wording, list[Choice]]:
+        """Return what a request asks for, None for nothing, the words of its answer, and `n` choices a prompt, with the
+        noise ids 0, 1, … Raises `OptionError`."""
         runtime, _ = self._ready()
-        body = question.asked(runtime)
+        body, spelling = question.asked(runtime), TokenSpelling(runtime.tokenizer)
+        if body is None:
+            return None, question.wording(Answered(self._models[0], spelling, (), 1, runtime.context_tokens)), []
         if body.x_sources and not body.stream:
             raise schema.RequestError("x_sources is for streams", "x_sources")
         prompts, most = body.prompts(runtime), runtime.plan.target.batch + self._config.max_waiting
@@ -256,33 +275,33 @@ class Service:
                 is_alone = echo is not None and body.max_tokens == 0
                 choices.append(Choice(tokens, replace(params, sampling=sampling), parser, echo, is_alone))
         lengths = [len(choice.prompt) for choice in choices[:: body.n]]
-        spelling = TokenSpelling(runtime.tokenizer)
         answered = Answered(self._models[0], spelling, lengths, body.n, runtime.context_tokens)
         return body, question.wording(answered), choices
 
     async def _chunks(
         self, answers: Answers, wording: Wording, tell: Callable[[int, Sequence[Ending], str], None]
-    ) -> AsyncIterator[dict[str, str]]:
+    ) -> AsyncIterator[dict[str, str] | bytes]:
         """Yield the events of a stream; an error is the last one of them."""
         endings, status, message = dict[int, Ending](), _GONE, _HAS_LEFT
+        encoded = ollama.encoded if wording.is_lines else _event
         try:
             for value in wording.opening():
-                yield _event(value)
+                yield encoded(value)
             async for delta in answers:
                 if delta.ending is not None:
                     endings[delta.index] = delta.ending
                 for value in wording.chunk(delta):
-                    yield _event(value)
+                    yield encoded(value)
             status = 200
             for value in wording.closing([ending for _, ending in sorted(endings.items())]):
-                yield _event(value)
+                yield encoded(value)
             if wording.last_line is not None:
                 yield {"data": wording.last_line}
         except Exception as error:
             failure = failure_of(error)
             status, message = failure.status, failure.message
             self.metrics.refused.labels(str(status)).inc()
-            yield _event(wording.failed(failure))
+            yield encoded(wording.failed(failure))
             if not isinstance(error, errors.OffloadError):
                 raise
         finally:
@@ -308,6 +327,27 @@ class Service:
         begun = datetime.fromtimestamp(self._begun_s, timezone.utc).isoformat()
         of_anthropic = {"type": "model", "display_name": name, "created_at": begun, "lifecycle": "active"}
         return {**about, **of_anthropic, "max_model_len": runtime.context_tokens}
+
+    async def tags(self) -> Response:
+        """Answer ollama's `GET /api/tags`."""
+        runtime, _ = self._ready()
+        return JSONResponse({"models": [ollama.tag(runtime, name, self._begun_s) for name in self._models]})
+
+    async def show(self, request: Request) -> Response:
+        """Answer ollama's `POST /api/show`."""
+        runtime, _ = self._ready()
+        return JSONResponse(
+            await self._read(request, ollama.ShowRequest, lambda body: ollama.about(runtime, self._begun_s))
+        )
+
+    async def version(self, request: Request) -> Response:
+        """Answer `GET /version`, and ollama's `GET /api/version` with the version whose routes these are."""
+        return JSONResponse({"version": ollama.VERSION if request.url.path.startswith("/api/") else __version__})
+
+    async def embeddings(self) -> Response:
+        """Refuse `POST /v1/embeddings`, and ollama's routes for the same."""
+        way_out = "run a model that does at another port, with llama-server --embeddings or sentence-transformers"
+        raise errors.OptionError(f"this server answers with text and makes no embeddings: {way_out}")
 
     async def tokenize(self, request: Request) -> Response:
         """Answer `POST /tokenize` with token ids of a text or of messages."""
@@ -349,21 +389,39 @@ class Service:
 
 def make_app(service: Service, config: ServerConfig) -> App:
     """Make the application of a service, behind its gate."""
-    app = FastAPI(openapi_url=None, redirect_slashes=False)  # whose pages of documentation load from elsewhere
-    routes: list[tuple[str, str, Callable[..., Any]]] = [
-        ("POST", "/v1/chat/completions", service.chat), ("POST", "/v1/completions", service.complete),
-        ("POST", "/v1/responses", service.respond),
-        ("POST", "/v1/messages", service.message), ("POST", "/v1/messages/count_tokens", service.count_tokens),
-        ("POST", "/tokenize", service.tokenize), ("POST", "/detokenize", service.detokenize),
-        ("GET", "/v1/models", service.models), ("GET", "/v1/models/{name:path}", service.model),
-        ("GET", "/health", service.health), ("GET", "/metrics", service.figures),
+    # Whose own pages of documentation load from elsewhere.
+    app = FastAPI(title="offload-runtime", version=__version__, openapi_url=None, redirect_slashes=False)
+    routes: list[tuple[str, Callable[..., Any], type[schema.Body] | None]] = [
+        ("/v1/chat/completions", service.chat, schema.ChatBody),
+        ("/v1/completions", service.complete, schema.CompletionBody),
+        ("/v1/responses", service.respond, responses.ResponsesBody),
+        ("/v1/messages", service.message, anthropic.MessagesBody),
+        ("/v1/messages/count_tokens", service.count_tokens, anthropic.CountBody),
+        ("/tokenize", service.tokenize, schema.TokenizeBody),
+        ("/detokenize", service.detokenize, schema.DetokenizeBody),
+        ("/api/chat", service.ollama_chat, ollama.ChatRequest), ("/api/show", service.show, ollama.ShowRequest),
+        ("/api/generate", service.ollama_generate, ollama.GenerateRequest),
+        ("/v1/models", service.models, None), ("/v1/models/{name:path}", service.model, None),
+        ("/api/tags", service.tags, None), ("/api/version", service.version, None), ("/version", service.version, None),
+        ("/health", service.health, None), ("/metrics", service.figures, None),
+    ]  # fmt: skip
+    for path, answer, body in routes:
+        extra = None if body is None else documentation.body_of(body)
+        methods = ["GET" if body is None else "POST"]
+        app.add_api_route(path, answer, methods=methods, response_model=None, openapi_extra=extra)
+    document = documentation.described(app, [body for _, _, body in routes if body is not None])
+    for path in ("/v1/embeddings", "/api/embed", "/api/embeddings"):
+        app.add_api_route(path, service.embeddings, methods=["POST"], response_model=None)
+    constants = [
+        ("/openapi.json", json.dumps(document), "application/json"),
+        ("/docs", documentation.page(document), "text/html"),
     ]  # fmt: skip
     for path, (name, media_type) in _PAGE.items():
         content = Path(__file__).with_name(name).read_text(encoding="utf-8")
         content += f"const SOURCES = {json.dumps(SOURCES)};\n" if name == "page.js" else ""
-        routes.append(("GET", path, _constant(content, media_type)))
-    for method, path, answer in routes:
-        app.add_api_route(path, answer, methods=[method], response_model=None)
+        constants.append((path, content, media_type))
+    for path, content, media_type in constants:
+        app.add_api_route(path, _constant(content, media_type), methods=["GET"], response_model=None)
 
     async def respond(request: Request, error: Exception) -> Response:
         return service.respond_to(request, error)

@@ -56,6 +56,8 @@ class Failure:
             others = {413: "request_too_large", 503: "overloaded_error"}
             kind = others.get(self.status, self.kind if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+        if path.startswith("/api/"):  # ollama's
+            return {"error": message}
         return {"error": {"message": message, "type": self.kind, "param": param, "code": self.code}}
 
 

@@ -40,6 +40,15 @@ class ToolCall:
     id: str
 
 
+def arguments_of(call: ToolCall) -> dict[str, Any]:
+    """Return the arguments of a call as an object, which a model may fail to write."""
+    try:
+        value = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        value = call.arguments
+    return value if isinstance(value, dict) else {"arguments": value}
+
+
 @dataclass(frozen=True)
 class _Format:
     """How calls are written.
