@@ -151,7 +151,9 @@ class RuntimeConfig:
     is.
     """
 
-    target: Any = option(MISSING, "Directory, GGUF file or id on the hub.", MODEL, metavar="MODEL")
+    target: Any = option(
+        MISSING, "Directory, GGUF file, id on the hub, or a name of `offload-runtime list`.", MODEL, metavar="MODEL"
+    )
     draft: Any = option(
         "auto", "What proposes tokens: a small model, a head that was made for the target (EAGLE-3, DFlash), the MTP "
         "layers that it carries (mtp), a copy of its streamed layers in 4 bits (self), the text's own n-grams, or "

@@ -61,6 +61,10 @@ def home(made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         for tag in ("Q4_K_M", "Q8_0") if name == "org--files" else ():
             shutil.copy(file, snapshot / f"files-{tag}.gguf")
             shutil.copy(file, snapshot / "mmproj-F16.gguf")
+    demo = tmp_path / "cache" / "tiny.Q4_1.gguf"
+    demo.parent.mkdir()
+    shutil.copy(file, demo)
+    monkeypatch.setenv("OFFLOAD_RUNTIME_CACHE", str(demo.parent))
     studio = tmp_path / ".lmstudio" / "models" / "maker" / "tiny-GGUF"
     studio.mkdir(parents=True)
     (studio / "tiny-Q8_0.gguf").write_bytes(file.read_bytes()[:-9])
@@ -79,6 +83,7 @@ def test_models_of_all_programs_are_listed(home: Path, made: tuple[Path, Path]) 
     found = {one["name"]: one for one in json.loads(told("list", "--profile", "rtx4090", "--json").stdout)["models"]}
     owners = {name: one["owner"] for name, one in found.items()}
     assert owners == {
+        "tiny.Q4_1": "demo",
         "org/plain": "hub", "org/files:Q4_K_M": "hub", "org/files:Q8_0": "hub", "org/mamba": "hub",
         "maker/tiny-GGUF:Q8_0": "LM Studio", "small:1b": "ollama", "small:latest": "ollama",
         "hf.co/org/s:Q8_0": "ollama",
@@ -90,7 +95,7 @@ def test_models_of_all_programs_are_listed(home: Path, made: tuple[Path, Path]) 
     assert "is truncated by 9 bytes" in found["maker/tiny-GGUF:Q8_0"]["refusal"]
     screen = told("list")
     assert screen.exit_code == 0 and "no profile of this machine is kept" in screen.stdout
-    assert "org/mamba: " in screen.stdout and "does not run" in screen.stdout and "8 models, " in screen.stdout
+    assert "org/mamba: " in screen.stdout and "does not run" in screen.stdout and "9 models, " in screen.stdout
 
 
 @pytest.mark.parametrize(("name", "where"), [
@@ -227,6 +232,7 @@ def test_models_of_the_hub_are_deleted(home: Path) -> None:
     assert told("rm", "https://huggingface.co/org/files", "-y").exit_code == 0
     assert told("rm", "org/described", "-y").exit_code == 0  # of which only a configuration is here
     assert sorted(path.name for path in hub.iterdir()) == ["models--org--mamba"]
+    assert told("rm", "tiny.Q4_1", "-y").exit_code == 0 and not (home / "cache" / "tiny.Q4_1.gguf").exists()
     for name, why in (("small:1b", "`ollama rm small:1b`"), ("tiny-gguf", "LM Studio's: delete it there"),
                       ("org/plain", "no model that is here is called org/plain")):  # fmt: skip
         refused = told("rm", name, "-y")

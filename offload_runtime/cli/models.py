@@ -115,26 +115,10 @@ def pull(options: PullOptions) -> None:
 
 
 def rm(options: RmOptions) -> None:
-    """Delete a model of the hub's cache; those of other programs stay."""
+    """Delete a model of the hub's cache, or what the demo has fetched; those of other programs stay."""
     from offload_runtime.weights import hub
-    from offload_runtime.weights.gguf_header import gguf_parts
-    from offload_runtime.weights.local import HUB, OLLAMA, find_local, hub_repositories, local_models
-    from offload_runtime.weights.sources import without_prefix
 
-    name, repositories = without_prefix(options.model), dict(hub_repositories())
-    whole = next((one for one in repositories if one.lower() == name.lower()), None)
-    files, what = list[Path](), f"{whole}, all that is here of it"
-    if whole is None:
-        model = find_local(name)
-        if model is None:
-            raise CheckpointError(f"no model that is here is called {name}: `offload-runtime list` names them")
-        if model.owner != HUB:
-            how = f"with `ollama rm {model.name}`" if model.owner == OLLAMA else "there"
-            raise OptionError(f"{model.name} is not of the hub's cache but {model.owner}'s: delete it {how}")
-        whole, what = model.name.partition(":")[0], model.name
-        others = [one for one in local_models() if one.owner == HUB and one.name.partition(":")[0] == whole]
-        files = gguf_parts(model.path) if len(others) > 1 and model.path.is_file() else []
-    directory = repositories[whole]
+    what, directory, files = _meant(options.model)
     found = files or [one for one in directory.rglob("*") if one.is_file() and not one.is_symlink()]
     size = format_bytes(sum(one.stat().st_size for one in found if one.exists()))
     if not options.yes:
@@ -147,3 +131,32 @@ def rm(options: RmOptions) -> None:
     else:
         hub.delete_repository(directory)
     terminal.status_line(f"deleted {what} ({size})")
+
+
+def _meant(name: str) -> tuple[str, Path, list[Path]]:
+    """Return what `rm` of a name deletes: in words, its directory, and the files of it, none for a whole repository.
+
+    Raises:
+        CheckpointError: There is none, or several.
+        OptionError: It is another program's.
+    """
+    from offload_runtime.weights.gguf_header import gguf_parts
+    from offload_runtime.weights.local import HUB, OLLAMA, OWN, find_local, hub_repositories, local_models
+    from offload_runtime.weights.sources import without_prefix
+
+    name, repositories = without_prefix(name), dict(hub_repositories())
+    repo_id = next((one for one in repositories if one.lower() == name.lower()), None)
+    if repo_id is not None:
+        return f"{repo_id}, all that is here of it", repositories[repo_id], []
+    if (model := find_local(name)) is None:
+        raise CheckpointError(f"no model that is here is called {name}: `offload-runtime list` names them")
+    if model.owner not in (HUB, OWN):
+        how = f"with `ollama rm {model.name}`" if model.owner == OLLAMA else "there"
+        raise OptionError(f"{model.name} is not of the hub's cache but {model.owner}'s: delete it {how}")
+    if model.owner == OWN:
+        return model.name, model.path.parent, [model.path]
+    repo_id = model.name.partition(":")[0]
+    mates = [one for one in local_models() if one.owner == HUB and one.name.partition(":")[0] == repo_id]
+    if model.path.is_dir() or len(mates) == 1:
+        return f"{repo_id}, all that is here of it", repositories[repo_id], []
+    return model.name, repositories[repo_id], gguf_parts(model.path)

@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from offload_runtime.errors import CheckpointError
+from offload_runtime.errors import CheckpointError, StorageError
 from offload_runtime.fields import shortened
+from offload_runtime.files import user_directory
 from offload_runtime.weights.gguf_header import gguf_parts
 from offload_runtime.weights.header import entries, ollama_models
 
 # A file by what it is quantised as; `UD-` are other mixtures of the same types, and `mmproj` is no language model.
 TAGGED = re.compile(r"(?i)(?!.*mmproj)(?:.*?[-._/])?((?:UD-)?(?:I?Q|TQ|B?F|MXFP|NVFP)\d\w*)(?:-\d+-of-\d+)?\.gguf")
 COMPANION = re.compile(r"mmproj|(?i:(^|[-._])imatrix\.gguf$)")  # what lies beside models
-HUB, OLLAMA, LM_STUDIO = "hub", "ollama", "LM Studio"
+OWN, HUB, LM_STUDIO, OLLAMA = OWNERS = ("demo", "hub", "LM Studio", "ollama")
 _MOST_FILES = 2000  # of a repository that are looked at
 # Where ollama keeps models that nobody has told it where to, the service of its installer for Linux included.
 _OF_OLLAMA = ("~/.ollama/models", "/usr/share/ollama/.ollama/models")
@@ -29,8 +30,8 @@ _OF_LM_STUDIO = ("~/.lmstudio/models", "~/.cache/lm-studio/models")
 
 @dataclass(frozen=True)
 class LocalModel:
-    """A model on this machine: its name, whose it is (`hub`, `ollama`, `LM Studio`), the file or directory to open, and
-    the bytes of its weights."""
+    """A model on this machine: its name, which of `OWNERS` has it (`demo`: that command has fetched it), the file or
+    directory to open, and the bytes of its weights."""
 
     name: str
     owner: str
@@ -49,8 +50,11 @@ class LocalModel:
 
 
 def local_models() -> list[LocalModel]:
-    """Return all models that are here, the hub's first, each owner's by name."""
+    """Return all models that are here, in the order of `OWNERS`, each one's by name."""
     found = [model for repository, snapshot in hub_snapshots() for model in _models_in(repository, HUB, snapshot)]
+    with suppress(StorageError):
+        own = [one for one in entries(user_directory("cache", holds="models")) if one.suffix == ".gguf"]
+        found += [LocalModel(one.stem, OWN, one, weight_bytes(one)) for one in own]
     for place in _directories(_OF_LM_STUDIO):
         for publisher in entries(place):
             for directory in entries(publisher):
@@ -60,8 +64,7 @@ def local_models() -> list[LocalModel]:
         for name, blob in ollama_models(place).values():
             if blob.is_file():
                 found.append(LocalModel(name, OLLAMA, blob, weight_bytes(blob)))
-    owners = (HUB, LM_STUDIO, OLLAMA)
-    return sorted(found, key=lambda model: (owners.index(model.owner), model.full_name))
+    return sorted(found, key=lambda model: (OWNERS.index(model.owner), model.full_name))
 
 
 def find_local(name: str) -> LocalModel | None:
