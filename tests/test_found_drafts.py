@@ -88,7 +88,7 @@ def test_a_small_model_in_the_cache_of_the_hub_drafts(family: Path, tmp_path: Pa
         assert runtime.plan.draft is not None and "drafting with org/small" in runtime.placement
 
 
-def run_plan(capsys: pytest.CaptureFixture[str], target: Path, *options: str) -> dict[str, Any]:
+def run_plan(capsys: pytest.CaptureFixture[str], target: str | Path, *options: str) -> dict[str, Any]:
     with pytest.raises(SystemExit) as ended:
         app(["plan", "--target", str(target), "--profile", "rtx4090", "--context", "4096", "--json", *options])
     told = capsys.readouterr()
@@ -112,12 +112,16 @@ def test_a_plan_finds_it_and_says_what_for(family: Path, tmp_path: Path, capsys:
 
 @pytest.mark.parametrize("downloaded", [True, False])
 def test_a_draft_without_its_weights_is_not_promised(
-    downloaded: bool, family: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    downloaded: bool, family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = placed(family, tmp_path, draft="small")
+    """Beside a target that is named as one of LM Studio's."""
+    models = placed(family, tmp_path, draft="small").parent
     if not downloaded:
-        (target.parent / "small" / "model.safetensors").unlink()
-    note = run_plan(capsys, target, "--context", "64")["draft_note"]
+        (models / "small" / "model.safetensors").unlink()
+    (tmp_path / ".lmstudio" / "models").mkdir(parents=True)
+    models.rename(tmp_path / ".lmstudio" / "models" / "maker")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    note = run_plan(capsys, "maker/large", "--context", "64")["draft_note"]
     assert (note is not None and "small" in note) is downloaded
 
 

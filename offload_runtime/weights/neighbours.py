@@ -23,7 +23,7 @@ from offload_runtime.weights.gguf_header import gguf_parts
 from offload_runtime.weights.header import entries
 from offload_runtime.weights.layout import checkpoint_tensors
 from offload_runtime.weights.local import hub_snapshots, weight_bytes
-from offload_runtime.weights.sources import describe_model
+from offload_runtime.weights.sources import describe_model, local_path
 
 # What most models are published in, the largest first.
 MIXES = ("Q8_0", "Q6_K", "Q4_K_M", "Q4_0")
@@ -189,11 +189,12 @@ def num_parameters(model: DescribedModel) -> int:
 
 
 def _path_of(reference: object) -> Path | None:
-    """Return where a model lies that was named by a path."""
-    with suppress(OSError, RuntimeError, ValueError):
+    """Return where a model lies that was named by a path, or by the name of one that is here."""
+    with suppress(OSError, RuntimeError, ValueError, CheckpointError):
         path = Path(os.path.abspath(Path(str(reference)).expanduser()))
         if path.exists():
             return path.parent if path.suffix == ".safetensors" else path
+        return local_path(str(reference))
     return None
 
 

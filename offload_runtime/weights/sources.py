@@ -168,7 +168,7 @@ def describe_model(reference: str | Path, *, draft: bool = False) -> DescribedMo
     with _located(reference, CONFIGURATION_FILES) as path:
         found = _opened(path, str(reference), whole=False, draft=draft)
     vocabulary = found.read_vocabulary
-    if path.is_dir() and not Path(reference).expanduser().exists() and _local_path(reference) is None:
+    if path.is_dir() and not Path(reference).expanduser().exists() and local_path(reference) is None:
         repo_id = without_prefix(str(reference)).removesuffix("/").removesuffix("/tree/main")
         vocabulary = cache(lambda: directory_vocabulary(download_model(repo_id, ("tokenizer.json",))))
     return DescribedModel(
@@ -260,7 +260,7 @@ def _locate(reference: str | Path, wanted: Sequence[str]) -> Path:
         return _of_file(path)
     if not path.is_dir():
         refuse_pieces(path)
-        if (local := _local_path(reference)) is not None:
+        if (local := local_path(reference)) is not None:
             return _locate(local, wanted)
         on_hub = _HUB_ID.fullmatch(without_prefix(name))
         if isinstance(reference, Path) or on_hub is None or (path.suffix.lower() in _SUFFIXES and not on_hub[2]):
@@ -302,7 +302,7 @@ def _fetched(on_hub: re.Match[str], wanted: Sequence[str]) -> Path:
     return download_model(repo_id, wanted)  # and not what else is in the cache
 
 
-def _local_path(reference: str | Path) -> Path | None:
+def local_path(reference: str | Path) -> Path | None:
     """Return where a model lies that is named as one of those that are here, but for what the hub is asked for by a
     whole name: its cache is looked through with that. Raises `CheckpointError` for a name of several."""
     name = without_prefix(str(reference))
