@@ -16,7 +16,8 @@ from openai import APIStatusError, OpenAI
 from offload_runtime.config import ServerConfig
 from offload_runtime.engine import Runtime, Scheduler
 from offload_runtime.errors import UnavailableError
-from offload_runtime.server.app import Service, make_app
+from offload_runtime.server.app import make_app
+from offload_runtime.server.service import Service
 from tests.helpers.engine import load, with_template
 from tests.helpers.server import MODEL, Scripted, wait_until
 

@@ -20,7 +20,8 @@ from offload_runtime.config import ServerConfig
 from offload_runtime.engine import ErrorEvent, Runtime, SchedulerCounters
 from offload_runtime.errors import UnavailableError
 from offload_runtime.params import GenerationParams
-from offload_runtime.server.app import Service, make_app
+from offload_runtime.server.app import make_app
+from offload_runtime.server.service import Service
 from tests.helpers.engine import PROMPT, TEMPLATE, byte_level_tokenizer, load, with_template
 from tests.helpers.schemas import SCHEMAS, assert_valid, random_schema
 from tests.helpers.server import MODEL, Scripted, Served, events_of, serving

@@ -257,7 +257,8 @@ def _details(runtime: Runtime) -> dict[str, Any]:
 
 def about(runtime: Runtime, begun_s: float) -> dict[str, Any]:
     """Return what `/api/show` says of a model."""
-    family, template = runtime.config.architecture, template_source(runtime.tokenizer)
+    family, has_template = runtime.config.architecture, runtime.tokenizer.chat_template is not None
+    template = template_source(runtime.tokenizer) if has_template else ""
     capabilities = ["completion"]
     capabilities += ["tools"] if writes_calls(runtime.tokenizer) else []
     capabilities += ["thinking"] if "enable_thinking" in template or "<think>" in template else []
