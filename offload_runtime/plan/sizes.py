@@ -352,7 +352,11 @@ class RunPlan:
         if draft is None or draft.head is None:  # twice, as they are joined
             rows = most_prompt_tokens(target.chunk_tokens, target.context_tokens) + window_rows
             return 2 * rows * target.config.num_streams * target.config.hidden_size * target.dtype.itemsize
-        rows = window_rows + 2 * graphs.CAPTURED_ROWS + hidden_store_rows(target.batch, draft.tree_positions)
+        rows = (
+            window_rows
+            + graphs.CAPTURED_PARTS * graphs.CAPTURED_ROWS
+            + hidden_store_rows(target.batch, draft.tree_positions)
+        )
         rows += (target.batch + 1) * MOST_UNTOLD_TOKENS
         if not draft.head.taps_in_place:
             rows += most_prompt_tokens(target.chunk_tokens, target.context_tokens) + window_rows

@@ -39,6 +39,9 @@ _PRODUCT_ROWS = 8
 # Rows of a target's pass up to which it is captured: graphs take memory by their rows, and windows over what is on the
 # card rarely have more.
 CAPTURED_ROWS = 64
+# Parts of what the host and captured passes exchange: two of passes over one token of each sequence, which follow each
+# other, and one of windows, behind which the host always waits.
+CAPTURED_PARTS = 3
 # Nodes of a greedy path behind its first one: so many more steps before the host looks at them.
 MOST_GREEDY_STEPS = 7
 # Children of a node: the target's token is among a draft's best four 0.97 of the time in code, 0.80 in prose (T = 0.6).
@@ -315,7 +318,7 @@ def captured_pass_bytes(config: ModelConfig, element_bytes: int, batch: int) -> 
     """Return the device bytes of the CUDA graphs of a target's passes over so many sequences, of what they read and
     write, and of what they allocate."""
     rows = CAPTURED_ROWS
-    inputs = 4 * (3 * packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * (config.num_angles + 1))
+    inputs = 4 * (CAPTURED_PARTS * packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * (config.num_angles + 1))
     activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
     logits = rows * config.vocab_size * element_bytes
     graphs = step_graph_bytes(config.num_layers, CAPTURED_GRAPHS)

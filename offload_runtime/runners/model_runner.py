@@ -29,7 +29,13 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.experts import Experts
 from offload_runtime.models.layers import LayerCache, LayerWeights, Rows, Weights
 from offload_runtime.models.rope import RopeTable, RowFrequencies
-from offload_runtime.runners.graphs import CAPTURED_GRAPHS, CAPTURED_ROWS, StepGraphs, captured_pass_shape
+from offload_runtime.runners.graphs import (
+    CAPTURED_GRAPHS,
+    CAPTURED_PARTS,
+    CAPTURED_ROWS,
+    StepGraphs,
+    captured_pass_shape,
+)
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.stream import device as stream
 from offload_runtime.stream.queue import LayerStreamer
@@ -319,8 +325,8 @@ class ModelRunner:
                 more than `most_prompt_tokens`.
             sampling: How the tokens of every slot are chosen; None where they are not asked for. Where there are
                 penalties it has seen all tokens up to the first of each tree, and so have the matchers of grammars.
-                Where only temperature and noise count they are part of a captured pass; filters, penalties and masks
-                are kernels of many kinds, each of which would need graphs of its own.
+                Where only temperature and noise count the token of each sequence is chosen within a captured pass;
+                filters, penalties and masks are kernels of many kinds, each of which would need graphs of its own.
             layers: The weights of some layers, where the pass is about them alone; None for all.
 
         Returns:
@@ -385,7 +391,7 @@ class ModelRunner:
         hidden = None if self.taps is None or layers is not None else KeptRows.of(self.taps, self.decoder, pieces)
         reads_all = self.following is not None or (hidden is not None and hidden.reads_last)
         wanted = range(len(pieces)) if reads_all else last
-        if self.decoder.config.is_part and layers is None and self._can_be_in_pieces(pieces):
+        if layers is None and self._can_be_in_pieces(pieces) and self.decoder.config.is_part:
             streams = self._piece_by_piece(pieces, batch.on_layer, hidden)
             if self.following is not None:
                 return self._behind(self.following, batch, committed, pieces, streams, hidden)
@@ -632,10 +638,7 @@ class _Launched(NamedTuple):
     part: int
 
 
-# Parts of what the host and captured passes exchange: two of passes over one token of each sequence, which follow each
-# other, and one of windows, behind which the host always waits.
-_PARTS = 3
-_OF_WINDOWS = 2
+_OF_WINDOWS = CAPTURED_PARTS - 1  # the part
 
 
 class CapturedPasses:
@@ -666,14 +669,17 @@ class CapturedPasses:
         self._layers: Layers = layers
         self._words = stream.packed_words(BatchShape(CAPTURED_ROWS, 1, CAPTURED_ROWS, 0).sizes)
         self.graphs = StepGraphs(
-            rope.device, input_words=_PARTS * self._words, output_words=4 * CAPTURED_ROWS, most_graphs=CAPTURED_GRAPHS
+            rope.device,
+            input_words=CAPTURED_PARTS * self._words,
+            output_words=4 * CAPTURED_ROWS,
+            most_graphs=CAPTURED_GRAPHS,
         )
         self._frequencies = RowFrequencies(rope, CAPTURED_ROWS)
         self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
         self._taps = taps
-        self._hidden = decoder.final_norm.new_empty(_PARTS, CAPTURED_ROWS, 0 if taps is None else taps.width)
+        self._hidden = decoder.final_norm.new_empty(CAPTURED_PARTS, CAPTURED_ROWS, 0 if taps is None else taps.width)
         self._chosen = torch.zeros(CAPTURED_ROWS, dtype=torch.int32, device=rope.device)  # by the last pass
-        self._done = [torch.cuda.Event() if rope.device.type == "cuda" else None for _ in range(_PARTS)]
+        self._done = [torch.cuda.Event() if rope.device.type == "cuda" else None for _ in range(CAPTURED_PARTS)]
         self._last: _Launched | None = None  # the pass that was run last, and the tokens that it has told
         self._told: list[int] = []
         self._ahead: _Launched | None = None

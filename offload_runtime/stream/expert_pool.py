@@ -172,8 +172,10 @@ class ExpertPool:
         if len(self._free) + len(self._cached) + len(self._prefetched) < len(self.buffers):
             self._free = [*{*range(len(self.buffers))}.difference(self._cached.values(), self._prefetched.values())]
         self._whole_layer, self._prefetches_layers, self._pass = None, self.prefetches_layers(rows), layers
-        if self._prefetches_layers and self._prefetched:
-            self._take_prefetched()
+        if self._prefetches_layers:
+            self._candidate = None  # its buffer would be one that this pass still reads
+            if self._prefetched:
+                self._take_prefetched()
         for free in self._layer_free.values() if self._prefetches_layers else ():
             self.engine.compute_record(free)  # behind the passes before this one
 
