@@ -50,7 +50,8 @@ def test_json_is_one_object_and_nothing_else(runtime: FakeRuntime) -> None:
     result = generate(runtime, "--prompt", "Hi", "--json", "--seed", "5", "--draft", "none")
     assert result.exit_code == 0
     assert json.loads(result.stdout) == {
-        "tokens": [1, 2, 3], "text": "Hello", "finish_reason": "stop", "stats": make_stats().to_dict(),
+        "tokens": [1, 2, 3], "text": "Hello", "finish_reason": "stop", "stop_string": None,
+        "stats": make_stats().to_dict(),
         "target": "some/model", "draft": "none", "device": "cpu", "dtype": "fp32", "seed": 5,
     }  # fmt: skip
     assert NOISE in result.stderr
@@ -274,7 +275,7 @@ def test_several_files_are_one_batch(runtime: FakeRuntime, files: list[str]) -> 
 
 def test_a_batch_as_json(runtime: FakeRuntime, files: list[str]) -> None:
     result = generate(runtime, *files[:2], "--prompt-file", "-", "--json", "--seed", "5", stdin="from a pipe")
-    answer = {"tokens": [1, 2, 3], "finish_reason": "stop", "stats": make_stats().to_dict()}
+    answer = {"tokens": [1, 2, 3], "finish_reason": "stop", "stop_string": None, "stats": make_stats().to_dict()}
     assert json.loads(result.stdout) == {
         "results": [
             {"name": files[1], "text": "answer 0", **answer}, {"name": "stdin", "text": "answer 1", **answer}
