@@ -89,7 +89,7 @@ def _screen(records: list[dict[str, Any]], machine: MachineProfile | None) -> li
     )
     troubles = []
     for one in records:
-        verdict = "runs" if one["tok_per_s"] is None else f"{rounded(one['tok_per_s'])} tokens/s"
+        verdict = "supported" if one["tok_per_s"] is None else f"{rounded(one['tok_per_s'])} tokens/s"
         if trouble := one["refusal"] or one["short"]:
             troubles.append(terminal.one_line(f"{one['name']}: {trouble}"))
             verdict = "does not run" if one["refusal"] else "does not fit"
@@ -141,7 +141,7 @@ def _meant(name: str) -> tuple[str, Path, list[Path]]:
         OptionError: It is another program's.
     """
     from offload_runtime.weights.gguf_header import gguf_parts
-    from offload_runtime.weights.local import HUB, OLLAMA, OWN, find_local, hub_repositories, local_models
+    from offload_runtime.weights.local import HUB, OLLAMA, OWN, find_local, hub_repositories
     from offload_runtime.weights.sources import without_prefix
 
     name, repositories = without_prefix(name), dict(hub_repositories())
@@ -156,7 +156,6 @@ def _meant(name: str) -> tuple[str, Path, list[Path]]:
     if model.owner == OWN:
         return model.name, model.path.parent, [model.path]
     repo_id = model.name.partition(":")[0]
-    mates = [one for one in local_models() if one.owner == HUB and one.name.partition(":")[0] == repo_id]
-    if model.path.is_dir() or len(mates) == 1:
+    if model.path.is_dir():
         return f"{repo_id}, all that is here of it", repositories[repo_id], []
     return model.name, repositories[repo_id], gguf_parts(model.path)
