@@ -211,9 +211,20 @@ def test_a_response_has_reasoning_and_calls(spoken: Spoken) -> None:
         assert response.status == "completed" and response.usage.input_tokens_details.cached_tokens == 2
         assert 0 < response.usage.output_tokens_details.reasoning_tokens < len(PIECES)
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "30"}
-    again = [HOT, *(item.to_dict() for item in whole.output), output, {"role": "user", "content": "and?"}]
+    again = [
+        {"role": "developer", "content": "and kind"},
+        HOT,
+        *(item.to_dict() for item in whole.output),
+        output,
+        {"role": "user", "content": "and?"},
+    ]
     spoken.openai.responses.create(**{**asked, "input": again})
-    for said in ("system\nbe brief", "(let me think)It is hot.<tool_call>Rom</tool_call>", "tool\n30", "user\nand?"):
+    for said in (
+        "system\nbe brief\nand kind",
+        "(let me think)It is hot.<tool_call>Rom</tool_call>",
+        "tool\n30",
+        "user\nand?",
+    ):
         assert said in spoken.prompt
 
 

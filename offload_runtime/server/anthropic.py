@@ -17,7 +17,7 @@ from pydantic import Field
 from offload_runtime.server.failures import Failure
 from offload_runtime.server.parsers import arguments_of
 from offload_runtime.server.protocol import Answered, Delta, Ending
-from offload_runtime.server.schema import ANY, Body, BoundedChatBody, RequestError
+from offload_runtime.server.schema import ANY, Body, BoundedChatBody, RequestError, with_plain_texts
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
@@ -170,7 +170,7 @@ class CountBody(Body):
             messages.append({"role": "system", "content": texts})
         for number, message in enumerate(self.messages):
             messages += message.chat(f"messages.{number}")
-        fields: dict[str, Any] = {"model": self.model, "messages": messages, "tools": self._tools()}
+        fields: dict[str, Any] = {"model": self.model, "messages": with_plain_texts(messages), "tools": self._tools()}
         if self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.chat() if self.tools else None
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use

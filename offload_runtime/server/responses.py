@@ -16,7 +16,7 @@ from pydantic import Field
 
 from offload_runtime.server.failures import Failure
 from offload_runtime.server.protocol import Answered, Delta, Ending
-from offload_runtime.server.schema import ANY, Body, BoundedChatBody, RequestError
+from offload_runtime.server.schema import ANY, Body, BoundedChatBody, RequestError, with_plain_texts
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
@@ -182,17 +182,21 @@ class ResponsesBody(Body):
         others = set(self.include or ()) - {_LOGPROBS, "reasoning.encrypted_content"}
         if others:
             raise RequestError(f"include has {sorted(others)[0][:100]!r}, which no answer here has", "include")
-        messages = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _messages(self.input)
-        if self.instructions:
-            messages.insert(0, {"role": "system", "content": self.instructions})
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        messages = _messages(items)
+        told: list[dict[str, Any]] = [{"type": "text", "text": self.instructions}] if self.instructions else []
+        while messages and messages[0]["role"] in ("system", "developer"):
+            told += messages.pop(0)["content"]
+        if told:  # one message, as some templates have no other place for instructions
+            messages.insert(0, {"role": "system", "content": told})
         same = ("model", "stream", "seed", "temperature", "top_p", "top_logprobs", "parallel_tool_calls",
                 "chat_template_kwargs")  # fmt: skip
         choice, form = self.tool_choice, (self.text or _TextConfig()).format
         if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
             choice = {"type": "function", "function": {"name": choice["name"]}}
         return BoundedChatBody.read({
-            **{name: getattr(self, name) for name in same}, "messages": messages, "tools": self._functions(),
-            "tool_choice": choice, "max_tokens": self.max_output_tokens,
+            **{name: getattr(self, name) for name in same}, "messages": with_plain_texts(messages),
+            "tools": self._functions(), "tool_choice": choice, "max_tokens": self.max_output_tokens,
             "logprobs": bool(self.top_logprobs) or _LOGPROBS in (self.include or ()) or None,
             "top_logprobs": self.top_logprobs or None,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,

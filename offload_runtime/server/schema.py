@@ -355,6 +355,15 @@ class ChatBody(AnswerBody):
         return {"grammar": f"start: calls\n{calls}"}
 
 
+def with_plain_texts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose content is a text where it has one part: templates ask for that."""
+    return [
+        {**one, "content": one["content"][0]["text"]}
+        if isinstance(one["content"], list) and len(one["content"]) == 1 else dict(one)
+        for one in messages
+    ]  # fmt: skip
+
+
 class BoundedChatBody(ChatBody):
     """A chat of a protocol in which `max_tokens` is a bound: where the context holds fewer, the answer ends there."""
 
