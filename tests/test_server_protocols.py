@@ -273,6 +273,8 @@ def test_ollamas_answers_are_those_of_a_chat(spoken: Spoken, ollama: Any) -> Non
     raw = spoken.http.post("/v1/completions", json={"prompt": "hot?", "max_tokens": 12, "temperature": 0}).json()
     streamed = ollama.generate(**asked, prompt="hot?", raw=True, stream=True)
     assert "".join(part.response for part in streamed) == raw["choices"][0]["text"]
+    bounded = ollama.generate(model=MODEL, prompt="x" * 490, raw=True, options={"num_predict": 9_000})
+    assert 0 < bounded.eval_count <= 22  # of a context of 512
     assert ollama.generate(model=MODEL, keep_alive=-1).done_reason == "load"
 
 

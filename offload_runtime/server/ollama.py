@@ -128,6 +128,13 @@ def _function(call: dict[str, Any]) -> Any:
     return {k: v for k, v in function.items() if k != "index"} if isinstance(function, dict) else function
 
 
+class _RawBody(CompletionBody):
+    """A plain completion whose `max_tokens` is a bound, as a chat's is."""
+
+    def wanted_tokens(self, most: int) -> int:
+        return min(super().wanted_tokens(most), most)
+
+
 class GenerateRequest(_Question):
     """`/api/generate`: a prompt through the chat template, or as it is (`raw`). Without one the model is only to be
     there."""
@@ -150,8 +157,8 @@ class GenerateRequest(_Question):
             raise RequestError("system and think are for prompts that are not raw", "raw")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         without_limit = {"max_tokens": -1, **self.fields(runtime)}
-        fields: AnswerBody = CompletionBody.read({**without_limit, "prompt": self.prompt, "logprobs": logprobs})
-        return fields
+        body: AnswerBody = _RawBody.read({**without_limit, "prompt": self.prompt, "logprobs": logprobs})
+        return body
 
     def wording(self, answered: Answered) -> Lines:
         """Return the words of the response."""
