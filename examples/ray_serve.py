@@ -34,8 +34,8 @@ def conversation_of(body: bytes) -> str:
     """Return what stands for the conversation that a request is of: its beginning, up to what was asked first."""
     try:
         asked = json.loads(body)
-        messages = asked.get("messages")
-        begun = str(asked.get("prompt"))[:500]
+        messages = asked.get("messages", asked.get("input"))
+        begun = str(messages or asked.get("prompt"))[:500]
         if isinstance(messages, list):
             first = next((at for at, one in enumerate(messages) if one.get("role") == "user"), 0)
             begun = json.dumps(messages[: first + 1])

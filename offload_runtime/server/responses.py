@@ -246,7 +246,8 @@ class Responses:
         self._output: list[dict[str, Any]] = []  # items that are complete
         self._item: dict[str, Any] | None = None  # the one that is being written
         self._part: dict[str, Any] = {}  # its text
-        self._space, self._reasoning_tokens = "", 0
+        self._space, self._space_logprobs = "", list[Any]()
+        self._reasoning_tokens = 0
 
     def _response(self, status: str, **changed: Any) -> dict[str, Any]:
         return {
@@ -281,13 +282,14 @@ class Responses:
             yield from self._open("reasoning")
             yield self._more("reasoning_text", delta.reasoning)
         text, self._space = self._space + delta.text, ""  # space may be all that there is between items
-        logprobs = self._answered.spelling.logprobs_of(delta.logprobs)
+        logprobs = [*self._space_logprobs, *self._answered.spelling.logprobs_of(delta.logprobs)]
+        self._space_logprobs = []
         if text and (text.strip() or (self._item is not None and self._item["type"] == "message")):
             yield from self._open("message")
             self._part["logprobs"] += logprobs
             yield self._more("output_text", text, logprobs=logprobs)
         else:
-            self._space = text
+            self._space, self._space_logprobs = text, logprobs
         for call in delta.calls:
             yield from self._close()
             at, number = {"output_index": len(self._output)}, f"fc_{secrets.token_hex(12)}"
