@@ -5,17 +5,23 @@ import json
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
+import torch
 import torch.distributed as dist
 
 from offload_runtime.config import ServerConfig
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import HostError, OptionError
+from offload_runtime.hosts.link import BUSY, FAILED, MORE, PASS, Message, Orders
 from offload_runtime.plan.hosts import parse_network
 from offload_runtime.server.app import Server
 from offload_runtime.weights.sources import open_checkpoint
@@ -193,18 +199,19 @@ def test_layers_that_do_not_fit_there_are_refused_by_name(others: list[OtherRank
 @pytest.mark.parametrize("pieces", [0, 1, 99])
 def test_an_interrupted_prompt_leaves_all_ranks_alike(others: list[OtherRank], target: Path, pieces: int) -> None:
     """Ctrl-C comes when so many pieces of the prompt have left for another rank, or it has read all of them: then its
-    answer comes to nobody."""
+    answer comes to nobody. The prompt goes on from what the slot holds."""
     with Runtime.load(target, device="cpu", draft="ngram") as one:
         expected = tokens(one, [LONG])
     with first_rank(others, target, draft="ngram") as several:
-        tokens(several, [LONG])
+        longer = [*several.encode(LONG), *tokens(several, [LONG])[0], *several.encode(LONG)]
         runner = several.engine.target.runner
         following = runner.following
         assert following is not None
         runner.following = Interrupted(following, pieces)
         with pytest.raises(KeyboardInterrupt):
-            tokens(several, [TEXTS[0] + LONG])
+            tokens(several, [longer])
         runner.following = following
+        tokens(several, [longer])
         assert tokens(several, [LONG]) == expected
     assert others[0].ended() == ""
 
@@ -224,6 +231,68 @@ class Interrupted:
 
         self._stage.run(batch, committed, some(), num_kept)
         raise KeyboardInterrupt
+
+
+class End:
+    """One end of a connection whose sends wait for their receiver, as gloo's do."""
+
+    def __init__(self, out: SimpleQueue[Any], back: SimpleQueue[Any]) -> None:
+        self._out, self._back, self.peer, self.group = out, back, 1, SimpleNamespace(lost=None)
+
+    def send(self, kind: int, says: dict[str, Any], rows: Sequence[torch.Tensor] = ()) -> None:
+        is_received = threading.Event()
+        self._out.put((Message(kind, says, torch.cat([torch.empty(0), *rows])), is_received))
+        is_received.wait()
+
+    def receive(self) -> Message:
+        message, is_received = self._back.get()
+        is_received.set()
+        return message
+
+
+@contextmanager
+def neighbour(answer: Callable[[Any], None]) -> Iterator[Orders]:
+    """Orders to a rank that does this with its end of a connection."""
+    out, back = SimpleQueue[Any](), SimpleQueue[Any]()
+    thread = threading.Thread(target=answer, args=(End(back, out),), daemon=True)
+    thread.start()
+    yield Orders(cast(Any, End(out, back)))
+    thread.join()
+
+
+def test_a_rank_is_heard_while_rows_wait_for_it() -> None:
+    """That it is busy, and that it has failed with pieces of a prompt left."""
+    found = list[int]()
+
+    def fail(link: Any) -> None:
+        found.append(len(link.receive().rows))
+        link.send(BUSY, {})
+        link.send(MORE, {})
+        found.append(len(link.receive().rows))
+        link.send(FAILED, {"error": "rank 1 has failed: no memory"})
+
+    with neighbour(fail) as orders, pytest.raises(HostError, match="no memory"):
+        orders.ask(PASS, {}, torch.ones(3), [torch.ones(2), torch.ones(1)])
+    assert found == [3, 2]
+
+
+def test_what_an_order_fails_by_that_was_given_up_is_told_to_the_next_one() -> None:
+    is_asked = threading.Event()
+
+    def fail(link: Any) -> None:
+        link.receive()
+        is_asked.wait()
+        link.send(FAILED, {"error": "rank 1 has failed: no memory"})
+
+    def parts(and_then: Callable[[], None]) -> Iterator[torch.Tensor]:
+        and_then()
+        yield torch.ones(1)
+
+    with neighbour(fail) as orders:
+        with pytest.raises(KeyboardInterrupt):
+            orders.ask(PASS, {}, torch.ones(1), parts(lambda: signal.raise_signal(signal.SIGINT)))
+        with pytest.raises(HostError, match="no memory"):
+            orders.ask(PASS, {}, torch.ones(1), parts(is_asked.set))
 
 
 @pytest.mark.slow
@@ -322,6 +391,6 @@ def test_the_network_is_measured(tmp_path: Path) -> None:
     said = [one.communicate(timeout=120)[0] for one in ranks]
     assert [one.returncode for one in ranks] == [0, 0, 0] and said[1:] == ["", ""]
     record = json.loads(said[0])
-    assert [one["rank"] for one in record["hops"]] == [1, 2]
-    assert all(0 < seconds < 60 for one in record["hops"] for seconds in one["seconds"].values())
+    assert [one["rank"] for one in record["round_trips"]] == [1, 2]
+    assert all(0 < seconds < 60 for one in record["round_trips"] for seconds in one["seconds"].values())
     assert parse_network(record["network"]) > 0

@@ -151,7 +151,7 @@ def serve(options: ServeOptions) -> None:
                 lost = str(error)
             if lost is not None:
                 terminal.status_line(f"{lost}; this one waits until the others are there again")
-                server.wait()
+                server.suspend()
     terminal.status_line("stopped")
 
 

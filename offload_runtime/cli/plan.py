@@ -110,7 +110,7 @@ def shared_lines(shared: SharedPlan, alone_tok_per_s: float | None, network: str
     requests = f" of {shared.batch} requests together" if shared.batch > 1 else ""
     wait, tokens = f"{shared.first_token_s:.2g}", shared.context_tokens
     alone = "it does not fit" if alone_tok_per_s is None else f"about {rounded(alone_tok_per_s)} tokens/s"
-    pass_ms, hops_ms = 1e3 * shared.pass_s(), 1e3 * shared.hops_s(shared.batch, shared.batch)
+    pass_ms, network_ms = 1e3 * shared.pass_s(), 1e3 * shared.network_s(shared.batch, shared.batch)
     table = _table("machine", "layers", "resident", "streamed a pass", "card", "RAM", "pass, ms")
     each = zip(shared.machines, shared.plans, shared.layers, shared.passes(), strict=True)
     for machine, plan, layers, own in each:
@@ -122,7 +122,7 @@ def shared_lines(shared: SharedPlan, alone_tok_per_s: float | None, network: str
     return [
         f"Fits on {len(shared.plans)} machines. About {rounded(best)} tokens/s{requests}, {rounded(plain)} plain; "
         f"first token after {wait} s at {tokens} tokens.",
-        f"Of a plain pass of {pass_ms:.3g} ms rows are on the way for {hops_ms:.2g} ms ({network} a second).",
+        f"Of a plain pass of {pass_ms:.3g} ms rows are on the way for {network_ms:.2g} ms ({network} a second).",
         f"On the first machine alone {alone}.", "", table,
     ]  # fmt: skip
 
@@ -134,7 +134,7 @@ def shared_record(shared: SharedPlan, alone_tok_per_s: float | None) -> dict[str
         "fits": True, "plain_tok_per_s": shared.plain_tok_per_s, "usual_tok_per_s": shared.usual_tok_per_s,
         "alone_tok_per_s": alone_tok_per_s, "first_token_s": shared.first_token_s, "batch": shared.batch,
         "context_tokens": shared.context_tokens, "pass_s": shared.pass_s(),
-        "hops_s": shared.hops_s(shared.batch, shared.batch),
+        "network_s": shared.network_s(shared.batch, shared.batch),
         "machines": [
             memory_record(plan)
             | {"profile": machine.name, "pass": _pass_record(own), "model_layers": [layers.start, layers.stop]}

@@ -59,24 +59,24 @@ def profile(options: ProfileOptions) -> None:
 def _profile_network(options: ProfileOptions) -> None:
     """Measure how long rows take from the first of several machines to each other one and back."""
     from offload_runtime.hosts.group import HostGroup, num_ranks
-    from offload_runtime.hosts.measure import answer_hops, measure_hops
+    from offload_runtime.hosts.measure import answer_round_trips, measure_round_trips
 
     num_ranks(options.interface)
     group = HostGroup(options.interface, _SILENT_S)
     try:
         names = [one["host"] for one in group.exchange({})]
         if group.rank:
-            answer_hops(group)
+            answer_round_trips(group)
             return
-        hops = measure_hops(group)
+        times = measure_round_trips(group)
     finally:
         group.close()
-    table = Table("bytes", *(Column(f"{names[peer]}, there and back", justify="right") for peer in hops))
-    for nbytes in hops[1]:
-        table.add_row(format_bytes(nbytes), *(f"{1e3 * found[nbytes]:.3g} ms" for found in hops.values()))
-    rates = {peer: max(2 * nbytes / seconds for nbytes, seconds in found.items()) for peer, found in hops.items()}
+    table = Table("bytes", *(Column(f"{names[peer]}, there and back", justify="right") for peer in times))
+    for nbytes in times[1]:
+        table.add_row(format_bytes(nbytes), *(f"{1e3 * found[nbytes]:.3g} ms" for found in times.values()))
+    rates = {peer: max(2 * nbytes / seconds for nbytes, seconds in found.items()) for peer, found in times.items()}
     gbit = f"{8e-9 * min(rates.values()):.2g}Gb"
-    record = {"hops": [{"rank": peer, "host": names[peer], "seconds": found} for peer, found in hops.items()]}
+    record = {"round_trips": [{"rank": peer, "host": names[peer], "seconds": found} for peer, found in times.items()]}
     terminal.print_result(record | {"network": gbit}, [table, f"for plan: --network {gbit}"], as_json=options.as_json)
 
 

@@ -1,5 +1,7 @@
 """What two neighbouring ranks say to each other: orders there and answers back, each a head and a body. The rows of a
-pass come in parts: the first one with the order, the others each as `ROWS`, unless it is `CUT` before the last.
+pass come in parts: the first one with the order, and each further one as `ROWS`, unless the pass is `CUT`, when the
+receiver asks for `MORE`. So who has given an order always listens until it is answered: gloo's sends wait for their
+receiver, and one that waited for a rank that computes would hear neither that it is busy nor that it has failed.
 
 A head is three integers; a body is JSON and then rows, as bytes. Nothing of it is ever run or unpickled. What a head
 has room for of a body comes with it: the rest waits until its receiver has said that it is ready. One that is at work
@@ -15,7 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from offload_runtime.errors import HostError
 from offload_runtime.hosts.group import HostGroup
 
-LOAD, PASS, ROWS, CUT, QUIT, BUSY, DONE, FAILED, ECHO = range(9)
+LOAD, PASS, MORE, ROWS, CUT, QUIT, BUSY, DONE, FAILED, ECHO = range(10)
 _BEAT_S = 1.0
 _FOR_EVER = timedelta(days=3650)  # for who waits for orders
 _MOST_BYTES = 1 << 40
@@ -125,11 +127,13 @@ class Link:
 
 
 class _Order(NamedTuple):
-    """What is sent: parts of rows come in a queue, uint8 each, and then None, or False where there were to be more."""
+    """What is sent: with it the first part of its rows, uint8, if it has any; the others come in a queue as they are
+    made, and None where no more will be made."""
 
     kind: int
     says: Mapping[str, Any]
-    parts: SimpleQueue[torch.Tensor | Literal[False] | None]
+    first: torch.Tensor | None
+    rest: SimpleQueue[torch.Tensor | None]
 
 
 class Orders:
@@ -144,54 +148,68 @@ class Orders:
         self._thread = threading.Thread(target=self._run, name=f"rank {link.peer}", daemon=True)
         self._thread.start()
 
-    def ask(self, kind: int, says: Mapping[str, Any], parts: Iterable[torch.Tensor] = ()) -> Message:
-        """Give an order, whose rows leave part by part as they are made, and wait for the answer. Raises `HostError`,
-        also of what the neighbour has failed by."""
-        return self._answer(_Order(kind, says, SimpleQueue()), parts)
+    def ask(
+        self, kind: int, says: Mapping[str, Any], first: torch.Tensor | None = None, rest: Iterable[torch.Tensor] = ()
+    ) -> Message:
+        """Give an order, and wait for the answer.
+
+        Args:
+            kind: Of the order.
+            says: Its words.
+            first: The part of its rows that leaves with it, uint8 on the host.
+            rest: The others, which leave as they are made and asked for.
+
+        Raises:
+            HostError: The neighbour is gone, or what it has failed by.
+        """
+        order, is_whole = _Order(kind, says, first, SimpleQueue()), False
+        try:
+            self._put(order)
+            for part in rest:
+                order.rest.put(part)
+                if self.failure is not None:
+                    break
+            is_whole = True
+        finally:
+            if not is_whole:
+                order.rest.put(None)
+        return self._answer()
 
     def next_answer(self) -> Message:
         """Wait for a further answer to the last order. Raises as `ask`."""
-        return self._answer(None)
+        self._put(None)
+        return self._answer()
 
     def close(self) -> None:
         """Give no more orders, and wait until the last one is answered, or its answer is given up."""
         self._number += 1
-        order = _Order(QUIT, {}, SimpleQueue())
-        order.parts.put(None)
-        self._asked.put((self._number, order))
+        self._asked.put((self._number, _Order(QUIT, {}, None, SimpleQueue())))
         self._thread.join()
 
-    def _answer(self, order: _Order | None, parts: Iterable[torch.Tensor] = ()) -> Message:
+    def _put(self, order: _Order | None) -> None:
         if self.failure is not None:
             raise HostError(str(self.failure)) from self.failure
         self._number += 1
         self._asked.put((self._number, order))
-        if order is not None:
-            is_whole = False
-            try:
-                for part in parts:
-                    order.parts.put(part)
-                    if self.failure is not None:
-                        break
-                is_whole = True
-            finally:
-                order.parts.put(None if is_whole else False)
-        number, found = 0, self.failure
-        while number != self._number:  # others are to orders that nobody waits for any more
+
+    def _answer(self) -> Message:
+        while True:
             number, found = self._answers.get()
-        if not isinstance(found, Message):
-            assert found is not None
-            raise found
-        return found
+            if isinstance(found, HostError):  # be it to an order that nobody waits for any more: it was the last one
+                raise found
+            if number == self._number:
+                return found
 
     def _run(self) -> None:
         while self.failure is None:
             number, order = self._asked.get()
             try:
-                if order is not None and not self._send(order):
-                    continue
-                while (message := self._link.receive()).kind == BUSY:
-                    pass
+                if order is not None:
+                    self._link.send(order.kind, order.says, [] if order.first is None else [order.first])
+                while (message := self._link.receive()).kind in (BUSY, MORE):
+                    if message.kind == MORE:
+                        assert order is not None
+                        self._send_more(order)
                 if message.kind == FAILED:
                     raise HostError(message.says["error"])
                 self._answers.put((number, message))
@@ -201,15 +219,9 @@ class Orders:
                 self.failure, self._link.group.lost = error, str(error)
                 self._answers.put((number, error))
 
-    def _send(self, order: _Order) -> bool:
-        """Send an order part by part; return whether there will be an answer: not where none of it was sent."""
-        part = order.parts.get()
-        if part is False:
-            return False
-        self._link.send(order.kind, order.says, [] if part is None else [part])
-        while isinstance(part, torch.Tensor):
-            if isinstance(part := order.parts.get(), torch.Tensor):
-                self._link.send(ROWS, {}, [part])
-        if part is False:
+    def _send_more(self, order: _Order) -> None:
+        part = order.rest.get()
+        if part is None:
             self._link.send(CUT, {})
-        return True
+        else:
+            self._link.send(ROWS, {}, [part])

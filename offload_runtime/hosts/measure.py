@@ -14,7 +14,7 @@ from offload_runtime.hosts.link import DONE, ECHO, QUIT, Link
 _SENT = {16 << 10: 50, 256 << 10: 50, 4 << 20: 10, 64 << 20: 3}
 
 
-def measure_hops(group: HostGroup) -> dict[int, dict[int, float]]:
+def measure_round_trips(group: HostGroup) -> dict[int, dict[int, float]]:
     """Return of each other rank the median seconds that so many bytes take there and back as bytes. Ends these. Raises
     `HostError`."""
     found = dict[int, dict[int, float]]()
@@ -33,7 +33,7 @@ def measure_hops(group: HostGroup) -> dict[int, dict[int, float]]:
     return found
 
 
-def answer_hops(group: HostGroup) -> None:
+def answer_round_trips(group: HostGroup) -> None:
     """Send back what the first rank sends until it ends this. Raises `HostError`."""
     link = Link(group, 0, None)
     while (order := link.receive()).kind == ECHO:

@@ -1,4 +1,5 @@
-"""Layers of other machines: a pass goes from one rank to the next as one message, and its last rows come back as one.
+"""Layers of other machines: the rows of a pass go from one rank to the next in pieces, and its last ones come back as
+one message.
 
 A `RemoteStage` is what a runner sees of the ranks behind it. There `serve_passes` runs the same passes through layers
 of its own, which may have another `RemoteStage` behind them. The slots of all ranks hold the same tokens: a pass says
@@ -14,7 +15,7 @@ import torch
 
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.errors import HostError, OffloadError
-from offload_runtime.hosts.link import CUT, DONE, FAILED, PASS, QUIT, ROWS, Link, Message, Orders
+from offload_runtime.hosts.link import CUT, DONE, FAILED, MORE, PASS, QUIT, ROWS, Link, Message, Orders
 from offload_runtime.runners.model_runner import HiddenTaps, ModelRunner, RowsDecoder
 from offload_runtime.stream.device import current_device
 
@@ -40,7 +41,9 @@ class RemoteStage:
     def run(
         self, batch: Batch, committed: Sequence[int], residuals: Iterable[torch.Tensor], num_kept: int
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """As of a `NextStage`."""
+        """Take a pass through them, as `NextStage.run` says. Raises `HostError`."""
+        parts = map(_to_bytes, residuals)
+        first = next(parts)  # where this fails no order leaves, and the next one has these paths
         paths, self._paths = self._paths, {}
         says = {
             "paths": [[slot, rows] for slot, rows in paths.items()],
@@ -48,7 +51,7 @@ class RemoteStage:
             "trees": [[slot, tree.parents] for slot, tree in batch.trees.items()],
             "prompts": [[slot, len(tokens)] for slot, tokens in batch.prompts.items()],
         }
-        answer = self._orders.ask(PASS, says, map(_to_bytes, residuals))
+        answer = self._orders.ask(PASS, says, first, parts)
         found, num_rows = _from_bytes(answer.rows, self._like.dtype, self._width), _num_rows(says)
         decisive, *kept = found.split([len(found) - num_kept * num_rows, *[num_rows] * num_kept])
         return decisive.to(self._like.device), kept
@@ -98,7 +101,7 @@ class _CutError(Exception):
 
 
 class _Arriving:
-    """Holds the rows of a pass as they arrive.
+    """Holds the rows of a pass as they arrive, and asks for them.
 
     Args:
         link: Brings them.
@@ -115,6 +118,7 @@ class _Arriving:
     def __call__(self, count: int) -> torch.Tensor:
         """Wait until so many are there, or all; return the memory of all. Raises `_CutError`."""
         while self._count < min(count, len(self._rows)):
+            self._link.send(MORE, {})
             message = self._link.receive()
             if message.kind != ROWS:
                 assert message.kind == CUT

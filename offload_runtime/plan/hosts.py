@@ -25,7 +25,7 @@ from offload_runtime.sizes import counted
 from offload_runtime.weights.checkpoint import DescribedModel
 
 # From a machine's last kernel to the next one's first: rows to the host, a message, rows to the card. An assumption.
-_HOP_S = 0.3e-3
+_MESSAGE_S = 0.3e-3
 _OTHER_DRAFT = "name a draft model, or take --draft ngram"
 
 
@@ -125,11 +125,11 @@ class SharedPlan:
         """Of each of them."""
         return self.plans[0].target.context_tokens
 
-    def hops_s(self, rows: int, rows_back: int) -> float:
+    def network_s(self, rows: int, rows_back: int) -> float:
         """Seconds in which so many rows go through the network, and so many come back, of each once per machine."""
         target = self.plans[0].target
         nbytes = (rows + rows_back) * target.config.hidden_size * target.dtype.itemsize
-        return (len(self.plans) - 1) * (2 * _HOP_S + nbytes / self.network_bytes_per_s)
+        return (len(self.plans) - 1) * (2 * _MESSAGE_S + nbytes / self.network_bytes_per_s)
 
     def passes(self, rows: int = 1) -> list[cost.PassTime]:
         """Return a pass of each machine over windows of so many rows at the end of the context."""
@@ -139,7 +139,7 @@ class SharedPlan:
     def pass_s(self, rows: int = 1) -> float:
         """Return the seconds of a pass over windows of so many rows."""
         all_rows = rows * self.batch
-        return sum(one.seconds for one in self.passes(rows)) + self.hops_s(all_rows, all_rows)
+        return sum(one.seconds for one in self.passes(rows)) + self.network_s(all_rows, all_rows)
 
     @property
     def plain_tok_per_s(self) -> float:
@@ -165,7 +165,7 @@ class SharedPlan:
         if not any(plan.streamed_bytes or plan.target.num_experts for plan in self.plans):  # else layer by layer
             pieces, machines = -(-self.context_tokens // first.chunk_tokens), len(self.plans)
             abreast = machines * pieces / (pieces + machines - 1)
-        return read_s / abreast + self.batch * self.hops_s(self.context_tokens, 1)
+        return read_s / abreast + self.batch * self.network_s(self.context_tokens, 1)
 
 
 def plan_shared(request: RuntimeConfig, machines: Sequence[MachineProfile], network_bytes_per_s: float) -> SharedPlan:

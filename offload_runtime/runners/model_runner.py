@@ -421,7 +421,7 @@ class ModelRunner:
             for rows, residual in zip(pieces, found, strict=True):
                 if in_place:
                     streams.append(residual)
-                yield from _present(residual, trees) if rows.prompt is None else [residual]
+                yield torch.cat(_present(residual, trees)) if rows.prompt is None else residual
 
         if hidden is not None:
             first = sum(layer < self.decoder.num_layers for layer in hidden.taps.layers)

@@ -142,9 +142,9 @@ class Server(AbstractContextManager["Server"]):
                 self._service.state = "stopping"
                 scheduler.close(config.grace_s)
 
-    def wait(self) -> None:
+    def suspend(self) -> None:
         """Refuse requests until the next `serving`: what they were answered with is gone."""
-        self._service.wait()
+        self._service.suspend()
 
     def close(self) -> None:
         """Stop listening, once what is left of responses is sent."""

@@ -112,7 +112,7 @@ class Service:
         self._begun_s = int(time.time())
         self.state = "ready"
 
-    def wait(self) -> None:
+    def suspend(self) -> None:
         """Refuse requests until there is a model again."""
         self._runtime = self._scheduler = None
         self.state = "loading"
