@@ -200,19 +200,21 @@ def test_layers_that_do_not_fit_there_are_refused_by_name(others: list[OtherRank
 def test_an_interrupted_prompt_leaves_all_ranks_alike(others: list[OtherRank], target: Path, pieces: int) -> None:
     """Ctrl-C comes when so many pieces of the prompt have left for another rank, or it has read all of them: then its
     answer comes to nobody. The prompt goes on from what the slot holds."""
+    said = {"max_new_tokens": 12, "temperature": 0.0}
     with Runtime.load(target, device="cpu", draft="ngram") as one:
-        expected = tokens(one, [LONG])
+        talk = one.conversation()
+        expected = ["".join(talk.say(text, **said)) for text in (TEXTS[0], LONG)]
     with first_rank(others, target, draft="ngram") as several:
-        longer = [*several.encode(LONG), *tokens(several, [LONG])[0], *several.encode(LONG)]
+        talk = several.conversation()
+        assert "".join(talk.say(TEXTS[0], **said)) == expected[0]
         runner = several.engine.target.runner
         following = runner.following
         assert following is not None
         runner.following = Interrupted(following, pieces)
         with pytest.raises(KeyboardInterrupt):
-            tokens(several, [longer])
+            "".join(talk.say(LONG, **said))
         runner.following = following
-        tokens(several, [longer])
-        assert tokens(several, [LONG]) == expected
+        assert "".join(talk.say(LONG, **said)) == expected[1]
     assert others[0].ended() == ""
 
 
