@@ -358,7 +358,7 @@ def test_plans_expect_what_runs_have_measured(
     def run(**options: Any) -> tuple[float, float]:
         """What was expected, and what was measured."""
         with load(mixture, context=300, draft="none", expert_pool=size, **options) as runtime:
-            result = runtime.generate(PROMPTS[0], max_new_tokens=120, ignore_eos=True, temperature=0.0)
+            result = runtime.generate(PROMPTS[0], max_new_tokens=240, ignore_eos=True, temperature=0.0)
             return runtime.plan.target.expected_hits, result.stats.expert_hit_rate or 0.0
 
     expected, measured = run(forget_hits=True)
