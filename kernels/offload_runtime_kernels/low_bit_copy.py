@@ -130,7 +130,7 @@ def quantise_reference(values: torch.Tensor, out: ScaledRows, weights: torch.Ten
 
 @jit
 def _in_bf16_of(scales, centres):
-    """What `_in_bf16` has, in fp32; of NaN anything."""
+    """Return what `_in_bf16` does, in fp32; of NaN anything."""
     bits = scales.to(tl.uint32, bitcast=True)
     sizes = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16).to(tl.float32, bitcast=True)
     bits = centres.to(tl.uint32, bitcast=True)
@@ -142,7 +142,7 @@ def _in_bf16_of(scales, centres):
 
 @jit
 def _numbers_of(x, scales, centres):
-    """The nearest numbers, in fp32."""
+    """Return the nearest numbers, in fp32."""
     steps = (x - centres) / scales + 7.5
     steps = tl.where(steps == steps, steps, 0.0)
     return tl.floor(tl.minimum(tl.maximum(steps, 0.0), 15.0) + 0.5)
@@ -155,7 +155,7 @@ def _sum_of(x):
 
 @jit
 def _fitted(x, weights):
-    """What `_fit_inside` has."""
+    """Return what `_fit_inside` does."""
     high, low = tl.max(x, 1)[:, None], tl.min(x, 1)[:, None]
     half, centre = (high - low) / 2, (high + low) / 2
     total, x_sum = _sum_of(weights), _sum_of(weights * x)

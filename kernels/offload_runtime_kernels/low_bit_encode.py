@@ -107,8 +107,16 @@ def rest_words_reference(rows: CodedRows) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @jit
-def _coded_at(numbers_ptr, steps, tile, columns, KIND: tl.constexpr, WHOLE: tl.constexpr):
-    """Of a tile each lane's four codes, which of them are exceptions, and what these are."""
+def _coded_at(
+    numbers_ptr, copy_ptr, scales_ptr, centres_ptr, d_ptr, row, tile, columns, number_words, row_scales,
+    OWN_COLUMNS: tl.constexpr, KIND: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Return of a tile of a row each lane's four steps and codes, which of these are exceptions, and what they are."""
+    steps = steps_at(
+        copy_ptr + row * number_words, scales_ptr + row * row_scales, centres_ptr + row * row_scales, d_ptr, tile,
+        columns, OWN_COLUMNS, KIND, WHOLE,
+    )  # fmt: skip
+    numbers_ptr += row * columns
     k = tile * 128 + 4 * tl.arange(0, 32)
     codes = ()  # type: tuple[Any, ...]
     excepted = ()  # type: tuple[Any, ...]
@@ -132,7 +140,7 @@ def _coded_at(numbers_ptr, steps, tile, columns, KIND: tl.constexpr, WHOLE: tl.c
         codes += (tl.where(outside, largest, code) & largest,)  # nothing behind the last column
         excepted += (outside,)
         whole += (number,)
-    return codes, excepted, whole
+    return steps, codes, excepted, whole
 
 
 @jit
@@ -144,14 +152,13 @@ def _count_kernel(
     d_ptr = own_scales_ptr + (first + row) // own_rows * own_row_scales
     bits, listed = tl.zeros([32], tl.int32), tl.zeros([32], tl.int32)
     for tile in range((columns + 127) // 128):
-        steps = steps_at(
-            copy_ptr + row * number_words, scales_ptr + row * row_scales, centres_ptr + row * row_scales, d_ptr, tile,
-            columns, OWN_COLUMNS, KIND, WHOLE,
+        steps, _codes, excepted, _whole = _coded_at(
+            numbers_ptr, copy_ptr, scales_ptr, centres_ptr, d_ptr, row, tile, columns, number_words, row_scales,
+            OWN_COLUMNS, KIND, WHOLE,
         )  # fmt: skip
-        coded = _coded_at(numbers_ptr + row * columns, steps, tile, columns, KIND, WHOLE)
         for j in tl.static_range(4):
             bits += steps[j] & 31
-            listed += coded[1][j].to(tl.int32)
+            listed += excepted[j].to(tl.int32)
     count = ahead + ((tl.sum(bits, 0) + 31) >> 5) + ((tl.sum(listed, 0) + 1) >> 1)
     tl.store(counts_ptr + row, count)
 
@@ -174,22 +181,21 @@ def _write_kernel(
     words_ptr += start + ahead
     bits, listed = 0, 0
     for tile in range((columns + 127) // 128):
-        steps = steps_at(
-            copy_ptr + row * number_words, scales_ptr + row * row_scales, centres_ptr + row * row_scales, d_ptr, tile,
-            columns, OWN_COLUMNS, KIND, WHOLE,
+        steps, codes, excepted, whole = _coded_at(
+            numbers_ptr, copy_ptr, scales_ptr, centres_ptr, d_ptr, row, tile, columns, number_words, row_scales,
+            OWN_COLUMNS, KIND, WHOLE,
         )  # fmt: skip
-        coded = _coded_at(numbers_ptr + row * columns, steps, tile, columns, KIND, WHOLE)
-        codes, length = tl.zeros([32], tl.uint64), tl.zeros([32], tl.int32)
+        joined, length = tl.zeros([32], tl.uint64), tl.zeros([32], tl.int32)
         exceptions = tl.zeros([32], tl.int32)
         for j in tl.static_range(4):
-            codes |= coded[0][j].to(tl.uint64) << length.to(tl.uint64)
+            joined |= codes[j].to(tl.uint64) << length.to(tl.uint64)
             length += steps[j] & 31
-            exceptions += coded[1][j].to(tl.int32)
+            exceptions += excepted[j].to(tl.int32)
         begins = bits + tl.cumsum(length, 0) - length
         bits += tl.sum(length, 0)
         # Into three words, which lanes share with their neighbours.
         ptrs, shift = words_ptr + (begins >> 5), (begins & 31).to(tl.uint32)
-        low, high = (codes & 0xFFFFFFFF).to(tl.uint32), (codes >> 32).to(tl.uint32)
+        low, high = (joined & 0xFFFFFFFF).to(tl.uint32), (joined >> 32).to(tl.uint32)
         parts = (low << shift, (high << shift) | ((low >> 1) >> (31 - shift)), (high >> 1) >> (31 - shift))
         for part in tl.static_range(3):
             word = parts[part].to(tl.int32, bitcast=True)
@@ -197,8 +203,8 @@ def _write_kernel(
         at = listed + tl.cumsum(exceptions, 0) - exceptions
         listed += tl.sum(exceptions, 0)
         for j in tl.static_range(4):
-            tl.store(list_ptr - at, coded[2][j].to(tl.uint16), mask=coded[1][j])
-            at += coded[1][j].to(tl.int32)
+            tl.store(list_ptr - at, whole[j].to(tl.uint16), mask=excepted[j])
+            at += excepted[j].to(tl.int32)
 
 
 def rest_words_triton(rows: CodedRows) -> tuple[torch.Tensor, torch.Tensor]:
