@@ -347,9 +347,8 @@ class ServerConfig:
     host: str = option("127.0.0.1", "Where to listen; elsewhere than here it needs a key.", metavar="HOST")
     port: int = option(8000, "0 picks a free one and says which.", least=0, most=65535, metavar="PORT")
     api_key: str | None = option(
-        None, "What requests have to bring; or set OFFLOAD_RUNTIME_API_KEY.", metavar="KEY",
-        env="OFFLOAD_RUNTIME_API_KEY",
-    )  # fmt: skip
+        None, "What requests have to bring; or set OFFLOAD_RUNTIME_API_KEY.", metavar="KEY", secret=True
+    )
     allowed_hosts: tuple[str, ...] = option(
         (), "Another name of this machine; repeatable.", flag="--allowed-host", metavar="NAME", repeated=True
     )

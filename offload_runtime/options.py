@@ -44,7 +44,7 @@ class Option:
         argument: The command line has it without a name, as a word behind the command.
         metavar: What `--help` calls its value.
         repeated: The command line takes several.
-        env: The environment variable that the command line reads it from.
+        secret: Nothing that is printed shows it.
         http: Requests to the server have it by the field's name.
     """
 
@@ -60,7 +60,7 @@ class Option:
     argument: bool = False
     metavar: str | None = None
     repeated: bool = False
-    env: str | None = None
+    secret: bool = False
     http: bool = False
 
     @cached_property

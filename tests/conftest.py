@@ -21,6 +21,11 @@ from hypothesis import HealthCheck, settings
 
 from tests.helpers.covering import few
 
+# Nor what the user has set for runs of their own.
+for name in [name for name in os.environ if name.startswith("OFFLOAD_RUNTIME_")]:
+    del os.environ[name]
+os.environ["OFFLOAD_RUNTIME_CONFIG"] = os.path.join(tempfile.gettempdir(), "no-settings-of-offload-runtime")
+
 if not torch.cuda.is_available():
     # Triton reads this when a kernel is decorated, so it has to be set before the first kernel module is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

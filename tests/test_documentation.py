@@ -29,7 +29,8 @@ from offload_runtime.weights.sources import describe_model
 ROOT = Path(__file__).resolve().parents[1]
 PATHS = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *sorted(ROOT.glob("docs/*.md"))]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
-COMMANDS: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+PROGRAM: Any = typer.main.get_command(app)
+COMMANDS: Any = PROGRAM.commands
 RTX4090 = load_profile("rtx4090")
 
 
@@ -79,7 +80,7 @@ def test_commands_can_be_asked_for() -> None:
     asked = [(name, line) for name, line in lines if line]
     for _, line in asked:
         command, *words = shlex.split(line.partition(" < ")[0], comments=True)
-        COMMANDS[command].make_context(command, words)
+        COMMANDS[command].make_context(command, words, parent=PROGRAM.context_class(PROGRAM))
     assert {line.split()[0] for name, line in asked if name == "docs/guide.md"} == set(COMMANDS)
 
 

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_origin, get_type_hints
 
 import typer
 
-from offload_runtime.cli.terminal import read_text, shortened, user_path
+from offload_runtime.cli.settings import Settings
+from offload_runtime.cli.terminal import read_text, shortened, user_path, write_text
 from offload_runtime.config import RuntimeConfig, ServerConfig, card_names, idle_options
 from offload_runtime.hardware import load_profile
 from offload_runtime.options import (
@@ -378,20 +379,43 @@ def _typer_option(one: OptionField) -> inspect.Parameter:
     elif about.size and one.default is not None:
         default = size_option_down(one.default)
 
-    def read(param: typer.CallbackParam, given: Any) -> Any:
+    def read(context: typer.Context, param: typer.CallbackParam, given: Any) -> Any:
+        context.obj.texts[param.name] = given
         if not isinstance(given, str | list | tuple) or get_origin(one.hint) is Literal:
             return given
-        read_one = partial(read_option, one, param.opts[0])
+        read_one = partial(read_option, one, context.obj.name(context, param))
         return read_one(given) if isinstance(given, str) else [read_one(text) for text in given] or None
 
     if about.argument:
         made = typer.Argument(default, metavar=metavar, help=one.description, callback=read)
         return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=annotation)
     made = typer.Option(
-        default, *names, metavar=metavar, help=one.description, rich_help_panel=about.group, callback=read,
-        envvar=about.env,
-    )  # fmt: skip
+        default, *names, metavar=metavar, help=one.description, rich_help_panel=about.group, callback=read
+    )
     return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=annotation)
+
+
+def _settings_options(options: Mapping[str, OptionField]) -> list[inspect.Parameter]:
+    """Describe what every command has: the file that says what the command line does not, and how to see what is
+    said."""
+
+    def read(context: typer.Context, file: str | None) -> None:  # before other options are
+        context.obj = Settings.of(context, None if file is None else user_path(file), options)
+        context.default_map = context.obj.values
+
+    file = typer.Option(
+        None, "--config", metavar="FILE", is_eager=True, callback=read, rich_help_panel=OUTPUT,
+        help="Settings, in place of config.toml in the user's own directory.",
+    )  # fmt: skip
+    printing = typer.Option(
+        False, "--print-config", metavar="", rich_help_panel=OUTPUT,
+        help="Print every option as it is now, as such a file, with where it was said, and leave.",
+    )  # fmt: skip
+    made = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    return [
+        made("command_line", annotation=typer.Context), made("config", default=file, annotation=str | None),
+        made("print_config", default=printing, annotation=bool),
+    ]  # fmt: skip
 
 
 def _options_of(command: type) -> dict[str, OptionField]:
@@ -426,7 +450,7 @@ def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
     options = _options_of(kind)
 
     @wraps(command)
-    def run(**given: Any) -> None:
+    def run(command_line: typer.Context, config: None, print_config: bool, **given: Any) -> None:
         chosen = frozenset(name for name, value in given.items() if value is not None)
         given, made = _settled(given), {"chosen": chosen} if "chosen" in kind.__dataclass_fields__ else {}
         for one, own in zip(option_fields(kind), fields(kind), strict=True):
@@ -434,10 +458,15 @@ def with_options(command: Callable[[Any], None]) -> Callable[..., None]:
                 made[one.name] = part.made(one.hint, given)
             elif given.get(one.name) is not None:
                 made[one.name] = given[one.name]
-        command(kind(**made))
+        asked = kind(**made)
+        if print_config:
+            secrets = {name for name, one in options.items() if one.option is not None and one.option.secret}
+            write_text(command_line.obj.to_toml(command_line, secrets))
+        else:
+            command(asked)
 
-    asked = sorted(options.values(), key=lambda one: GROUPS.index(one.option.group))  # type: ignore[union-attr]
-    parameters = [_typer_option(one) for one in asked]
+    by_group = sorted(options.values(), key=lambda one: GROUPS.index(one.option.group))  # type: ignore[union-attr]
+    parameters = [*(_typer_option(one) for one in by_group), *_settings_options(options)]
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
