@@ -208,6 +208,51 @@ def test_instructions_that_a_template_words_otherwise_are_not_left_out() -> None
     assert text_of(template, [{"role": "system", "content": "be /think"}, USER]) == "BE HI"
 
 
+QUESTION, BEGUN = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "So <|im_end|> it"}
+THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+
+
+@pytest.mark.parametrize(("template", "answer", "expected"), [
+    (CHATML + "<a>", BEGUN, "<user>hi<a>So <|im_end|> it"),
+    (CHATML + "<a>", {**BEGUN, "content": [{"type": "text", "text": "So"}]}, "<user>hi<a>So"),
+    (CHATML + "<a>", THOUGHT, "<user>hi<a><think>\nhm"),
+    (CHATML + "<a>", THOUGHT | BEGUN, "<user>hi<a><think>\nhm\n</think>\n\nSo <|im_end|> it"),
+    (CHATML + "<think>\n", THOUGHT, "<user>hi<think>\nhm"),
+    (CHATML + "<think>\n", BEGUN, "<user>hi<think>\n\n</think>\n\nSo <|im_end|> it"),
+    (CHATML + "<think></think>", THOUGHT | BEGUN, "<user>hi<think></think>So <|im_end|> it"),
+    (CHATML + "{# [THINK] #}<a>", THOUGHT | BEGUN, "<user>hi<a>[THINK]hm[/THINK]So <|im_end|> it"),
+])  # fmt: skip
+def test_an_answer_goes_on_behind_its_beginning(template: str, answer: dict[str, Any], expected: str) -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.chat_template = template
+    room = PromptRoom(tokenizer, CONFIG, 4096)
+    text, tokens = room.encode_chat([QUESTION, answer], continue_final_message=True)
+    assert text == expected and tokenizer.decode(tokens) == expected
+    assert not {0, 1} & set(tokens), "a control token that was spelled is text"
+
+
+def test_an_answer_in_channels_goes_on_behind_what_was_thought() -> None:
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|channel|>", "<|message|>", "<|start|>", "<|end|>"]})
+    tokenizer.chat_template = CHATML + "<|start|>assistant"
+    room = PromptRoom(tokenizer, CONFIG, 4096)
+    text, _ = room.encode_chat([QUESTION, {**THOUGHT, "content": "So"}], continue_final_message=True)
+    assert text == (
+        "<user>hi<|start|>assistant<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>So"
+    )
+    with pytest.raises(OptionError, match="no answer can go on"):
+        room.encode_chat([QUESTION, THOUGHT], continue_final_message=True)
+
+
+@pytest.mark.parametrize("wrong", [
+    [BEGUN], [QUESTION], [QUESTION, {"role": "assistant", "content": ""}],
+    [QUESTION, {**BEGUN, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}],
+])  # fmt: skip
+def test_what_is_no_beginning_of_an_answer_does_not_go_on(wrong: list[dict[str, Any]]) -> None:
+    with pytest.raises(OptionError, match="go on"):
+        PromptRoom(byte_level_tokenizer(), CONFIG, 4096).encode_chat(wrong, continue_final_message=True)
+
+
 def test_a_template_that_knows_no_calls_is_told_them_in_words() -> None:
     text = text_of(KNOWN, called('{"x": 1}', content="So."))
     assert text == '<user>hi<assistant>So.\n{"name": "f", "arguments": {"x": 1}}<user>Result of the call:\n42'

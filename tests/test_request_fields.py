@@ -103,6 +103,38 @@ def test_efforts_go_to_templates_that_read_them(served: Served, two_layer_target
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "reasoning_effort"
 
 
+def test_an_answer_goes_on_as_it_would_have(served: Served) -> None:
+    letters = {str(token): 100 for token in served.runtime.tokenizer.convert_tokens_to_ids([*"WXYZ"])}
+    asked: dict[str, Any] = {"temperature": 1.0, "seed": 1, "logit_bias": letters}
+
+    def said(**fields: Any) -> str:
+        return str(served.chat(**asked, **fields).json()["choices"][0]["message"]["content"])
+
+    whole, begun = said(max_tokens=9), said(max_tokens=4)
+    messages = [*MESSAGES, {"role": "assistant", "content": begun}]
+    for fields in ({}, {"add_generation_prompt": False}):
+        rest = said(messages=messages, continue_final_message=True, max_tokens=5, **fields)
+        assert begun + rest == whole and len(set(whole)) > 1
+
+
+def test_thinking_goes_on_as_thinking(served: Served) -> None:
+    thought = {"role": "assistant", "content": "", "reasoning_content": "quick"}
+    asked: dict[str, Any] = {"messages": [*MESSAGES, thought], "chat_template_kwargs": {"thinking": True}}
+    message = served.chat(continue_final_message=True, **asked).json()["choices"][0]["message"]
+    assert message["reasoning_content"] and not message["content"]
+
+
+@pytest.mark.parametrize(("fields", "param"), [
+    ({"add_generation_prompt": True}, "add_generation_prompt"), ({"messages": MESSAGES}, "messages.0"),
+    ({"response_format": {"type": "json_object"}}, "continue_final_message"),
+    ({"continue_final_message": False, "add_generation_prompt": False}, "add_generation_prompt"),
+])  # fmt: skip
+def test_what_cannot_go_on_is_named(served: Served, fields: dict[str, Any], param: str) -> None:
+    begun = {"messages": [*MESSAGES, {"role": "assistant", "content": "jumps"}], "continue_final_message": True}
+    refused = served.chat(**{**begun, **fields})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+
+
 def test_unknown_fields_of_messages_are_refused(served: Served) -> None:
     for path in ("/v1/chat/completions", "/tokenize"):
         response = served.http.post(path, json={"messages": [{**MESSAGES[0], "frobnicate": 1}]})

@@ -18,8 +18,9 @@ from typing import Any
 
 from jinja2 import Environment, meta
 
+from offload_runtime.engine.channels import has_channels
 from offload_runtime.errors import OptionError
-from offload_runtime.options import is_of_type
+from offload_runtime.options import is_of_type, require
 
 Message = dict[str, Any]
 
@@ -32,6 +33,10 @@ _ID = "call00001"  # as Mistral's templates demand
 _PARAMETERS = {"type": "object", "properties": {"needlekey": {"type": "string", "description": "-"}}, "required": []}
 TOOLS = [{"type": "function", "function": {"name": "needletool", "description": "-", "parameters": _PARAMETERS}}]
 _NO_CONTENT: dict[str, Message] = {"null": {"content": None}, "absent": {}, "empty": {"content": ""}}
+
+_THINK = ("<think>", "</think>")
+# Marks of families, which count where the template or a token has them.
+_OTHERS = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|START_THINKING|>", "<|END_THINKING|>"))
 
 
 class MessageError(OptionError):
@@ -295,6 +300,30 @@ class ChatTemplate:
         order = [*parts, text] if first.get("role") in ("system", "developer") else [text, *parts]
         return [{**first, "content": "\n\n".join(order)}, *others]
 
+    def begun(self, text: str, answer: Message) -> str:
+        """Return the text of messages, with the beginning of an answer, and behind it what the answer has so far.
+
+        What was thought (`reasoning_content`) stands between the marks of the family, the first of which `text` may end
+        in; where it ends in the last one the template has done with thinking, and it is left out.
+
+        Raises:
+            OptionError: It has no text, or has only been thought so far and comes in channels.
+        """
+        said, thought = joined(answer.get("content") or ""), answer.get("reasoning_content") or ""
+        require(bool(said or thought), "the answer that should go on has no text yet: leave it out")
+        if has_channels(self._tokenizer):
+            require(bool(said), "this model thinks in a channel of its own, where no answer can go on: leave it out")
+            before = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant" if thought else ""
+            return f"{text}{before}<|channel|>final<|message|>{said}"
+        start, end = next(iter(thinking_marks(self._tokenizer).items()))
+        around, behind = ("\n", "\n\n") if start == _THINK[0] else ("", "")
+        is_over, is_open = text.rstrip().endswith(end), text.rstrip().endswith(start)
+        if is_open or (thought and not is_over):
+            before = f"{text.rstrip() if is_open else text + start}{around}{thought}"
+            return f"{before}{around}{end}{behind}{said}" if said else before
+        require(bool(said), "the chat template is told not to think, and the answer has only been thought so far")
+        return text + said
+
     def adapted(self, messages: Sequence[Mapping[str, Any]], *, with_tools: bool) -> list[Message]:
         """Return messages as OpenAI has them, in the form that the template takes where it is given tools or is not.
 
@@ -359,6 +388,12 @@ class ChatTemplate:
             del message["content"]
             message |= forms.no_content("null" if content is None else "empty", with_calls=bool(checked))
         return message
+
+
+def thinking_marks(tokenizer: Any) -> dict[str, str]:
+    """Return the marks that thinking may end with by those that it begins with, the model's own first."""
+    source, contents = template_source(tokenizer), {token.content for token in tokenizer.added_tokens_decoder.values()}
+    return dict([*(pair for pair in _OTHERS if pair[0] in source or pair[0] in contents), _THINK])
 
 
 def template_source(tokenizer: Any) -> str:

@@ -332,21 +332,25 @@ class PromptRoom:
     def _grammars(self) -> GrammarCompiler:
         return GrammarCompiler(self.tokenizer, self.config.vocab_size, self.eos_token_ids)
 
-    def encode(self, prompt: Prompt, template_options: Mapping[str, Any] | None = None) -> list[int]:
-        """Return token ids of a prompt: of text, token ids or chat messages, the last with options of the chat
-        template.
+    def encode(
+        self, prompt: Prompt, template_options: Mapping[str, Any] | None = None, *, continue_final_message: bool = False
+    ) -> list[int]:
+        """Return token ids of a prompt: of text, token ids or chat messages, the last as of `encode_chat`.
 
         Raises:
             OptionError: It is empty, not a prompt, not Unicode text, or has ids outside the vocabulary.
         """
         is_chat = is_of_type(prompt, Sequence[Mapping]) and bool(prompt)
-        require(is_chat or not template_options, "options of a chat template are for chat messages alone")
+        fine = is_chat or not (template_options or continue_final_message)
+        require(fine, "options of a chat template are for chat messages alone")
         if isinstance(prompt, str):
             require_unicode("the prompt", prompt)
             tokens = list(self.tokenizer.encode(prompt))
         elif is_chat:
             messages = [dict(item) for item in prompt if isinstance(item, Mapping)]
-            _, tokens = self.encode_chat(messages, template_options=template_options)
+            _, tokens = self.encode_chat(
+                messages, template_options=template_options, continue_final_message=continue_final_message
+            )
         else:
             fine = is_of_type(prompt, Sequence[int])
             require(fine, "a prompt is a text, a list of token ids or a list of chat messages")
@@ -375,7 +379,7 @@ class PromptRoom:
 
     def encode_chat(
         self, messages: list[dict[str, Any]], seen: tuple[str, Sequence[int]] = ("", ()), *,
-        template_options: Mapping[str, Any] | None = None,
+        template_options: Mapping[str, Any] | None = None, continue_final_message: bool = False,
     ) -> tuple[str, list[int]]:  # fmt: skip
         """Return chat messages as the text the model was trained on, with the beginning of an answer, and its token
         ids.
@@ -385,23 +389,31 @@ class PromptRoom:
             seen: Where the text begins with that of `seen`, this part has the tokens there.
             template_options: What else the template is given: `tools`, `enable_thinking` and so on. Text in it that
                 spells a control token is text, too.
+            continue_final_message: The last message is an answer's beginning, which the text ends with.
 
         Raises:
-            OptionError: There is no template, or it refuses the messages; `MessageError`: as of `ChatTemplate.adapted`.
+            OptionError: There is no template, it refuses the messages, or the last one is no answer that can go on;
+                `MessageError`: as of `ChatTemplate.adapted`.
         """
         options = dict(template_options or {})
+        if continue_final_message:
+            last, where = messages[-1], f"messages.{len(messages) - 1}"
+            if last.get("role") != "assistant" or last.get("tool_calls") or len(messages) == 1:
+                raise MessageError(where, " is no text of the assistant's behind a question, which alone can go on")
         given = self.chat_template.adapted(messages, with_tools=bool(options.get("tools"))), options
         taken = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys() | {"conversations", "messages"}
         reserved = (options.keys() & taken) - {"tools", "documents"}
         require(not reserved, f"{', '.join(sorted(reserved))} cannot be an option of the chat template")
         hidden = given if self.allow_special_tokens else self._spelled.hide(given)
         try:
-            text = self.chat_template.render(*hidden)
-            self.chat_template.require_shown(hidden[0], hidden[1], text)
+            told, begun = (hidden[0][:-1], hidden[0][-1]) if continue_final_message else (hidden[0], None)
+            text = self.chat_template.render(told, hidden[1])
+            self.chat_template.require_shown(told, hidden[1], text)
         except MessageError:
             raise
         except Exception as error:  # templates raise whatever they like about the messages
             raise OptionError(f"the chat template refused the messages: {error}") from error
+        text = text if begun is None else self.chat_template.begun(text, begun)
         shown = text if hidden == given else self._spelled.show(text)
         before, tokens = seen if shown.startswith(seen[0]) else ("", ())
         rest = text[len(before) :]

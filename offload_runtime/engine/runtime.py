@@ -288,18 +288,22 @@ class Runtime(AbstractContextManager["Runtime"]):
         """Return the model's chat template. Raises `OptionError` if it has none."""
         return self.room.chat_template
 
-    def encode(self, prompt: Prompt, *, template_options: Mapping[str, Any] | None = None) -> list[int]:
+    def encode(
+        self, prompt: Prompt, *, template_options: Mapping[str, Any] | None = None, continue_final_message: bool = False
+    ) -> list[int]:
         """Return token ids of a prompt.
 
         Args:
             prompt: As of `stream`.
             template_options: Of chat messages what the template is given beside them, such as `tools` and
                 `enable_thinking`.
+            continue_final_message: The last chat message is the beginning of the answer, which goes on from there:
+                with what it has thought (`reasoning_content`), too, between the marks of the model's family.
 
         Raises:
-            OptionError: It is empty, not a prompt, or has ids outside the vocabulary.
+            OptionError: It is empty, not a prompt, has ids outside the vocabulary, or has no answer that can go on.
         """
-        return self.room.encode(prompt, template_options)
+        return self.room.encode(prompt, template_options, continue_final_message=continue_final_message)
 
     def start(
         self, tokens: list[int], params: GenerationParams, *, owner: object | None = None, speculate: bool = True,

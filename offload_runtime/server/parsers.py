@@ -21,10 +21,10 @@ import secrets
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from offload_runtime.engine.channels import has_channels
-from offload_runtime.engine.chat_template import template_source
+from offload_runtime.engine.chat_template import template_source, thinking_marks
 from offload_runtime.errors import OptionError
 from offload_runtime.grammar import json_rule
 
@@ -208,9 +208,7 @@ def calls_grammar(tokenizer: Any, functions: Sequence[Mapping[str, Any]], *, sev
     return "\n".join([f"calls: {opening} call {more} {closing}", f"call: {call}", *rules])
 
 
-_THINK = ("<think>", "</think>")
-# Marks of families, which count where the template or a token has them.
-_OTHERS = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+_THINK = "<think>"
 _MESSAGE = "<|message|>"  # begins one of gpt-oss', which may be thought
 _LAST_TOKENS = 16  # of a prompt, that a mark is looked for in
 Parts = tuple[str, str, list[ToolCall]]  # thinking, text and calls
@@ -226,18 +224,17 @@ class AnswerParser:
         tool_names: Functions that were offered; with none, no text is a call.
         most_calls: Calls that are wanted; further ones are left out. None: all.
         is_bound: A grammar says what the whole answer is: none of it is thinking.
+        begun: What the answer, whose beginning the prompt has, goes on with; None where it begins.
     """
 
     def __init__(
         self, tokenizer: Any, prompt: Sequence[int] = (), tool_names: Iterable[str] = (), *,
-        most_calls: int | None = None, is_bound: bool = False,
+        most_calls: int | None = None, is_bound: bool = False, begun: Literal["thought", "text"] | None = None,
     ) -> None:  # fmt: skip
         source, added = template_source(tokenizer), tokenizer.added_tokens_decoder.items()
         self._names, self._most = frozenset(tool_names), most_calls
         self._format = _format_of(source) if self._names else None
-        contents = [token.content for _, token in added]
-        pairs = [_THINK, *(pair for pair in _OTHERS if pair[0] in source or pair[0] in contents)]
-        self._ends = {} if is_bound else dict(pairs)
+        self._ends = {} if is_bound else thinking_marks(tokenizer)
         if has_channels(tokenizer) and self._names and self._format is None:
             self._format = _HERMES
         self._call_marks = {self._format.start, self._format.end, *self._format.inner} if self._format else set()
@@ -245,13 +242,15 @@ class AnswerParser:
         self._marks = {number: token.content for number, token in added if token.content in marks}
         self._held = ""  # text that may be the beginning of a mark or of a call, or space around one
         self._end: str | None = None  # what ends the thinking that it is in
-        self._may_think = bool(self._ends)  # nothing has been said yet
+        self._may_think = bool(self._ends) and begun is None  # nothing has been said yet
         self._is_at_edge = False  # just behind a mark of thinking, where space says nothing
         self._is_inside = False  # of a call
-        self._has_begun = False  # text that is no call was said
+        self._has_begun = begun == "text"  # text that is no call was said
         self._num_searched = 0  # characters of a call in which no end of it is
         self.num_calls = 0
-        if self._ends and prompt:
+        if begun == "thought":
+            self._end = next(iter(self._ends.values()))
+        elif self._ends and prompt and begun is None:
             tail = tokenizer.decode(list(prompt[-_LAST_TOKENS:]), skip_special_tokens=False).rstrip()
             opened = next((start for start in self._ends if tail.endswith(start)), None)
             self._end, self._is_at_edge = self._ends.get(opened or ""), opened is not None
@@ -266,7 +265,7 @@ class AnswerParser:
         that `token` has added."""
         mark = self._marks.get(-1 if token is None else token, "")
         if mark == _MESSAGE:
-            mark = _THINK[0] if self._ends and text.endswith(f"{_THINK[0]}\n") else ""
+            mark = _THINK if self._ends and text.endswith(f"{_THINK}\n") else ""
         if not text and mark in self._call_marks and self._end is not None:
             mark = ""  # a call that is drafted there is none
         self._held += text or mark

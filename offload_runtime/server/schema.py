@@ -60,6 +60,8 @@ _OPTIONS = {
     for one in option_fields(kind)
     if one.option is not None and one.option.http
 }
+# Those that say how tokens are chosen.
+SAMPLING = {one.name: one for one in option_fields(SamplingParams) if one.name in _OPTIONS}
 _MOST_CHOICES = 128
 _MOST_STOPS = 16
 _SEEDS = 1 << 53  # what every JSON reader keeps exactly
@@ -264,9 +266,9 @@ class AnswerBody(_Options):
         """Return the seed, negative ones as the numbers that have their bits; a random one where there is none."""
         return secrets.randbelow(_SEEDS) if self.seed is None else self.seed % (1 << 64)
 
-    def template_options(self, runtime: Runtime) -> dict[str, Any]:
-        """Return what the chat template is given beside the messages."""
-        return {}
+    def encoded(self, runtime: Runtime, prompt: Any) -> list[int]:
+        """Return token ids of one of the prompts. Raises `OptionError`."""
+        return runtime.encode(prompt)
 
     def parser(self, tokenizer: Any, prompt: Sequence[int], *, is_bound: bool) -> AnswerParser:
         """Return what takes an answer to this prompt apart; here it is a text as it is."""
@@ -276,8 +278,13 @@ class AnswerBody(_Options):
 class ChatBody(AnswerBody):
     """`/v1/chat/completions`."""
 
-    harmless: ClassVar[_Harmless] = {**HARMLESS, "add_special_tokens": (False,)}
+    harmless: ClassVar[_Harmless] = {
+        **{name: values for name, values in HARMLESS.items() if name != "add_generation_prompt"},
+        "add_special_tokens": (False,),
+    }  # fmt: skip
     messages: list[dict[str, Any]] = Field(min_length=1)
+    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None
     max_completion_tokens: int | None = Field(None, ge=1)
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None
@@ -303,7 +310,20 @@ class ChatBody(AnswerBody):
             raise RequestError("top_logprobs needs logprobs to be true", "top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @model_validator(mode="after")
+    def _begins_or_goes_on(self) -> ChatBody:
+        if self.add_generation_prompt is not None and self.add_generation_prompt == self.continue_final_message:
+            what = "add_generation_prompt is false where continue_final_message is true, and only there"
+            raise RequestError(what, "add_generation_prompt")
+        return self
+
+    def encoded(self, runtime: Runtime, prompt: Any) -> list[int]:
+        options = self.template_options(runtime) or None
+        goes_on = self.continue_final_message
+        return runtime.encode(prompt, template_options=options, continue_final_message=goes_on)
+
     def template_options(self, runtime: Runtime) -> dict[str, Any]:
+        """Return what the chat template is given beside the messages."""
         options, effort = dict(self.chat_template_kwargs or {}), self.reasoning_effort
         if "tools" in options:
             raise RequestError("tools is a field of its own: not of chat_template_kwargs", "chat_template_kwargs")
@@ -317,7 +337,10 @@ class ChatBody(AnswerBody):
 
     def parser(self, tokenizer: Any, prompt: Sequence[int], *, is_bound: bool) -> AnswerParser:
         most_calls = 1 if self.parallel_tool_calls is False else None
-        return AnswerParser(tokenizer, prompt, self.tool_names, most_calls=most_calls, is_bound=is_bound)
+        begun: Literal["thought", "text"] | None = None
+        if self.continue_final_message:
+            begun = "text" if self.messages[-1].get("content") else "thought"
+        return AnswerParser(tokenizer, prompt, self.tool_names, most_calls=most_calls, is_bound=is_bound, begun=begun)
 
     @property
     def tool_names(self) -> frozenset[str]:
@@ -334,6 +357,9 @@ class ChatBody(AnswerBody):
     def grammar_params(self, tokenizer: Any) -> dict[str, Any]:
         """Return the same with calls: an answer of a schema may be calls instead, where it need not be some."""
         names, choice, answer = self.tool_names, self.tool_choice, super().grammar_params(tokenizer)
+        if self.continue_final_message and (answer or choice not in (None, "auto", "none")):
+            what = "an answer that goes on cannot be bound: leave response_format and tool_choice out"
+            raise RequestError(what, "continue_final_message")
         if choice in (None, "auto", "none") and not (answer and names and writes_calls(tokenizer)):
             return answer
         functions = [tool["function"] for tool in self.tools or []]

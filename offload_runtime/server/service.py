@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 _PING_S = 15  # proxies give up on silent connections after a minute
 _SEND_S = 60  # for a client that reads no more
 _NEVER_S = 1e9
+_SWITCHES = ("enable_thinking", "reasoning_effort")  # options of chat templates that many models have
 _GONE, _HAS_LEFT = 499, "the client has left"  # as nginx says
 State = Literal["loading", "ready", "stopping", "failed"]
 T = TypeVar("T")
@@ -175,7 +176,7 @@ class Service:
         def read(body: anthropic.CountBody) -> int:
             chat = body.asked(runtime)
             (prompt,) = chat.prompts(runtime)
-            return len(runtime.encode(prompt, template_options=chat.template_options(runtime) or None))
+            return len(chat.encoded(runtime, prompt))
 
         return JSONResponse({"input_tokens": await self._read(request, anthropic.CountBody, read)})
 
@@ -240,11 +241,11 @@ class Service:
         if len(prompts) * body.n > most:
             asked = f"{len(prompts)} prompts with {body.n} answers each"
             raise schema.RequestError(f"{asked} are more than the {most} requests that this server holds", "n")
-        options, choices = body.template_options(runtime), list[Choice]()
+        choices = list[Choice]()
         grammar = body.grammar_params(runtime.tokenizer)
         first: GenerationParams | None = None
         for prompt in prompts:
-            tokens = runtime.encode(prompt, template_options=options or None)
+            tokens = body.encoded(runtime, prompt)
             room = runtime.context_tokens - len(tokens)
             params = body.params(self._defaults, room, self._config.max_tokens)
             if params.max_new_tokens > room:
@@ -312,7 +313,12 @@ class Service:
         about = {"id": name, "object": "model", "created": self._begun_s, "owned_by": "offload-runtime"}
         begun = datetime.fromtimestamp(self._begun_s, timezone.utc).isoformat()
         of_anthropic = {"type": "model", "display_name": name, "created_at": begun, "lifecycle": "active"}
-        return {**about, **of_anthropic, "max_model_len": runtime.context_tokens}
+        usual = GenerationParams().changed(**self._defaults)
+        defaults = {one: usual.value(one) for one in schema.SAMPLING}
+        has_template = runtime.tokenizer.chat_template is not None
+        unread = runtime.chat_template.unread(_SWITCHES) if has_template else _SWITCHES
+        of_ours = {"x_defaults": defaults, "x_template_options": [one for one in _SWITCHES if one not in unread]}
+        return {**about, **of_anthropic, "max_model_len": runtime.context_tokens, **of_ours}
 
     async def tags(self) -> Response:
         """Answer ollama's `GET /api/tags`."""
