@@ -2,6 +2,7 @@
 go, servers that stop."""
 
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -71,14 +72,27 @@ def test_the_host_header_names_this_server(served: Served, host: str, status: in
 
 
 @pytest.mark.parametrize(
-    "content_type", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/json"]
-)
-def test_bodies_are_json_and_say_so(served: Served, content_type: str | None) -> None:
-    headers = {} if content_type is None else {"Content-Type": content_type}
-    response = served.http.post("/v1/completions", content=b'{"prompt": "a", "max_tokens": 1}', headers=headers)
-    assert response.status_code == 415
-    headers = {"Content-Type": "Application/JSON; charset=utf-8"}
-    assert served.http.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers).status_code == 200
+    "mark", [{"Origin": "https://evil.example"}, {"Origin": "null"}, {"Referer": "https://evil.example/"},
+             {"Sec-Fetch-Site": "cross-site"}, {"User-Agent": "Mozilla/5.0 (X11; Linux x86_64) Gecko/20100101"}],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/completions", {"prompt": "a", "max_tokens": 1}), ("/api/generate", {"model": MODEL, "prompt": "a",
+     "stream": False, "raw": True, "options": {"num_predict": 1}})],
+)  # fmt: skip
+def test_bodies_from_browsers_are_json_and_say_so(
+    served: Served, mark: dict[str, str], path: str, body: dict[str, object]
+) -> None:
+    """A page of another site sends no such body without asking; other programs may call theirs what they like."""
+
+    def status(headers: dict[str, str]) -> int:
+        return served.http.post(path, content=json.dumps(body), headers=headers).status_code
+
+    for said in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "text/json", None):
+        content_type = {} if said is None else {"Content-Type": said}
+        assert status({**content_type, **mark}) == 415
+    assert status({"Content-Type": "application/x-www-form-urlencoded"}) == status({}) == 200
+    assert status({"Content-Type": "Application/JSON; charset=utf-8", **mark}) == 200
 
 
 def test_bodies_that_are_too_large_are_not_read(served: Served) -> None:

@@ -2,8 +2,8 @@
 
 A page of another site that somebody looks at must not reach a server on their machine. It cannot by a name of its own
 that resolves to 127.0.0.1 (DNS rebinding), because the Host header would have that name; nor by a form or a `no-cors`
-fetch, because these cannot send `application/json`; and it may not read an answer, because no origin is allowed unless
-the user named it.
+fetch, because these cannot send `application/json`, which a browser has to; and it may not read an answer, because no
+origin is allowed unless the user named it. Other programs may call a body what they like, as `curl -d` does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from fastapi import Request
+from fastapi.datastructures import Headers
 from fastapi.responses import JSONResponse
 
 from offload_runtime.config import ServerConfig
@@ -90,8 +91,8 @@ class Gate:
                 return 401, "this server needs its API key: send it as Authorization: Bearer KEY, or x-api-key: KEY"
         if request.method == "POST":
             content_type = headers.get("content-type", "").partition(";")[0].strip().lower()
-            if content_type != "application/json":
-                return 415, "a body must be application/json, and say so in Content-Type"
+            if content_type != "application/json" and _may_be_a_page(headers):
+                return 415, "from a browser a body must be application/json, and say so in Content-Type"
             length = headers.get("content-length", "0")
             if length.isdecimal() and int(length[:20]) > config.max_body_bytes:
                 return 413, _too_large(config.max_body_bytes)
@@ -109,6 +110,13 @@ class Gate:
             if not message.get("more_body", False):
                 break
         return b"".join(chunks)
+
+
+def _may_be_a_page(headers: Headers) -> bool:
+    """Return whether a request bears a mark that browsers leave. What a page sends without asking beforehand cannot do
+    without any: its User-Agent is the browser's, and with a POST comes an Origin."""
+    marks = ("origin", "referer", "sec-fetch-site", "sec-fetch-mode")
+    return any(mark in headers for mark in marks) or "mozilla/" in headers.get("user-agent", "").lower()
 
 
 def _too_large(limit: int) -> str:
