@@ -22,9 +22,9 @@ pytestmark = pytest.mark.no_cover  # of the runtime it runs what others run
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = "long_target"
 TOOLS = (
-    "bench_copy", "bench_drafters", "bench_experts", "bench_hybrids", "bench_kernels", "bench_long_context",
-    "bench_serving", "bench_streaming", "check_exactness", "check_identity", "compare", "sweep", "timeline",
-    "train_head", "widen_model",
+    "bench_copy", "bench_drafters", "bench_experts", "bench_hosts", "bench_hybrids", "bench_kernels",
+    "bench_long_context", "bench_serving", "bench_streaming", "check_exactness", "check_identity", "compare", "sweep",
+    "timeline", "train_head", "widen_model",
 )  # fmt: skip
 ON_CPU = ("--device", "cpu", "--dtype", "fp32")
 TINY = ("--shape", "tiny", *ON_CPU, "--repeats", "1", "--prompt-tokens", "12", "--new-tokens", "6")
@@ -82,6 +82,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("bench_copy", ["rest", "--source", "a", "--text", "b", "--bits", "4,9"], "--bits (4, 9) are not all 2 to 8"),
         ("bench_drafters", ["--source", "a", "--text", "no-text", "--device", "cpu"], "no-text cannot be read"),
+        ("bench_hosts", ["--device", "cpu", "--parts", "two"], "--parts 'two' is not known: choose of hosts, one"),
         ("bench_kernels", ["softmax"], "invalid choice: 'softmax'"),
         ("bench_kernels", ["experts_cpu", "--only", "Q9_K"], "--only 'Q9_K' is in the name of none of MXFP4, Q4_K"),
         ("bench_long_context", ["--source", "no-model", "--text", "no-text", "--device", "cpu"], "no-model"),
@@ -190,6 +191,20 @@ def test_a_load_is_held(target: Path, text: Path, capsys: pytest.CaptureFixture[
     found = printed(capsys)
     assert code == 0 and [row["at_once"] for row in found["rows"]] == [1, 2]
     assert all(row["differing"] == 0 < row["finished"] and row["errors"] == [] for row in found["rows"])
+
+
+@pytest.mark.slow
+def test_two_ranks_are_set_beside_one_card(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--shape", "tiny", "--layers", 2, "--stored", "q8_0", *ON_CPU, "--prompt-tokens", 12, "--new-tokens", 6]
+    given += ["--requests", 2, "--accepted", 2, "--window", 3]
+    call("bench_hosts", *given, "--out", tmp_path / "hosts.json")  # how fast they are is of no interest here
+    found = printed(capsys)
+    assert found == json.loads((tmp_path / "hosts.json").read_text())
+    hosts, one = found["parts"]["hosts"], found["parts"]["one"]
+    assert hosts["layers"] == [[0, 1], [1, 2]] and all(seconds > 0 for seconds in hosts["round_trip_s"].values())
+    for what, count in (("plain", 1), ("at once", 2)):
+        assert hosts[what]["tokens"] == one[what]["tokens"] and len(one[what]["tokens"]) == count
+    assert hosts["script"]["identical_to_plain"] and hosts["script"]["tokens_per_pass"] == 2
 
 
 @pytest.mark.slow

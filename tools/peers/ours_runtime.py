@@ -190,10 +190,14 @@ def reserved_tokens(options: PeerOptions, own: OurOptions) -> int:
     return own.context
 
 
+def sampling_of(options: PeerOptions) -> SamplingParams:
+    """How tokens are chosen."""
+    return SamplingParams(temperature=options.temperature, seed=options.seed)
+
+
 def generate(runtime: Runtime, options: PeerOptions, own: OurOptions, asked: Asked) -> Answer:
     """One generation; a scheduler of its own, so that nothing of the prompt is there from before."""
-    sampling = SamplingParams(temperature=options.temperature, seed=options.seed)
-    params = GenerationParams(asked.new_tokens, gamma=own.gamma, ignore_eos=True, sampling=sampling)
+    params = GenerationParams(asked.new_tokens, gamma=own.gamma, ignore_eos=True, sampling=sampling_of(options))
     with Scheduler(runtime) as scheduler:
         return timed_answer(scheduler, asked.tokens, params)
 
@@ -279,8 +283,8 @@ def measure(options: PeerOptions, own: OurOptions, singles: Singles = NO_SINGLES
         measured, last = runs[options.warmup :], counted[-1].result.stats
         scripts = [
             scripted(
-                runtime, options.prompts[measured[0].prompt], measured[0].tokens, options, accepted=accepted,
-                window=singles.scripted_window,
+                runtime, options.prompts[measured[0].prompt], measured[0].tokens, sampling_of(options),
+                repeats=options.repeats, accepted=accepted, window=singles.scripted_window,
             )
             for accepted in singles.accepted
         ]  # fmt: skip

@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Any
 
-from common import PeerOptions
-
-from harness import leading_agreement, percentiles  # isort: skip (`common` sets the path)
+from harness import leading_agreement, percentiles
 
 from offload_runtime.core import TokenTree
 from offload_runtime.engine import Runtime
@@ -99,9 +97,10 @@ class ScriptDrafter(Drafter):
 
 
 def scripted(
-    runtime: Runtime, prompt: Sequence[int], answer: Sequence[int], options: PeerOptions, *, accepted: int, window: int
-) -> dict[str, Any]:
-    """Decode a known answer again, `accepted` tokens a pass over windows of `window` tokens.
+    runtime: Runtime, prompt: Sequence[int], answer: Sequence[int], sampling: SamplingParams, *, repeats: int,
+    accepted: int, window: int,
+) -> dict[str, Any]:  # fmt: skip
+    """Decode a known answer again, `accepted` tokens a pass over windows of `window` tokens: the median of `repeats`.
 
     Raises:
         OptionError: The answer is shorter than two such passes.
@@ -112,11 +111,10 @@ def scripted(
             f"--scripted {accepted} needs {accepted + 1} --new-tokens and wider windows than {accepted} tokens, there "
             f"are {len(answer)} and {window}: raise --new-tokens or --scripted-window"
         )
-    sampling = SamplingParams(temperature=options.temperature, seed=options.seed)
     params = GenerationParams(count, gamma=window - 1, ignore_eos=True, sampling=sampling)
     drafter = ScriptDrafter([*prompt, *answer], accepted - 1, runtime.config.vocab_size)
     own, runtime.engine.drafter = runtime.engine.drafter, drafter
-    done = [runtime.generate(prompt, params=params) for _ in range(options.repeats)]
+    done = [runtime.generate(prompt, params=params) for _ in range(repeats)]
     runtime.engine.drafter = own
     best = sorted(done, key=lambda one: one.stats.tok_per_s)[len(done) // 2].stats
     bound = None
