@@ -152,8 +152,8 @@ def captured(captured_by: ModelRunner) -> CapturedPasses:
     )
 
 
-def read_prompts(captured_by: ModelRunner) -> None:
-    for sequence, length in enumerate(LENGTHS):
+def read_prompts(captured_by: ModelRunner, lengths: Sequence[int] = LENGTHS) -> None:
+    for sequence, length in enumerate(lengths):
         prefill(captured_by, sequence, random_tokens(length, seed=sequence))
 
 
@@ -182,10 +182,12 @@ def kv_of(captured_by: ModelRunner) -> list[torch.Tensor]:
     return [side.clone() for side in found]
 
 
-def play(captured_by: ModelRunner, passes: Sequence[dict[int, TokenTree]]) -> list[torch.Tensor]:
+def play(
+    captured_by: ModelRunner, passes: Sequence[dict[int, TokenTree]], lengths: Sequence[int] = LENGTHS
+) -> list[torch.Tensor]:
     """Logits of passes behind each of which a path is committed, and the keys and values that they leave."""
     reset(captured_by)
-    read_prompts(captured_by)
+    read_prompts(captured_by, lengths)
     found = []
     for windows in passes:
         found.append(verify(captured_by, windows).clone())

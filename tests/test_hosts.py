@@ -7,7 +7,8 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -22,11 +23,17 @@ from offload_runtime.config import ServerConfig
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import HostError, OptionError
 from offload_runtime.hosts.link import BUSY, FAILED, MORE, PASS, Message, Orders
+from offload_runtime.hosts.stage import RemoteStage, serve_passes
 from offload_runtime.plan.hosts import parse_network
+from offload_runtime.runners.model_runner import CapturedPasses, ModelRunner
 from offload_runtime.server.app import Server
+from offload_runtime.weights.part import part_of
 from offload_runtime.weights.sources import open_checkpoint
+from tests.helpers.assembly import in_memory, make_runner, same
 from tests.helpers.hosts import LOOPBACK, OtherRank, first_rank, free_port, rank_environment
+from tests.helpers.models import random_model
 from tests.test_cli_process import command, environment
+from tests.test_hidden_states import DEVICES, play, random_passes
 
 TARGET = "deep_target"
 TEXTS = ["the quick brown fox jumps over the lazy dog and the quick brown fox", "a link, a layer, a link, a", "on"]
@@ -243,13 +250,47 @@ class End:
 
     def send(self, kind: int, says: dict[str, Any], rows: Sequence[torch.Tensor] = ()) -> None:
         is_received = threading.Event()
-        self._out.put((Message(kind, says, torch.cat([torch.empty(0), *rows])), is_received))
+        self._out.put((Message(kind, says, torch.cat([torch.empty(0, dtype=torch.uint8), *rows])), is_received))
         is_received.wait()
+
+    beats = at_work = nullcontext  # who waits here waits for ever
 
     def receive(self) -> Message:
         message, is_received = self._back.get()
         is_received.set()
         return message
+
+
+@contextmanager
+def served(parts: Sequence[ModelRunner]) -> Iterator[None]:
+    """The runner of a model's first layers with those of the others behind it, each in a thread of its own."""
+    with ExitStack() as stack:
+        for one, behind in pairwise(parts):
+            orders = stack.enter_context(neighbour(lambda link, runner=behind: serve_passes(link, runner)))
+            stack.callback(orders.close)
+            RemoteStage(orders, one)
+        yield
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_captured_parts_say_what_a_whole_model_says(device: dict[str, Any]) -> None:
+    """Three of them, in passes over windows and trees of several sequences; on a GPU the second time most of these are
+    replayed."""
+    source, passes = in_memory(random_model("llama-gqa")), random_passes(3)[:12]
+    layers, lengths = [range(2), range(2, 3), range(3, source.config().num_layers)], (40, 9, 1)
+    whole, *parts = (
+        make_runner(one, capacity_tokens=1600, **device) for one in (source, *(part_of(source, own) for own in layers))
+    )
+    expected = play(whole.runner, passes, lengths)
+    with served([one.runner for one in parts]):
+        for runner in (one.runner for one in parts):
+            runner.captured = CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope)
+        for _ in range(2 if device else 1):
+            assert all(map(same, play(parts[0].runner, passes, lengths), expected))
+    for one in parts:
+        assert (one.runner.captured is not None and one.runner.captured.graphs.num_graphs > 3) or not device
+        one.close()
+    whole.close()
 
 
 @contextmanager

@@ -137,7 +137,8 @@ class Part:
                 **provenance(*runtime.devices, commit=options.commit),
             )  # fmt: skip
             self._answer(runtime, prompts_of(options, config.target))
-            shared = planned(config, runtime, network)
+            shared, captured = planned(config, runtime, network), runtime.engine.target.runner.captured
+            self.note(captured_passes=0 if captured is None else captured.graphs.num_graphs)
         if shared is not None:
             planned_layers = [[one.start, one.stop] for one in shared.layers]
             self.note(predicted_tok_per_s=predicted(shared, options), planned_layers=planned_layers)
@@ -241,7 +242,8 @@ def lines(parts: dict[str, dict[str, Any]]) -> list[str]:
             ]  # fmt: skip
             shown = (f"{'-':>{form.split('.')[0]}}" if number is None else f"{number:{form}}" for number, form in cells)
             found.append(f"{name:6} {what:8} {' '.join(shown)}")
-        found.append(f"{name:6} {part.get('error') or part['placement']}")
+        graphs = f"; {part['captured_passes']} passes are CUDA graphs" if "captured_passes" in part else ""
+        found.append(f"{name:6} {part.get('error') or part['placement'] + graphs}")
     return found
 
 

@@ -236,7 +236,7 @@ def _load_behind(
         is_told = True
 
     try:
-        with before.at_work():
+        with before.beats(), before.at_work():
             if orders is None:
                 return load(shares.config, on_plan=planned, in_use=shares.in_use)
             return _load_before(shares, load, orders, planned, order)

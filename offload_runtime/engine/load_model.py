@@ -657,11 +657,12 @@ def capture_passes(runner: ModelRunner, sampling: SlotSampling, *, widest: int, 
 
     Args:
         runner: Of the target.
-        sampling: How its tokens will be chosen.
+        sampling: How its tokens will be chosen, where it has no layers on other machines.
         widest: Rows of the largest window.
         trees: Whether windows may be trees.
     """
     assert runner.captured is not None, "nothing is captured"
+    chosen_by = None if runner.decoder.config.is_part else sampling
     for length in graphs.texts_to_capture(runner.cache.max_tokens_with_draft):
         if length and not runner.streamer.has_all:
             break  # all experts of all layers would cross the link for its prompt
@@ -671,7 +672,7 @@ def capture_passes(runner: ModelRunner, sampling: SlotSampling, *, widest: int, 
             row, star = TokenTree((0,) * width), TokenTree((0,) * width, (-1, *(0,) * (width - 1)))
             for tree in (row, star) if trees and width > 2 else (row,):
                 for _ in range(2 if runner.streamer.can_capture(width) else 0):
-                    runner.forward(Batch({0: tree}), sampling)
+                    runner.forward(Batch({0: tree}), chosen_by)
             if width == 1:
                 runner.go_ahead()
         runner.cache.truncate(0, 0)

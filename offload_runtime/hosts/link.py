@@ -55,7 +55,7 @@ class Link:
         self.group, self.peer, self._wait_s = group, peer, wait_s
         self.own_name, self.peer_name = group.name(group.rank), group.name(peer)
         self._timeout = _FOR_EVER if wait_s is None else timedelta(seconds=wait_s)
-        self._sending = threading.Lock()
+        self._sending, self._is_at_work = threading.RLock(), False
 
     def send(self, kind: int, says: Mapping[str, Any], rows: Sequence[torch.Tensor] = ()) -> None:
         """Send a message, whose rows lie on the host, uint8 each. Raises `HostError`."""
@@ -93,24 +93,36 @@ class Link:
         return room
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
-        """Tell the neighbour every second, while within, that this rank is at work."""
-        is_done = threading.Event()
+    def beats(self) -> Iterator[None]:
+        """Tell the neighbour every second, while within, that this rank is `at_work`, whenever it is."""
+        is_over = threading.Event()
 
         def tell() -> None:
             try:
-                while not is_done.wait(_BEAT_S):
-                    self.send(BUSY, {})
+                while not is_over.wait(_BEAT_S):
+                    with self._sending:
+                        if self._is_at_work:
+                            self.send(BUSY, {})
             except HostError:
                 return  # who sends the answer sees it as well
 
-        beats = threading.Thread(target=tell, name="at work", daemon=True)
-        beats.start()
+        thread = threading.Thread(target=tell, name="at work", daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            is_done.set()
-            beats.join()
+            is_over.set()
+            thread.join()
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Be at work while within, and say nothing of it behind."""
+        self._is_at_work = True
+        try:
+            yield
+        finally:
+            with self._sending:
+                self._is_at_work = False
 
     def _failure(self, error: RuntimeError) -> HostError:
         """Return the error for a neighbour that has ended, by what it has said last, or is not heard from."""

@@ -66,18 +66,19 @@ def serve_passes(link: Link, runner: ModelRunner) -> None:
     """
     assert isinstance(runner.decoder, RowsDecoder)
     cut = set[int]()  # slots of prompts that the rank before has given up, and which have begun here
-    while (order := link.receive()).kind == PASS:
-        try:
-            with link.at_work(), current_device(runner.decoder.final_norm.device):
-                found = _run_pass(order, link, runner, runner.decoder, cut)
-        except _CutError:
-            cut.update(slot for slot, _ in order.says["prompts"])
-            link.send(DONE, {})
-            continue
-        except (OffloadError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
-            link.send(FAILED, {"error": told(link, error)})
-            raise
-        link.send(DONE, {}, found)
+    with link.beats():
+        while (order := link.receive()).kind == PASS:
+            try:
+                with link.at_work(), current_device(runner.decoder.final_norm.device):
+                    found = _run_pass(order, link, runner, runner.decoder, cut)
+            except _CutError:
+                cut.update(slot for slot, _ in order.says["prompts"])
+                link.send(DONE, {})
+                continue
+            except (OffloadError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
+                link.send(FAILED, {"error": told(link, error)})
+                raise
+            link.send(DONE, {}, found)
     assert order.kind == QUIT
     link.send(DONE, {})
 
@@ -105,19 +106,18 @@ class _Arriving:
 
     Args:
         link: Brings them.
-        order: Brought the first ones.
-        like: Of their dtype, where they go.
-        width: Their channels.
+        order: Brought the first ones: of a pass without prompts all.
+        room: Where they go if they are so few, [n, H].
     """
 
-    def __init__(self, link: Link, order: Message, like: torch.Tensor, width: int) -> None:
-        self._link, self._count = link, 0
-        self._rows = like.new_empty(_num_rows(order.says), width)  # [N, H]
+    def __init__(self, link: Link, order: Message, room: torch.Tensor) -> None:
+        self._link, self._count, self._of = link, 0, _num_rows(order.says)
+        self._rows = room if self._of <= len(room) else room.new_empty(self._of, room.shape[1])  # [at least N, H]
         self._take(order)
 
     def __call__(self, count: int) -> torch.Tensor:
         """Wait until so many are there, or all; return the memory of all. Raises `_CutError`."""
-        while self._count < min(count, len(self._rows)):
+        while self._count < min(count, self._of):
             self._link.send(MORE, {})
             message = self._link.receive()
             if message.kind != ROWS:
@@ -151,7 +151,7 @@ def _run_pass(
             cache.truncate(slot, length)
             cut.discard(slot)
         assert cache.length(slot) == length, "all ranks hold the same tokens"
-    decoder.begin_pass(_Arriving(link, order, decoder.final_norm, decoder.config.hidden_size))
+    decoder.begin_pass(_Arriving(link, order, decoder.room))
     batch = runner.forward(_batch(says))
     kept = [part for parts in batch.hidden.values() for part in parts]
     streams = torch.cat(kept).split(decoder.config.hidden_size, dim=1) if kept else []

@@ -269,9 +269,11 @@ class RunPlan:
     @cached_property
     def captured_bytes(self) -> int:
         """CUDA graphs of the target's passes, where all that these need is on the device, with room for them; none yet
-        where passes cross from card to card, or from machine to machine."""
-        target = self.target
-        if self.on_cpu or self.num_cards > 1 or len(target.layers) < target.config.num_layers or target.config.is_part:
+        where passes cross from card to card, or a head reads what other machines say."""
+        target, head = self.target, self.draft.head if self.draft else None
+        if self.on_cpu or self.num_cards > 1 or len(target.layers) < target.config.num_layers:
+            return 0
+        if target.config.is_part and (head is not None or target.config.num_streams):
             return 0
         if self.placement.streamed_layers or target.kv_layers_on_host:
             return 0

@@ -317,10 +317,11 @@ def widths_to_capture(most: int) -> list[int]:
 def captured_pass_bytes(config: ModelConfig, element_bytes: int, batch: int) -> int:
     """Return the device bytes of the CUDA graphs of a target's passes over so many sequences, of what they read and
     write, and of what they allocate."""
-    rows = CAPTURED_ROWS
+    rows, has_head = CAPTURED_ROWS, not config.is_part
     inputs = 4 * (CAPTURED_PARTS * packed_words(BatchShape(rows, 1, rows, 0).sizes) + rows * (config.num_angles + 1))
-    activations = step_activation_bytes(config, element_bytes, rows=rows) + 2 * SPLITS_WORKSPACE_BYTES
-    logits = rows * config.vocab_size * element_bytes
+    activations = step_activation_bytes(config, element_bytes, rows=rows, has_head=has_head)
+    activations += 2 * SPLITS_WORKSPACE_BYTES
+    logits = rows * (config.vocab_size if has_head else config.hidden_size) * element_bytes
     graphs = step_graph_bytes(config.num_layers, CAPTURED_GRAPHS)
     return graphs + inputs + logits + activations + batch * config.crossing_bytes
 

@@ -88,7 +88,8 @@ def workspace_bytes(
     """
     of_prompts = most_prompt_tokens(chunk_tokens, context_tokens) if mixes else context_tokens
     tokens = of_prompts + (rows if mixes else 0)
-    residual = tokens * config.hidden_size * (1 if config.has_ends else 2)  # and as it came from another machine
+    arrived = 0 if config.has_ends else tokens + CAPTURED_ROWS  # as they came from another machine
+    residual = (tokens + arrived) * config.hidden_size
     chunk = max(min(chunk_tokens, context_tokens), rows) * config.row_elements
     more_tokens = min(expert_tokens, of_prompts) - min(chunk_tokens, context_tokens)
     of_experts = max(0, more_tokens) * config.prompt_row_elements
@@ -233,14 +234,17 @@ class RowsDecoder(Decoder):
         config: Its layers.
         dtype: Of the residual stream.
         partition: Of one card.
+
+    Attributes:
+        room: Where few rows lie when they have come, [CAPTURED_ROWS, H]: it never moves, as graphs read it.
     """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, partition: stream.LayerPartition) -> None:
         self.config, self.shared, self.partition = config, {}, partition
         self.num_layers, self.in_blocks = config.num_layers, partition.in_blocks
         self.final_norm = torch.empty(0, dtype=dtype, device=partition.cards[0].device)  # says dtype and place alone
-        zeros, self._taken = self.final_norm.new_zeros(1, config.hidden_size), 0
-        self._arrived: Callable[[int], torch.Tensor] = lambda count: zeros  # for a warm-up
+        self.room, self._taken = self.final_norm.new_zeros(CAPTURED_ROWS, config.hidden_size), 0
+        self._arrived: Callable[[int], torch.Tensor] = lambda count: self.room  # for a warm-up
 
     def begin_pass(self, arrived: Callable[[int], torch.Tensor]) -> None:
         """Take the rows of the next pass from a function that waits until so many of them are there, or all, and
@@ -354,6 +358,9 @@ class ModelRunner:
             captured = None
         if captured is None or not captured.run(batch, committed, sampling, self.recorder):
             batch.logits = self._logits(batch, committed, layers, alone=alone)
+        elif self.following is not None:
+            residual, _ = self.following.run(batch, committed, [batch.logits], 0)
+            batch.logits = self.decoder.head(residual)
         for slot, length in zip(prompts, lengths, strict=True):
             self.cache.commit(slot, length)
         if self.recorder is not None:
@@ -650,7 +657,8 @@ class CapturedPasses:
     Behind a pass that chooses one token of each sequence the next one may be launched at once: it finds the tokens on
     the device, and the host does what it has to between two passes while it runs. The host and two such passes
     exchange numbers in memory of which each has a part. Tokens behind windows are chosen outside of their graphs, which
-    are the same however that is done.
+    are the same however that is done. Where other machines have layers, too, a graph ends behind its own, and what it
+    shows in place of logits is the residual stream.
 
     Args:
         decoder: The maths.
@@ -675,7 +683,9 @@ class CapturedPasses:
             most_graphs=CAPTURED_GRAPHS,
         )
         self._frequencies = RowFrequencies(rope, CAPTURED_ROWS)
-        self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, decoder.config.vocab_size)
+        self._is_part = decoder.config.is_part
+        width = decoder.config.hidden_size if self._is_part else decoder.config.vocab_size
+        self._logits = decoder.final_norm.new_empty(CAPTURED_ROWS, width)
         self._taps = taps
         self._hidden = decoder.final_norm.new_empty(CAPTURED_PARTS, CAPTURED_ROWS, 0 if taps is None else taps.width)
         self._chosen = torch.zeros(CAPTURED_ROWS, dtype=torch.int32, device=rope.device)  # by the last pass
@@ -700,7 +710,8 @@ class CapturedPasses:
         if shape.num_rows > CAPTURED_ROWS or not self._streamer.can_capture(shape.num_rows):
             return False
         self._streamer.begin_pass(shape.num_rows)
-        plain = sampling if sampling is not None and sampling.is_plain and shape.width == 1 else None
+        chooses = sampling is not None and sampling.is_plain and shape.width == 1 and not self._is_part
+        plain = sampling if chooses else None
         part = _OF_WINDOWS if shape.width > 1 else 0 if ahead is None else ahead.part
         wanted = _Launched(batch.slots, [*committed], shape, plain, part)
         if ahead != wanted or self._told != [tree.tokens[0] for tree in trees]:
@@ -784,7 +795,8 @@ class CapturedPasses:
         rows = replace(rows, host_action=self.graphs.host_action)
         taps, hidden = self._taps, self._hidden[part, :count]
         kept = None if taps is None else KeptRows(taps, self._decoder.partition, [hidden])
-        logits = window_pass(self._decoder, self._layers, self._cache, rows, kept)
+        run = window_residual if self._is_part else window_pass
+        logits = run(self._decoder, self._layers, self._cache, rows, kept)
         self._logits[:count].copy_(logits)
         if sampling is not None:
             found = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots)

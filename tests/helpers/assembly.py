@@ -20,11 +20,11 @@ from offload_runtime.models.heads import HeadConfig
 from offload_runtime.models.layers import ExpertStore, LayerWeights
 from offload_runtime.models.rope import RopeTable
 from offload_runtime.runners.head_decoder import HeadDecoder
-from offload_runtime.runners.model_runner import Decoder, ModelRunner, decide
+from offload_runtime.runners.model_runner import Decoder, ModelRunner, RowsDecoder, decide
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.stream.arena import Registrar, Staging
 from offload_runtime.stream.copy_engine import CopyEngine
-from offload_runtime.stream.device import DeviceBudget
+from offload_runtime.stream.device import DeviceBudget, LayerPartition
 from offload_runtime.stream.expert_pool import ExpertPool
 from offload_runtime.stream.queue import CardRing, LayerStreamer, make_copy_engine
 from offload_runtime.weights.checkpoint import CheckpointSource
@@ -200,14 +200,17 @@ def make_runner(
         make_views=make_views,
         kv=cache if isinstance(cache, HostKVCache) else None,
     )
-    shared = layout.shared.views(weights.block(None).to(device), scratch)
+    shared = layout.shared.views(weights.block(None).to(device), scratch) if config.has_ends else {}
     if EMBEDDING in weights.arenas:
         shared |= layout.embedding.views(weights.block(EMBEDDING).to(device))
     rope = RopeTable(config, device)
     if target is not None:
         assert isinstance(config, HeadConfig)
         shared = {**lent_to_head(target.decoder, scratch), **shared}
-    decoder = HeadDecoder(config, shared) if isinstance(config, HeadConfig) else Decoder(config, shared)
+    if not config.has_ends:
+        decoder: Decoder = RowsDecoder(config, dtype, LayerPartition.of_one(device, config.num_layers))
+    else:
+        decoder = HeadDecoder(config, shared) if isinstance(config, HeadConfig) else Decoder(config, shared)
     runner = ModelRunner(decoder, streamer, cache, rope, chunk_tokens)
     return Assembled(runner, engine, weights)
 
