@@ -8,6 +8,7 @@ from offload_runtime.params import GenerationParams, SamplingParams
 
 if TYPE_CHECKING:
     from offload_runtime.engine import (
+        AsyncTokenStream,
         Conversation,
         EndEvent,
         ErrorEvent,
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Conversation", "EndEvent", "ErrorEvent", "GenerationParams", "GenerationResult",
+    "AsyncTokenStream", "Conversation", "EndEvent", "ErrorEvent", "GenerationParams", "GenerationResult",
     "GenerationStats", "Runtime", "SamplingParams", "Scheduler", "SchedulerCounters", "Ticket", "TokenEvent",
     "TokenLogprobs", "TokenStream", "__version__",
 ]  # fmt: skip

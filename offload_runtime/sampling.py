@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from offload_runtime_kernels import gumbel_argmax as noise_ops
@@ -282,15 +282,19 @@ class TokenLogprobs:
         token: Its id.
         logprob: Natural logarithm of its probability.
         top: Ids of the likeliest tokens with the same of each, the likeliest first and of equal logits the lowest id.
+        text: The token's own text, wherever it stands; a part of a character is written as `\\xe2`.
+        top_texts: The same of the likeliest.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    text: str = field(default="", compare=False)
+    top_texts: tuple[str, ...] = field(default=(), compare=False)
 
     def first(self, count: int) -> TokenLogprobs:
         """The same with only the first of the likeliest."""
-        return replace(self, top=self.top[:count])
+        return replace(self, top=self.top[:count], top_texts=self.top_texts[:count])
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:

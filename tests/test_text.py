@@ -16,8 +16,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 from offload_runtime.engine.request import IncrementalDecoder, PromptRoom, StopStrings
+from offload_runtime.engine.spelling import TokenSpelling
 from offload_runtime.errors import OptionError
-from offload_runtime.server.protocol import TextOffsets, TokenSpelling
+from offload_runtime.server.protocol import TextOffsets
 from offload_runtime.weights.sources import describe_model
 from tests.helpers.engine import SENTENCES, SPECIAL_TOKENS, TEMPLATE, byte_level_tokenizer, load
 from tests.helpers.planning import CONFIGS

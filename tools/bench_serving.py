@@ -46,7 +46,7 @@ from ours_runtime import OurOptions, add_our_options, our_options
 from timing import timed_answer
 
 from offload_runtime.engine import ErrorEvent, Runtime, Scheduler, TokenEvent
-from offload_runtime.engine.scheduler import Event
+from offload_runtime.engine.events import Event
 from offload_runtime.errors import OptionError, UnavailableError
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.stream.device import resolve_device

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from offload_runtime.engine.engine import RequestOutput
+from offload_runtime.engine.engine import RequestOutput, TokenEvent
 from offload_runtime.engine.request import GenerationResult, PromptRoom, Request
 from offload_runtime.engine.sessions import messages_of, reading_session
 from offload_runtime.errors import ContextLengthError, OptionError
@@ -28,6 +28,7 @@ class TokenStream(Iterator[str]):
         cancel: Ends it.
 
     Attributes:
+        prompt: Token ids of the prompt.
         has_ended: Whether the last piece was given, or the stream was closed: there is a result.
     """
 
@@ -35,22 +36,47 @@ class TokenStream(Iterator[str]):
         self, request: Request, step: Callable[[Request], Sequence[RequestOutput]], cancel: Callable[[Request], None]
     ) -> None:
         self._request, self._step, self._cancel = request, step, cancel
-        self._pieces = deque[str]()
+        self._events = deque[TokenEvent]()
         self._is_over = self.has_ended = False  # no more pieces will come
+        self.prompt = tuple(request.sequence)
 
     def __next__(self) -> str:
+        while True:
+            event = self._next_event()
+            self._end_if(not any(later.text for later in self._events))
+            if event.text:
+                return event.text
+
+    def tokens(self) -> Iterator[TokenEvent]:
+        """Iterate over the same answer a token at a time: what it lets be shown, who proposed it, and its
+        log-probability and those of the likeliest with their texts, where `logprobs` asks for them."""
+        while True:
+            try:
+                event = self._next_event()
+            except StopIteration:
+                return
+            self._end_if(not self._events)
+            yield event
+
+    def _next_event(self) -> TokenEvent:
+        """Return the next token; raises `StopIteration` behind the last one."""
         while not self._is_over:
-            if self._pieces and self._request.finish_reason != "interrupted":
-                piece = self._pieces.popleft()
-                self._is_over = self.has_ended = self._request.finish_reason is not None and not self._pieces
-                return piece
+            if self._events and self._request.finish_reason != "interrupted":
+                return self._events.popleft()
             self._is_over = True  # unless the step succeeds
             for output in self._step(self._request):
-                self._pieces.extend(event.text for event in output.tokens if event.text)
+                self._events.extend(output.tokens)
                 if output.error is not None:
                     raise output.error
-            self._is_over = self.has_ended = self._request.finish_reason is not None and not self._pieces
+            self._is_over = False
+            self._end_if(not self._events)
         raise StopIteration
+
+    def _end_if(self, is_last: bool) -> None:
+        """End where the answer has ended and nothing is left: at once, so that whoever has the last piece has the
+        result."""
+        if is_last and self._request.finish_reason is not None:
+            self._is_over = self.has_ended = True
 
     @property
     def result(self) -> GenerationResult:
@@ -72,7 +98,7 @@ class TokenStream(Iterator[str]):
     def close(self) -> None:
         """Stop here. What was generated is kept in `result`, and the cache stays usable."""
         self._cancel(self._request)
-        self._pieces.clear()
+        self._events.clear()
         self._is_over = self.has_ended = True
 
 

@@ -294,7 +294,8 @@ class Engine:
 
         def read(batch: Batch, start: int, end: int) -> None:
             following = tokens[start + 1 : end + 1]
-            request.prompt_logprobs += token_logprobs(runner.forward(batch).logits, following, count)
+            found = token_logprobs(runner.forward(batch).logits, following, count)
+            request.prompt_logprobs += map(request.spelling.spelled, found)
             for hidden in batch.hidden.get(slot, ()):
                 drafter.observe(slot, start, following, hidden.clone())  # a captured pass writes there again
 
@@ -309,8 +310,8 @@ class Engine:
         """Append the tokens of a step to a request, until one of them finishes it."""
         request.last_token_s, events, params = now_s, list[TokenEvent](), request.params
         for number, token in enumerate(result.tokens):
-            logprobs = result.logprobs[number] if result.logprobs else None
-            request.logprobs += result.logprobs[number : number + 1]
+            logprobs = request.spelling.spelled(result.logprobs[number]) if result.logprobs else None
+            request.logprobs += [] if logprobs is None else [logprobs]
             text = request.push(token)
             if params.min_tokens and request.new_tokens == params.min_tokens:  # from here on passes may be captured
                 self.sampling.adjustments.first_ends.pop(request.slot, None)

@@ -17,6 +17,7 @@ from tokenizers import PreTokenizedString, pre_tokenizers
 from offload_runtime.core import DraftBudget
 from offload_runtime.engine.channels import Channels
 from offload_runtime.engine.chat_template import ChatTemplate, MessageError
+from offload_runtime.engine.spelling import TokenSpelling
 from offload_runtime.errors import ContextLengthError, OptionError
 from offload_runtime.fields import Fields
 from offload_runtime.grammar import GrammarCompiler, GrammarMatcher
@@ -503,6 +504,11 @@ class Request:
     def tokens(self) -> list[int]:
         """Return the answer so far."""
         return self.sequence[self.prompt_tokens :]
+
+    @cached_property
+    def spelling(self) -> TokenSpelling:
+        """Return what spells its tokens, where their log-probabilities are told."""
+        return TokenSpelling(self._tokenizer)
 
     @property
     def new_tokens(self) -> int:

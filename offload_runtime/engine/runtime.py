@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,10 @@ import torch
 from offload_runtime.cache.saved_blocks import BlockStore
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch, TokenTree
+from offload_runtime.engine.asynchronous import AsyncTokenStream
 from offload_runtime.engine.conversation import Conversation, TokenStream
 from offload_runtime.engine.engine import Engine, RequestOutput, device_errors
+from offload_runtime.engine.events import OnEvent, Ticket
 from offload_runtime.engine.load import describe_placement, load_runtime
 from offload_runtime.engine.load_model import LoadProgress
 from offload_runtime.engine.prefix_cache import prefix_files, require_stores
@@ -31,7 +33,7 @@ from offload_runtime.engine.sessions import (
     session_files,
     text_without_blocks,
 )
-from offload_runtime.errors import BudgetError, StorageError
+from offload_runtime.errors import BudgetError, StorageError, UnavailableError
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import documented, require, require_type
 from offload_runtime.params import GenerationParams, SamplingParams, params_of_each, params_once
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
 
 # A call that waits for others looks so often whether a scheduler has the runtime now.
 _LOOK_AGAIN_S = 0.1
+_MOST_WAITING = 1 << 20  # requests from event loops
 
 
 class Runtime(AbstractContextManager["Runtime"]):
@@ -85,6 +88,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         self._lock = threading.Lock()  # for one call at a time
         self._caller = 0  # the thread that is in one
         self._is_served = False  # one thread has the runtime until it says otherwise
+        self._shared: Any = None  # the scheduler of requests from event loops, as long as there are some
+        self._sharing = threading.Lock()
 
     def __repr__(self) -> str:
         config, devices = self.config, ", ".join(map(str, self.devices))
@@ -167,6 +172,59 @@ class Runtime(AbstractContextManager["Runtime"]):
         """
         asked = params_once(options, params)
         return self.generate_batch([prompt], params=asked, speculate=speculate, on_prefill=on_prefill)[0]
+
+    @documented(GenerationParams, SamplingParams)
+    def astream(
+        self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True, **options: Any
+    ) -> AsyncTokenStream:
+        """Generate piece by piece in an event loop: `async for piece in runtime.astream(prompt)`.
+
+        As many requests as the runtime was loaded for (`max_batch`) share its passes, others wait for one of them. The
+        tokens are those of `stream`. A task that is cancelled ends its request, between two passes. Other calls of the
+        runtime wait until no such request is left.
+
+        Args:
+            prompt, params, speculate: As of `stream`.
+            options: By name, as listed below.
+
+        Returns:
+            An asynchronous iterator over text; its `result` is there afterwards. What `stream` raises of the prompt,
+            the first piece does.
+
+        Raises:
+            OptionError: A value makes no sense.
+        """
+        asked = params_once(options, params)
+
+        def submit(on_event: OnEvent) -> Ticket:
+            return self._submit(self.room.fit(prompt, asked.max_new_tokens), asked, on_event, speculate)
+
+        return AsyncTokenStream(submit)
+
+    async def agenerate(
+        self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True, **options: Any
+    ) -> GenerationResult:
+        """Like `astream`, but returns when everything is there: `await runtime.agenerate(prompt)`."""
+        stream = self.astream(prompt, params=params, speculate=speculate, **options)
+        async for _ in stream:
+            pass
+        return stream.result
+
+    def _submit(self, tokens: list[int], params: GenerationParams, on_event: OnEvent, speculate: bool) -> Ticket:
+        """Submit a request to the scheduler that others of event loops have, or to a new one, which waits for calls in
+        progress. Errors as of `Scheduler.submit`."""
+        from offload_runtime.engine.scheduler import Scheduler
+
+        with self._sharing:
+            if self._shared is not None:
+                with suppress(UnavailableError):  # nobody was left, and it is closed
+                    return self._shared.submit(tokens, params, on_event=on_event, speculate=speculate)
+            self._shared = Scheduler(self, max_waiting=_MOST_WAITING, closes_when_idle=True)
+            try:
+                return self._shared.submit(tokens, params, on_event=on_event, speculate=speculate)
+            except BaseException:
+                self._shared.close()
+                raise
 
     def conversation(
         self, system: str | None = None, *, template_options: Mapping[str, Any] | None = None
@@ -440,17 +498,18 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     @contextmanager
     def serving(
-        self, *, prefix_cache_bytes: int = 0, sessions: Path | None = None, sessions_bytes: int | None = None
+        self, *, prefix_cache_bytes: int = 0, sessions: Path | None = None, sessions_bytes: int | None = None,
+        refuses_calls: bool = True,
     ) -> Iterator[Engine]:  # fmt: skip
         """The engine for the thread that calls, until it is done. Calls in progress are waited for; meanwhile others
-        raise an `OptionError`. See `Scheduler`."""
+        raise an `OptionError`, or wait. See `Scheduler`."""
         with self._locked(), ExitStack() as stack:
             self._require_open()
             require_stores(self.plan, prefix_cache_bytes, sessions_bytes)
             stores = [BlockStore(prefix_cache_bytes)] if prefix_cache_bytes else []
             if sessions is not None:
                 stores.append(stack.enter_context(prefix_files(sessions, sessions_bytes)))
-            self._is_served = True
+            self._is_served = refuses_calls
             try:
                 self._call = None
                 self.engine.begin(stores=stores)

@@ -6,46 +6,27 @@ tells of, it looks at what others have asked for. So nobody who submits or cance
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from offload_runtime.engine.engine import Engine, RequestOutput, TokenEvent
-from offload_runtime.engine.request import GenerationResult, Request
+from offload_runtime.engine.asynchronous import AsyncTokenStream
+from offload_runtime.engine.engine import Engine, RequestOutput
+from offload_runtime.engine.events import ErrorEvent, OnEvent, Ticket
+from offload_runtime.engine.request import Prompt, Request
 from offload_runtime.engine.runtime import Runtime
 from offload_runtime.errors import BudgetError, QueueFullError, UnavailableError
 from offload_runtime.options import require, require_type
-from offload_runtime.params import GenerationParams
+from offload_runtime.params import GenerationParams, params_once
 
 # When to ask again, as long as nothing is known of how fast tokens come.
 _FIRST_RETRY_S = 1.0
-
-
-@dataclass(frozen=True)
-class EndEvent:
-    """The answer has ended. `text` is what was held back until now of one that was cancelled, else empty."""
-
-    result: GenerationResult
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class ErrorEvent:
-    """The request has ended by an error; `result` is the answer as far as it had come, `interrupted`, or None where the
-    device cannot even tell that any more."""
-
-    error: BaseException
-    result: GenerationResult | None
-
-
-Event = TokenEvent | EndEvent | ErrorEvent
-OnEvent = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
@@ -75,39 +56,6 @@ class SchedulerCounters:
     accepted: dict[str, int] = field(default_factory=dict)
 
 
-class Ticket:
-    """Stands for a request that was submitted: `cancel` is for its client, the rest for its scheduler.
-
-    Args:
-        on_event: Called with its events.
-        on_cancel: Called to have it cancelled.
-    """
-
-    def __init__(self, on_event: OnEvent, on_cancel: Callable[[], None]) -> None:
-        self._on_event, self._on_cancel = on_event, on_cancel
-        self._num_shown = 0  # characters of the answer that were told
-
-    def cancel(self) -> None:
-        """End the answer as it is, before the next pass; its slot is free then, and its `EndEvent` comes. Never waits,
-        and does nothing to one that has ended."""
-        self._on_cancel()
-
-    def tell(self, event: Event) -> None:
-        """Give its client an event, unless that has failed before."""
-        if isinstance(event, TokenEvent):
-            self._num_shown += len(event.text)
-        try:
-            self._on_event(event)
-        except Exception:
-            logging.getLogger(__name__).exception("an on_event has failed: its request is cancelled")
-            self._on_event = lambda event: None
-            self.cancel()
-
-    def end(self, result: GenerationResult) -> EndEvent:
-        """Return the event of its end."""
-        return EndEvent(result, result.text[self._num_shown :])
-
-
 class Scheduler(AbstractContextManager["Scheduler"]):
     """Serves requests of any threads with one runtime: as many at a time as it was loaded for (`max_batch`), each of
     which begins as soon as a slot is free and ends on its own.
@@ -128,6 +76,8 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         sessions: A directory for such blocks, of the draft's cache, too: they are written when slots lose them and when
             the scheduler is closed, which passes wait for, and are found again by the next process. None: none.
         sessions_bytes: Most that they may take, those that were used least recently go first; None is 64 GB.
+        closes_when_idle: Close by itself once it has answered all requests that there are. Calls of the runtime then
+            wait until it has, instead of an error.
 
     Attributes:
         failure: The error that has ended the scheduler, if any has.
@@ -139,7 +89,7 @@ class Scheduler(AbstractContextManager["Scheduler"]):
 
     def __init__(
         self, runtime: Runtime, *, max_waiting: int = 64, prefix_cache_bytes: int = 0,
-        sessions: str | Path | None = None, sessions_bytes: int | None = None,
+        sessions: str | Path | None = None, sessions_bytes: int | None = None, closes_when_idle: bool = False,
     ) -> None:  # fmt: skip
         require_type("max_waiting", max_waiting, int)
         require_type("sessions_bytes", sessions_bytes, int | None)
@@ -148,8 +98,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         self._runtime = runtime
         self._serving = partial(
             runtime.serving, prefix_cache_bytes=prefix_cache_bytes, sessions_bytes=sessions_bytes,
-            sessions=None if sessions is None else Path(sessions),
+            sessions=None if sessions is None else Path(sessions), refuses_calls=not closes_when_idle,
         )  # fmt: skip
+        self._closes_when_idle = closes_when_idle
         self._most_tickets, self._max_waiting = runtime.plan.target.batch + max_waiting, max_waiting
         # What threads share, and under the lock of this condition.
         self._changed = threading.Condition()
@@ -200,6 +151,18 @@ class Scheduler(AbstractContextManager["Scheduler"]):
             self._submitted.append(request)
             self._changed.notify()
         return ticket
+
+    def astream(
+        self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True, **options: Any
+    ) -> AsyncTokenStream:
+        """Answer a prompt in an event loop, piece by piece. As `Runtime.astream`, but slots keep what they hold for the
+        requests that follow, and where too many wait already the first piece is a `QueueFullError`."""
+        asked, room = params_once(options, params), self._runtime.room
+
+        def submit(on_event: OnEvent) -> Ticket:
+            return self.submit(room.fit(prompt, asked.max_new_tokens), asked, on_event=on_event, speculate=speculate)
+
+        return AsyncTokenStream(submit)
 
     def _require_room(self) -> None:
         """Refuse a request that could not be taken now."""
@@ -275,6 +238,9 @@ class Scheduler(AbstractContextManager["Scheduler"]):
         with self._changed:
             while not self._tickets and self._end_s is None:
                 self._cancelled.clear()
+                if self._closes_when_idle and self._totals["finished"]:
+                    self._end_s = time.perf_counter()
+                    break
                 self._changed.wait()
             return bool(self._tickets)
 

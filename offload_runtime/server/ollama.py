@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field
 from offload_runtime.engine.chat_template import template_source
 from offload_runtime.server.failures import Failure
 from offload_runtime.server.parsers import arguments_of, writes_calls
-from offload_runtime.server.protocol import Answered, Delta, Ending
+from offload_runtime.server.protocol import Answered, Delta, Ending, logprobs_of
 from offload_runtime.server.schema import ANY, AnswerBody, Body, BoundedChatBody, CompletionBody, RequestError
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Lines:
             if self._is_chat else {"response": delta.text, **said}
         )  # fmt: skip
         if delta.logprobs:
-            said["logprobs"] = self._answered.spelling.logprobs_of(delta.logprobs)
+            said["logprobs"] = logprobs_of(self._answered.spelling, delta.logprobs)
         return {"model": self._answered.model, "created_at": now(), **said, "done": False, **ended}
 
     def whole(self, deltas: Sequence[Delta]) -> dict[str, Any]:

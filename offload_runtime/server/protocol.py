@@ -1,28 +1,23 @@
 r"""What all protocols tell of an answer (`Delta`, `Ending`) and in what parts (`Wording`); OpenAI's completions, plain
-ones and chats, whole and as the chunks of a stream; and how tokens are spelled where their log-probabilities are told:
-by their own bytes, wherever they stand.
+ones and chats, whole and as the chunks of a stream.
 
 What is ours beside OpenAI's fields begins with `x_`: `x_stats` of every choice, and `x_tokens` where `x_sources` was
-asked for. A decoder drops the first blank of a text, and a part of a character is no text by itself; what a token has
-to say is neither. OpenAI's words for a part of a character are `bytes:\xe2` in completions and `\xe2` in chats.
+asked for. OpenAI's words for a part of a character are `bytes:\xe2` in completions and `\xe2` in chats.
 """
 
 from __future__ import annotations
 
 import codecs
 import math
-import re
 import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 from offload_runtime.engine import TokenLogprobs
+from offload_runtime.engine.spelling import TokenSpelling
 from offload_runtime.params import SamplingParams
 from offload_runtime.server.failures import Failure
 from offload_runtime.server.parsers import ToolCall
@@ -30,71 +25,14 @@ from offload_runtime.server.parsers import ToolCall
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult
 
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte, as SentencePiece spells it
 
+def logprobs_of(spelling: TokenSpelling, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+    """Return tokens with their log-probabilities, their bytes, and the likeliest in their places."""
 
-class TokenSpelling:
-    """Spells a model's tokens.
+    def likely(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": spelling.text_of(token), "logprob": logprob, "bytes": list(spelling.bytes_of(token)) or None}
 
-    Args:
-        tokenizer: A transformers tokenizer.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._added = tokenizer, tokenizer.added_tokens_decoder
-
-    @cached_property
-    def _byte_of(self) -> dict[str, int]:
-        """Return the letters of byte-level vocabularies; empty for others."""
-        decoder = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", None)
-        is_byte_level = decoder is not None and b"ByteLevel" in decoder.__getstate__()
-        return {letter: byte for byte, letter in bytes_to_unicode().items()} if is_byte_level else {}
-
-    def bytes_of(self, token: int) -> bytes:
-        """Return a token's own bytes: those that it adds behind others, of a control token those of its name."""
-        if token in self._added:
-            return str(self._added[token].content).encode()
-        piece = self._tokenizer.convert_ids_to_tokens(token)
-        if piece is None:  # padding of the vocabulary
-            return b""
-        if self._byte_of:
-            fine = self._byte_of.keys() >= set(piece)  # DeepSeek's has letters that mean themselves
-            return bytes(self._byte_of[letter] for letter in piece) if fine else str(piece).encode()
-        if found := _BYTE.fullmatch(piece):
-            return bytes([int(found[1], 16)])
-        once, twice = (self._tokenizer.decode([token] * count, skip_special_tokens=False) for count in (1, 2))
-        return str(twice[len(once) :]).encode()
-
-    def text_of(self, token: int, *, prefix: str = "") -> str:
-        """Return a token's text, or its bytes written out behind `prefix` where they are none."""
-        own = self.bytes_of(token)
-        try:
-            return own.decode()
-        except UnicodeDecodeError:
-            return prefix + "".join(f"\\x{byte:02x}" for byte in own)
-
-    def keys_of(self, tokens: Sequence[int]) -> list[str]:
-        """Return texts of different tokens by which they are told apart: `token_id:N`, as in vLLM, for one whose text
-        another one before it has."""
-        texts = [self.text_of(token, prefix="bytes:") for token in tokens]
-        return [
-            f"token_id:{token}" if text in texts[:place] else text
-            for place, (token, text) in enumerate(zip(tokens, texts, strict=True))
-        ]
-
-    def logprobs_of(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
-        """Return tokens with their log-probabilities, their bytes, and the likeliest in their places."""
-
-        def likely(token: int, logprob: float) -> dict[str, Any]:
-            return {"token": self.text_of(token), "logprob": logprob, "bytes": list(self.bytes_of(token)) or None}
-
-        return [
-            {**likely(one.token, one.logprob), "top_logprobs": [likely(*pair) for pair in one.top]} for one in logprobs
-        ]
-
-    def is_shown(self, token: int) -> bool:
-        """Return whether an answer's text has this token: it has no control tokens."""
-        return token not in self._added or not self._added[token].special
+    return [{**likely(one.token, one.logprob), "top_logprobs": [likely(*pair) for pair in one.top]} for one in logprobs]
 
 
 class TextOffsets:
@@ -292,7 +230,7 @@ class Completions:
         if self._is_chat:
             if not delta.logprobs:
                 return None
-            return {"content": self._spelling.logprobs_of(delta.logprobs), "refusal": None}
+            return {"content": logprobs_of(self._spelling, delta.logprobs), "refusal": None}
         index, is_all = delta.index, delta.ending is not None
         self._num_shown[index] += len(delta.text)
         spelling, held, end = self._spelling, self._held[index], self._num_shown[index]

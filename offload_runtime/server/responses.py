@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import Field
 
 from offload_runtime.server.failures import Failure
-from offload_runtime.server.protocol import Answered, Delta, Ending
+from offload_runtime.server.protocol import Answered, Delta, Ending, logprobs_of
 from offload_runtime.server.schema import ANY, Body, BoundedChatBody, RequestError, with_plain_texts
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ class Responses:
             yield from self._open("reasoning")
             yield self._more("reasoning_text", delta.reasoning)
         text, self._space = self._space + delta.text, ""  # space may be all that there is between items
-        logprobs = [*self._space_logprobs, *self._answered.spelling.logprobs_of(delta.logprobs)]
+        logprobs = [*self._space_logprobs, *logprobs_of(self._answered.spelling, delta.logprobs)]
         self._space_logprobs = []
         if text and (text.strip() or (self._item is not None and self._item["type"] == "message")):
             yield from self._open("message")

@@ -24,11 +24,12 @@ from sse_starlette.sse import EventSourceResponse
 from offload_runtime import __version__, errors
 from offload_runtime.config import ServerConfig
 from offload_runtime.engine import Scheduler
+from offload_runtime.engine.spelling import TokenSpelling
 from offload_runtime.params import GenerationParams
 from offload_runtime.server import anthropic, ollama, responses, schema
 from offload_runtime.server.answers import Answers, Choice, Metrics, unless_gone
 from offload_runtime.server.failures import ModelNotFoundError, failure_of
-from offload_runtime.server.protocol import Answered, Ending, TokenSpelling, Wording, usage_of
+from offload_runtime.server.protocol import Answered, Ending, Wording, usage_of
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
