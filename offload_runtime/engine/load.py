@@ -325,8 +325,6 @@ def _load(
         sampling = SlotSampling(batch, device)
         if target.runner.captured is not None:
             widest = 1 if plan.drafter == "none" else 1 + max(largest.values(), default=0)
-            if not plan.target.config.has_ends:  # others say who proposes
-                widest = plan.target.window_tokens
             capture_passes(target.runner, sampling, widest=widest, trees=branches)
         for card in target.cards:
             if card.pool is not None:

@@ -71,22 +71,22 @@ def sizes_of(plan: RunPlan) -> dict[str, Any]:
     target, head = plan.target, plan.draft.head if plan.draft is not None else None
     return {
         "context": target.context_tokens, "batch": target.batch, "window": target.window_tokens,
-        "kv": plan.request.kv, "taps": () if head is None else head.taps,
+        "kv": plan.request.kv, "taps": () if head is None else head.taps, "proposes": plan.drafter != "none",
     }  # fmt: skip
 
 
 def request_of_stage(config: RuntimeConfig, sizes: Mapping[str, Any]) -> RuntimeConfig:
     """Return what a machine that is not the first loads: its own limits and its part of the model, which is the target,
-    and `sizes_of` the first one's plan."""
+    and `sizes_of` the first one's plan. Where that proposes, it gets ready for the windows of n-grams, trees as well."""
     source = config.target
     assert isinstance(source, DescribedModel)
     part = source.model_config
     assert isinstance(part, PartConfig)
     taps = tuple(tap - part.first for tap in sizes["taps"] if tap >= part.first)
     return replace(
-        config, target=replace(source, model_config=replace(part, taps=taps)), draft="none",
-        speculation=SpeculationOptions(), tree_nodes=None, gamma=None, max_gamma=sizes["window"] - 1,
-        context=sizes["context"], max_batch=sizes["batch"], kv=sizes["kv"],
+        config, target=replace(source, model_config=replace(part, taps=taps)),
+        draft="ngram" if sizes["proposes"] else "none", speculation=SpeculationOptions(), tree_nodes=None, gamma=None,
+        max_gamma=sizes["window"] - 1, context=sizes["context"], max_batch=sizes["batch"], kv=sizes["kv"],
     )  # fmt: skip
 
 
