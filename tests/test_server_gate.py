@@ -4,6 +4,7 @@ go, servers that stop."""
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -53,7 +54,10 @@ def test_with_the_key_everything_is(served: Served) -> None:
     assert httpx.get(f"{served.url}/v1/models", headers=own, trust_env=False).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/page.js", "/page.css", "/page.svg", "/health"])
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/page/page.js", "/page/constants.js", "/page/marked.umd.js", "/page/page.css", "/page/icon.svg", "/health"],
+)
 def test_page_and_health_need_no_key(served: Served, path: str) -> None:
     response = httpx.get(served.url + path, trust_env=False)
     assert response.status_code == 200
@@ -122,9 +126,10 @@ def test_pages_of_named_origins_alone_may_ask(served: Served) -> None:
     assert served.http.get("/v1/models", headers={"Origin": ORIGIN}).headers["access-control-allow-origin"] == ORIGIN
 
 
-@pytest.mark.parametrize(
-    "path", ["/page.html", "/../pyproject.toml", "/..%2f..%2fetc/passwd", "//etc/passwd", "/v1/models/..%2f..%2fx"]
-)
+@pytest.mark.parametrize("path", [
+    "/page/index.html", "/page/..%2f..%2fapp.py", "/page/marked.LICENSE", "/../pyproject.toml", "/..%2f..%2fetc/passwd",
+    "//etc/passwd", "/v1/models/..%2f..%2fx",
+])  # fmt: skip
 def test_no_path_reaches_the_file_system(served: Served, path: str) -> None:
     with socket.create_connection((served.http.base_url.host, served.http.base_url.port or 0), timeout=60) as client:
         head = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEY}\r\nConnection: close\r\n\r\n"
@@ -136,7 +141,9 @@ def test_the_page_loads_nothing_from_elsewhere(served: Served) -> None:
     page = served.http.get("/").text
     for forbidden in ("http:", "https:", "style=", "onclick", "<style"):
         assert forbidden not in page
-    assert "<script>" not in page and "/page.js" in page
+    assert "<script>" not in page and "/page/page.js" in page
+    for path in re.findall(r'(?:src|href)="([^"]+)"', page):
+        assert served.http.get(path).status_code == 200, path
 
 
 def test_without_named_origins_no_page_of_another_one_may_ask(short_target: Path) -> None:

@@ -2,24 +2,16 @@
 calls, thinking and errors included."""
 
 import json
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-import uvicorn
-from openai import APIStatusError, OpenAI
+from openai import APIStatusError
 
-from offload_runtime.config import ServerConfig
-from offload_runtime.engine import Runtime, Scheduler
 from offload_runtime.errors import UnavailableError
-from offload_runtime.server.app import make_app
-from offload_runtime.server.service import Service
-from tests.helpers.engine import load, with_template
-from tests.helpers.server import MODEL, Scripted, wait_until
+from tests.helpers.engine import with_template
+from tests.helpers.server import MODEL, Spoken, speaking
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
@@ -34,46 +26,11 @@ CITY: dict[str, Any] = {"type": "object", "properties": {"city": {"type": "strin
 HOT = {"role": "user", "content": "hot?"}
 
 
-@dataclass
-class Spoken:
-    """A server whose answers may be scripted."""
-
-    url: str
-    runtime: Runtime
-    scripted: Scripted
-    http: httpx.Client
-    openai: OpenAI
-
-    @property
-    def prompt(self) -> str:
-        """The last prompt."""
-        return str(self.runtime.tokenizer.decode(self.scripted.prompts[-1]))
-
-    def chat(self, **fields: Any) -> Any:
-        """The same answer as a chat of OpenAI's."""
-        return self.http.post("/v1/chat/completions", json={"messages": [HOT], "temperature": 0, **fields}).json()
-
-
 @pytest.fixture(scope="module")
 def server(two_layer_target: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spoken]:
     directory = with_template(two_layer_target, tmp_path_factory.mktemp("spoken") / "model", TEMPLATE)
-    with load(directory, draft="none", context=512) as runtime, Scheduler(runtime) as scheduler:
-        scripted, config = Scripted(other=scheduler), ServerConfig(port=0)
-        service = Service(config)
-        service.begin(runtime, scripted, MODEL)  # type: ignore[arg-type]
-        http = uvicorn.Server(uvicorn.Config(make_app(service, config), port=0, log_config=None, lifespan="off"))
-        thread = threading.Thread(target=http.run)
-        thread.start()
-        wait_until(lambda: http.started)
-        url = f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
-        try:
-            with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
-                openai = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=client)
-                yield Spoken(url, runtime, scripted, client, openai)
-        finally:
-            http.should_exit = True
-            thread.join()
-            service.close()
+    with speaking(directory) as spoken:
+        yield spoken
 
 
 @pytest.fixture

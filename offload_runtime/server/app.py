@@ -27,12 +27,8 @@ if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
 
 
-_PAGE = {
-    "/": ("page.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-    "/page.svg": ("page.svg", "image/svg+xml"),
-}
+# The page to chat with, in the folder `page`; other files there are licences.
+_PAGE = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 
 def make_app(service: Service, config: ServerConfig) -> App:
@@ -64,10 +60,11 @@ def make_app(service: Service, config: ServerConfig) -> App:
         ("/openapi.json", json.dumps(document), "application/json"),
         ("/docs", documentation.page(document), "text/html"),
     ]  # fmt: skip
-    for path, (name, media_type) in _PAGE.items():
-        content = Path(__file__).with_name(name).read_text(encoding="utf-8")
-        content += f"const SOURCES = {json.dumps(SOURCES)};\n" if name == "page.js" else ""
-        constants.append((path, content, media_type))
+    for file in sorted(Path(__file__).with_name("page").iterdir()):
+        if file.suffix in _PAGE:
+            path = "/" if file.name == "index.html" else f"/page/{file.name}"
+            constants.append((path, file.read_text(encoding="utf-8"), _PAGE[file.suffix]))
+    constants.append(("/page/constants.js", _page_constants(), _PAGE[".js"]))
     for path, content, media_type in constants:
         app.add_api_route(path, _constant(content, media_type), methods=["GET"], response_model=None)
 
@@ -83,6 +80,19 @@ def make_app(service: Service, config: ServerConfig) -> App:
         gate, allow_origins=list(config.cors_origins), allow_methods=["GET", "POST"], allow_headers=["*"],
         expose_headers=["retry-after"],
     )  # fmt: skip
+
+
+def _page_constants() -> str:
+    """Return what the page knows of the runtime: who proposes tokens, and the options of sampling."""
+    options = []
+    for name, one in schema.SAMPLING.items():
+        assert one.option is not None, "options of requests have been declared"
+        label, note = name.capitalize().replace("_", " "), one.option.note and f" {one.option.note.capitalize()}."
+        step = {"step": 1} if one.hint is int else {}
+        bounds = {"least": one.option.least, "most": one.option.most}
+        options.append({"name": name, "label": label, "help": one.option.help + note, **bounds, **step})
+    constants = {"SOURCES": SOURCES, "SAMPLING": options}
+    return "".join(f"export const {name} = {json.dumps(value)};\n" for name, value in constants.items())
 
 
 def _constant(content: str, media_type: str) -> Callable[[], Any]:

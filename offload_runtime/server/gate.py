@@ -25,8 +25,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-# What a browser needs before a key can be typed in, and a load balancer has none.
-_OPEN_PATHS = frozenset({"/", "/page.js", "/page.css", "/page.svg", "/health"})
+# What a browser needs before a key can be typed in, constants all of it; and a load balancer has none.
+_OPEN_PATHS, _OPEN_FOLDER = frozenset({"/", "/health"}), "/page/"
 _HEADERS = {
     b"content-security-policy":
         b"default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -83,7 +83,9 @@ class Gate:
         host = headers.get("host", "")
         if not config.allows_host(host):
             return 403, f"the Host header {host[:100]!r} is not one of this server: add it with --allowed-host"
-        if request.scope["path"] not in _OPEN_PATHS and config.api_key is not None:
+        path = request.scope["path"]
+        is_open = path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+        if not is_open and config.api_key is not None:
             scheme, _, bearer = headers.get("authorization", "").partition(" ")
             # Anthropic's clients have a header of their own.
             given = bearer if scheme.lower() == "bearer" else headers.get("x-api-key", "")

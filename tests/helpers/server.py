@@ -2,15 +2,18 @@
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import uvicorn
 from openai import OpenAI
 
 from offload_runtime.config import ServerConfig
@@ -25,7 +28,8 @@ from offload_runtime.engine import (
 )
 from offload_runtime.errors import OffloadError
 from offload_runtime.params import GenerationParams
-from offload_runtime.server.app import Server
+from offload_runtime.server.app import Server, make_app
+from offload_runtime.server.service import Service
 from tests.helpers.engine import load
 from tests.test_cli_fakes import make_stats
 
@@ -56,12 +60,15 @@ class Scripted:
     """A scheduler that says the same to everybody, a piece a token; where it has no pieces, `other` answers.
 
     Attributes:
+        sources: Who proposes the pieces, in turns.
+        finish_reason: How answers end; empty where they do not.
         error: What it fails with behind the pieces, if there is one.
         prompts: What it was asked.
     """
 
     def __init__(self, pieces: Sequence[str] | None = None, other: Scheduler | None = None) -> None:
         self.pieces, self.other, self.stop_string = pieces, other, ""
+        self.sources, self.finish_reason = ["target"], "stop"
         self.error: OffloadError | None = None
         self.prompts, self.params = list[list[int]](), list[GenerationParams]()
         self.counters, self.failure = SchedulerCounters(), None
@@ -72,13 +79,13 @@ class Scripted:
         if self.pieces is None:
             assert self.other is not None
             return self.other.submit(prompt, params, on_event=on_event)
-        for piece in self.pieces:
-            on_event(TokenEvent(1, piece, "target"))
+        for piece, source in zip(self.pieces, cycle(self.sources), strict=False):
+            on_event(TokenEvent(1, piece, source))
         if self.error is not None:
             on_event(ErrorEvent(self.error, None))
-        else:
+        elif self.finish_reason:
             stats = make_stats(prompt_tokens=len(prompt), new_tokens=len(self.pieces), kept_tokens=2)
-            result = GenerationResult([1] * len(self.pieces), "".join(self.pieces), "stop", stats)
+            result = GenerationResult([1] * len(self.pieces), "".join(self.pieces), self.finish_reason, stats)
             on_event(EndEvent(replace(result, stop_string=self.stop_string or None)))
         return SimpleNamespace(cancel=lambda: None)
 
@@ -100,6 +107,49 @@ def serving(target: Path, *, load_options: dict[str, Any] | None = None, **confi
         ) as openai,
     ):
         yield Served(server.url, runtime, scheduler, client, openai)
+
+
+@dataclass
+class Spoken:
+    """A server whose answers may be scripted."""
+
+    url: str
+    runtime: Runtime
+    scripted: Scripted
+    http: httpx.Client
+    openai: OpenAI
+
+    @property
+    def prompt(self) -> str:
+        """The last prompt."""
+        return str(self.runtime.tokenizer.decode(self.scripted.prompts[-1]))
+
+    def chat(self, **fields: Any) -> Any:
+        """The same answer as a chat of OpenAI's."""
+        asked = {"messages": [{"role": "user", "content": "hot?"}], "temperature": 0, **fields}
+        return self.http.post("/v1/chat/completions", json=asked).json()
+
+
+@contextmanager
+def speaking(directory: Path, *, context: int = 512, **config: Any) -> Iterator[Spoken]:
+    """Serve a checkpoint, whose answers are its own until they are scripted."""
+    with load(directory, draft="none", context=context) as runtime, Scheduler(runtime) as scheduler:
+        scripted, settings = Scripted(other=scheduler), ServerConfig(port=0, **config)
+        service = Service(settings)
+        service.begin(runtime, scripted, MODEL)  # type: ignore[arg-type]
+        http = uvicorn.Server(uvicorn.Config(make_app(service, settings), port=0, log_config=None, lifespan="off"))
+        thread = threading.Thread(target=http.run)
+        thread.start()
+        wait_until(lambda: http.started)
+        url = f"http://127.0.0.1:{http.servers[0].sockets[0].getsockname()[1]}"
+        try:
+            with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+                openai = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=client)
+                yield Spoken(url, runtime, scripted, client, openai)
+        finally:
+            http.should_exit = True
+            thread.join()
+            service.close()
 
 
 def events_of(response: httpx.Response) -> Iterator[Any]:
