@@ -77,7 +77,7 @@ def sizes_of(plan: RunPlan) -> dict[str, Any]:
 
 def request_of_stage(config: RuntimeConfig, sizes: Mapping[str, Any]) -> RuntimeConfig:
     """Return what a machine that is not the first loads: its own limits and its part of the model, which is the target,
-    and `sizes_of` the first one's plan. Where that proposes, it gets ready for the windows of n-grams, trees as well."""
+    and `sizes_of` the first one's plan. Where that proposes, it gets ready for windows of n-grams, trees as well."""
     source = config.target
     assert isinstance(source, DescribedModel)
     part = source.model_config
