@@ -59,7 +59,7 @@ def tokens(runtime: Runtime, prompts: list[str], **options: Any) -> list[list[in
     return [result.tokens for result in results]
 
 
-def compare(others: list[OtherRank], target: Path, **options: Any) -> None:
+def compare(others: list[OtherRank], target: Path, device: str = "cpu", **options: Any) -> None:
     """Answers of several ranks are those of one: greedy and sampled, short and long prompts, one after the other and at
     once, and a turn that goes on from what the slots hold."""
 
@@ -70,15 +70,22 @@ def compare(others: list[OtherRank], target: Path, **options: Any) -> None:
             found.append("".join(talk.say(text, max_new_tokens=12, temperature=0.0)))
         return [*found, tokens(runtime, [TEXTS[0]], speculate=False)]
 
-    with Runtime.load(target, device="cpu", max_batch=2, **options) as one:
+    with Runtime.load(target, device=device, max_batch=2, **options) as one:
         expected = answers(one)
-    with first_rank(others, target, max_batch=2, **options) as several:
+    with first_rank(others, target, device=device, max_batch=2, **options) as several:
         assert answers(several) == expected
+        assert several.engine.target.runner.captured is not None or device == "cpu"
     assert [one.ended() for one in others] == [""] * len(others)
 
 
 def test_two_ranks_say_what_one_says(others: list[OtherRank], target: Path) -> None:
     compare(others, target, draft="ngram")
+
+
+@pytest.mark.gpu
+def test_two_ranks_with_graphs_say_what_one_says(others: list[OtherRank], target: Path) -> None:
+    """Both on one card."""
+    compare(others, target, device="cuda:0", vram="4GB", dtype="bf16", draft="ngram", host_timeout_s=60.0)
 
 
 @pytest.mark.slow
