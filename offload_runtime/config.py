@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from offload_runtime.errors import OptionError
 from offload_runtime.options import LIMITS, MACHINE, MODEL, OUTPUT, SPECULATION, documented, option, require, validate
-from offload_runtime.sizes import counted
+from offload_runtime.sizes import counted, parse_duration_s
 
 SpeculationMode = Literal["auto", "none", "chain", "triforce"]
 DraftCache = Literal["auto", "full", "retrieval", "streaming"]
@@ -333,6 +333,7 @@ class RuntimeConfig:
         return isinstance(self.draft, str) and self.draft == "auto" and self.speculation.mode in ("auto", "chain")
 
 
+_KEEP_ALIVE = "5m"  # as ollama has it
 _LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
@@ -359,6 +360,10 @@ class ServerConfig:
     grace_s: float = option(
         30.0, "How long answers may go on after Ctrl-C or SIGTERM.", flag="--grace", least=0, metavar="SECONDS"
     )
+    keep_alive: str | None = option(
+        None, "How long a model stays that nobody asks for, such as 5m or 1h30m; 0: no longer than it answers; -1: "
+        "until another one is asked for. By itself 5m with several models, and with one for ever.", metavar="DURATION",
+    )  # fmt: skip
     max_waiting: int = option(64, "Requests that may wait; further ones get a 429.", LIMITS, least=0, metavar="N")
     prefix_cache_bytes: int | None = option(
         None, "Host memory, beyond --ram, for keys and values that a slot loses to another prompt.", LIMITS,
@@ -391,8 +396,14 @@ class ServerConfig:
         require(fine, "an API key is a word of printable ASCII characters")
         needed = f"listening at {self.host} lets other machines ask: give --api-key or OFFLOAD_RUNTIME_API_KEY"
         require(self.is_loopback or key is not None, needed)
+        assert self.keep_alive_s >= 0, "else it was refused"
         fine = self.sessions is not None or self.sessions_bytes is None
         require(fine, "--sessions-size does nothing without --sessions: add it, or drop this")
+
+    @property
+    def keep_alive_s(self) -> float:
+        """Return how long one of several models stays that nobody asks for, infinite for ever."""
+        return parse_duration_s(_KEEP_ALIVE if self.keep_alive is None else self.keep_alive, "--keep-alive")
 
     @property
     def is_loopback(self) -> bool:

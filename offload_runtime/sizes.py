@@ -1,7 +1,8 @@
-"""Sizes in bytes and counts, as people write them and read them, and what the memory is called."""
+"""Sizes in bytes, counts and durations, as people write them and read them, and what the memory is called."""
 
 from __future__ import annotations
 
+import math
 import re
 import reprlib
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ _SIZE_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": GB, "tb": 10**12}
 _SIZE_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": GIB}
 _MOST_BYTES = 10**18  # no machine has as much memory
 _LEAST_BARE = 1000  # fewer bytes nobody means: GB were
+_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}  # as Go has them
 _COUNT_UNITS = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}  # as vLLM has them
 
 
@@ -57,6 +59,26 @@ def parse_count(text: str) -> int:
     if number.denominator != 1:
         raise ValueError("not a whole number")
     return number.numerator
+
+
+def parse_duration_s(text: str | float, name: str = "") -> float:
+    """Turn `"5m"`, `"1h30m"` or a number of seconds into seconds, as ollama reads them: what is negative is for ever,
+    infinite here.
+
+    Raises:
+        OptionError: It is no duration; the message calls it `name`.
+    """
+    match = re.fullmatch(r"\s*(-?)((?:[0-9.]+[a-z\u00b5]*)+)\s*", str(text))
+    parts = re.findall(r"([0-9.]+)([a-z\u00b5]*)", match[2]) if match and not isinstance(text, bool) else []
+    try:
+        number = sum(float(count) * _SECONDS[unit or "s"] for count, unit in parts)
+    except (ValueError, KeyError):
+        parts = []
+    if not parts:
+        shown = f"{name} {reprlib.repr(text)}".lstrip()
+        raise OptionError(f"{shown} is not a duration: write it like 5m, 1h30m, 0, or -1 for ever")
+    assert match is not None
+    return math.inf if match[1] and number else number
 
 
 def format_bytes(size_bytes: float) -> str:

@@ -211,7 +211,7 @@ async def ask_scripted(directory: Path, pieces: Sequence[str], **fields: Any) ->
     with load(directory, draft="none") as runtime:
         scheduler = Scripted(pieces)
         service = Service(ServerConfig())
-        service.begin(runtime, scheduler, MODEL)  # type: ignore[arg-type]
+        service.models.begin(runtime, scheduler, MODEL)  # type: ignore[arg-type]
         transport = httpx.ASGITransport(make_app(service, ServerConfig()))
         async with httpx.AsyncClient(transport=transport) as http:
             client = AsyncOpenAI(base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0)
@@ -254,7 +254,7 @@ def test_a_client_gets_calls_whole_and_streamed(shown: Path) -> None:
 class Failing:
     """A scheduler that fails at every request."""
 
-    counters = SchedulerCounters()
+    counters, failure = SchedulerCounters(), None
 
     def submit(self, prompt: list[int], params: GenerationParams, *, on_event: Any) -> Any:
         on_event(ErrorEvent(UnavailableError("the card has gone"), None))
@@ -266,7 +266,7 @@ def test_the_line_of_a_stream_says_why_it_has_ended(shown: Path) -> None:
 
     async def ask(runtime: Runtime) -> str:
         service = Service(ServerConfig(), lines.append)
-        service.begin(runtime, Failing(), MODEL)  # type: ignore[arg-type]
+        service.models.begin(runtime, Failing(), MODEL)  # type: ignore[arg-type]
         transport = httpx.ASGITransport(make_app(service, ServerConfig()))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             asked = {"messages": [{"role": "user", "content": "hot?"}], "stream": True}

@@ -11,7 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,16 @@ class SchedulerCounters:
     passes: int = 0
     proposed: dict[str, int] = field(default_factory=dict)
     accepted: dict[str, int] = field(default_factory=dict)
+
+    def __add__(self, other: SchedulerCounters) -> SchedulerCounters:
+        """Return what two schedulers have done together."""
+
+        def total(one: Any, another: Any) -> Any:
+            return dict(Counter(one) + Counter(another)) if isinstance(one, dict) else one + another
+
+        return SchedulerCounters(
+            **{each.name: total(getattr(self, each.name), getattr(other, each.name)) for each in fields(self)}
+        )
 
 
 class Scheduler(AbstractContextManager["Scheduler"]):

@@ -11,6 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from sse_starlette.sse import EventSourceResponse
 
 from offload_runtime.engine import EndEvent, ErrorEvent, Scheduler, Ticket, TokenEvent, TokenLogprobs
 from offload_runtime.errors import UnavailableError
@@ -28,6 +30,9 @@ if TYPE_CHECKING:
     from offload_runtime.engine import SchedulerCounters
     from offload_runtime.server.parsers import AnswerParser
 
+_PING_S = 15  # proxies give up on silent connections after a minute
+_SEND_S = 60  # for a client that reads no more
+_NEVER_S = 1e9
 _PREFIX = "offload_runtime_"
 # A pass over a streamed model takes half a second, and a long prompt a minute.
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 3600)
@@ -48,9 +53,10 @@ class Metrics(Collector):
     """All figures of one server.
 
     Args:
-        read: Gives the scheduler's counters, or None while there is none.
+        read: Gives what schedulers have counted, or None before there was one.
 
     Attributes:
+        loads: Counts how often each of several models was loaded.
         registry: Has all of them.
         first: Takes the seconds until a request had its first token.
         whole: Takes the seconds until all answers of a request were there.
@@ -64,6 +70,8 @@ class Metrics(Collector):
         first, whole = "From a request to its first token, waiting included", "From a request to the end of its answers"
         self.first = Histogram(f"{_PREFIX}time_to_first_token_seconds", first, registry=registry, buckets=_SECONDS)
         self.whole = Histogram(f"{_PREFIX}request_seconds", whole, registry=registry, buckets=_SECONDS)
+        loads = "Times that one of several models was loaded"
+        self.loads = Counter(f"{_PREFIX}model_loads", loads, ["model"], registry=registry)
         self.refused = Counter(f"{_PREFIX}errors", "Requests that ended by an error", ["status"], registry=registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -107,13 +115,17 @@ class Answers:
         choices: What is asked for.
         metrics: Is told how long it took.
         max_seconds: After which the answers end as they are.
+        waited_s: How long the request has waited before.
     """
 
-    def __init__(self, scheduler: Scheduler, choices: Sequence[Choice], metrics: Metrics, max_seconds: float) -> None:
+    def __init__(
+        self, scheduler: Scheduler, choices: Sequence[Choice], metrics: Metrics, max_seconds: float, *,
+        waited_s: float = 0.0,
+    ) -> None:  # fmt: skip
         self._scheduler, self._choices, self._metrics = scheduler, choices, metrics
         self._loop, self._events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, _Event]]()
-        self._began_s, self._tickets = time.perf_counter(), list[Ticket]()
-        self._timer = self._loop.call_later(max_seconds, self.cancel)
+        self._began_s, self._tickets = time.perf_counter() - waited_s, list[Ticket]()
+        self._timer, self._is_cancelled = self._loop.call_later(max_seconds - waited_s, self.cancel), False
         self._has_tokens, self._has_begun = False, set[int]()
 
     def submit(self) -> None:
@@ -126,6 +138,8 @@ class Answers:
             for index, choice in enumerate(self._choices):
                 on_event = partial(self._cross, index)
                 self._tickets.append(self._scheduler.submit(choice.prompt, choice.params, on_event=on_event))
+                if self._is_cancelled:  # in the event loop meanwhile, which has not seen this one
+                    self._tickets[-1].cancel()
         except BaseException:
             self._loop.call_soon_threadsafe(self.cancel)
             raise
@@ -133,6 +147,7 @@ class Answers:
     def cancel(self) -> None:
         """End all of them as they are. Does nothing to those that have ended."""
         self._timer.cancel()
+        self._is_cancelled = True
         for ticket in self._tickets:
             ticket.cancel()
 
@@ -222,3 +237,21 @@ async def unless_gone(work: Any, receive: Any) -> Any:
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+
+
+class AnswerStream(EventSourceResponse):
+    """A stream of server-sent events, or of lines of JSON; what it holds (`held`) ends with it, be it by the client's
+    leaving."""
+
+    def __init__(
+        self, chunks: AsyncIterator[dict[str, str] | bytes], held: ExitStack, *, is_lines: bool = False
+    ) -> None:
+        super().__init__(
+            chunks, ping=_NEVER_S if is_lines else _PING_S, sep="\n", send_timeout=_SEND_S,
+            headers={"X-Accel-Buffering": "no"}, media_type="application/x-ndjson" if is_lines else "text/event-stream",
+        )  # fmt: skip
+        self._held = held
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        with self._held:
+            await super().__call__(scope, receive, send)

@@ -1,12 +1,14 @@
 """The application and the socket: `make_app` hangs up the routes of a `Service`, and `Server` has a socket, a thread
-with the event loop, and a model that is served while it is there."""
+with the event loop, and a model that is served while it is there, or several that take turns."""
 
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,12 +21,16 @@ from fastapi.responses import Response
 from offload_runtime import __version__, errors
 from offload_runtime.config import SOURCES, ServerConfig
 from offload_runtime.engine import Scheduler
+from offload_runtime.errors import BudgetError, OffloadError, UnavailableError
 from offload_runtime.server import anthropic, documentation, ollama, responses, schema
 from offload_runtime.server.gate import App, Gate
 from offload_runtime.server.service import Service
+from offload_runtime.server.turns import LoadedModel, ModelLoadError, OfferedModel, Turns
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
+
+    Load = Callable[[OfferedModel], AbstractContextManager[Runtime]]
 
 
 # The page to chat with, in the folder `page`; other files there are licences.
@@ -45,8 +51,9 @@ def make_app(service: Service, config: ServerConfig) -> App:
         ("/detokenize", service.detokenize, schema.DetokenizeBody),
         ("/api/chat", service.ollama_chat, ollama.ChatRequest), ("/api/show", service.show, ollama.ShowRequest),
         ("/api/generate", service.ollama_generate, ollama.GenerateRequest),
-        ("/v1/models", service.models, None), ("/v1/models/{name:path}", service.model, None),
-        ("/api/tags", service.tags, None), ("/api/version", service.version, None), ("/version", service.version, None),
+        ("/v1/models", service.list_models, None), ("/v1/models/{name:path}", service.one_model, None),
+        ("/api/tags", service.tags, None), ("/api/ps", service.running, None),
+        ("/api/version", service.version, None), ("/version", service.version, None),
         ("/health", service.health, None), ("/metrics", service.figures, None),
     ]  # fmt: skip
     for path, answer, body in routes:
@@ -104,6 +111,7 @@ def _constant(content: str, media_type: str) -> Callable[[], Any]:
 
 _BACKLOG = 128
 _MOST_CONNECTIONS = 512  # beyond these: 503; a process has 1024 files unless it asks for more
+_LOOK_AGAIN_S = 0.2  # whether to stop
 _LAST_WORDS_S = 5  # for responses that are being sent when all answers have ended
 
 
@@ -112,7 +120,8 @@ class Server(AbstractContextManager["Server"]):
 
     Args:
         config: Where to listen and who may ask.
-        log: Called with a line for each request that was answered or refused.
+        log: Called with a line for each request that was answered or refused, and for each model that is loaded.
+        models: That take turns (`serve_in_turns`); without any there is one, and it stays (`serving`).
 
     Attributes:
         url: Where it is reached.
@@ -121,8 +130,13 @@ class Server(AbstractContextManager["Server"]):
         OptionError: The port is taken, or there is no such address here.
     """
 
-    def __init__(self, config: ServerConfig, log: Callable[[str], None] = lambda line: None) -> None:
-        self._config, self._service = config, Service(config, log)
+    def __init__(
+        self, config: ServerConfig, log: Callable[[str], None] = lambda line: None, *,
+        models: Sequence[OfferedModel] = (),
+    ) -> None:  # fmt: skip
+        turns = Turns(models, config.max_waiting, config.keep_alive_s) if models else None
+        self._config, self._log, self._service = config, log, Service(config, log, turns)
+        self._turns, self._models = turns, self._service.models
         self._socket = _listen(config)
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
@@ -140,21 +154,74 @@ class Server(AbstractContextManager["Server"]):
     def serving(self, runtime: Runtime, *models: str) -> Iterator[Scheduler]:
         """Answer requests with a runtime by these names. At the end no more are taken, and those that there are may
         finish within `grace_s`."""
-        config = self._config
-        with Scheduler(
-            runtime, max_waiting=config.max_waiting, prefix_cache_bytes=config.prefix_cache_bytes or 0,
-            sessions=config.sessions, sessions_bytes=config.sessions_bytes,
-        ) as scheduler:  # fmt: skip
-            self._service.begin(runtime, scheduler, *models)
+        with self._scheduler(runtime) as scheduler:
+            self._models.begin(runtime, scheduler, *models)
             try:
                 yield scheduler
             finally:
-                self._service.state = "stopping"
-                scheduler.close(config.grace_s)
+                self._models.stop()
+                scheduler.close(self._config.grace_s)
+
+    def _scheduler(self, runtime: Runtime) -> Scheduler:
+        config = self._config
+        return Scheduler(
+            runtime, max_waiting=config.max_waiting, prefix_cache_bytes=config.prefix_cache_bytes or 0,
+            sessions=config.sessions, sessions_bytes=config.sessions_bytes,
+        )  # fmt: skip
 
     def suspend(self) -> None:
         """Refuse requests until the next `serving`: what they were answered with is gone."""
-        self._service.suspend()
+        self._models.suspend()
+
+    def serve_in_turns(self, load: Load, should_stop: Callable[[], bool]) -> None:
+        """Load one model at a time, as requests ask for them, and answer with it, until `should_stop` says so, which is
+        asked five times a second. Then answers may finish within `grace_s`.
+
+        A model that cannot be loaded is an error for those who wait for it, and for nobody else.
+
+        Args:
+            load: Loads a model, and gives all of its memory back at the end of the context.
+            should_stop: Whether to end; not asked while a model is loaded or unloaded.
+        """
+        assert self._turns is not None, "a server with one model has `serving`"
+        self._models.open()
+        try:
+            while not should_stop():
+                if (model := self._turns.wanted(_LOOK_AGAIN_S)) is not None:
+                    self._serve_turn(model, load, should_stop)
+        finally:
+            self._models.stop()
+
+    def _serve_turn(self, model: OfferedModel, load: Load, should_stop: Callable[[], bool]) -> None:
+        """Load a model, answer with it until its turn is over, and unload it."""
+        turns, name = self._turns, model.names[0]
+        assert turns is not None
+        self._log(f"loading {name}")
+        try:
+            with load(model) as runtime, self._scheduler(runtime) as scheduler:
+                self._service.metrics.loads.labels(name).inc()
+                self._models.serve(LoadedModel(model, runtime, scheduler))
+                try:
+                    self._answer_until_over(turns, scheduler, should_stop)
+                finally:
+                    self._models.forget()
+                self._log(f"unloading {name}")
+        except Exception as error:
+            self._log(f"{name} cannot be loaded: {error}")
+            if not isinstance(error, OffloadError):  # a defect, which the log has and nobody who asks
+                logging.getLogger(__name__).exception("loading %s has failed", name)
+            turns.fail(model, _load_error(name, error))
+
+    def _answer_until_over(self, turns: Turns, scheduler: Scheduler, should_stop: Callable[[], bool]) -> None:
+        """Let a model answer until its turn is over or the server is to stop; one that has failed stays for that."""
+        while not should_stop():
+            if self._models.state == "failed":
+                turns.close(UnavailableError("the server has failed: start another one"))
+                time.sleep(_LOOK_AGAIN_S)
+            elif turns.is_over(_LOOK_AGAIN_S):
+                return
+        self._models.stop()
+        scheduler.close(self._config.grace_s)
 
     def close(self) -> None:
         """Stop listening, once what is left of responses is sent."""
@@ -165,6 +232,14 @@ class Server(AbstractContextManager["Server"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _load_error(name: str, error: Exception) -> OffloadError:
+    """Say why a model cannot be loaded: now, for want of memory, or at all."""
+    if isinstance(error, BudgetError | UnavailableError):
+        return UnavailableError(f"{name} cannot be loaded now: {error}")
+    why = str(error) if isinstance(error, OffloadError) else "the server has failed at it"
+    return ModelLoadError(f"{name} cannot be loaded: {why}")
 
 
 def _listen(config: ServerConfig) -> socket.socket:

@@ -7,17 +7,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from offload_runtime import errors
+from offload_runtime.server.turns import ModelLoadError
 
 _RETRY_S = 5  # while a model is loaded
 
 
 class ModelNotFoundError(errors.OptionError):
-    """A request names another model than the one that is served."""
+    """A request names another model than those that are served."""
 
 
 # The first that fits; all others are defects of ours.
 _STATUS: tuple[tuple[type[Exception], int, str | None], ...] = (
-    (ModelNotFoundError, 404, "model_not_found"), (errors.UnavailableError, 503, None), (errors.BudgetError, 503, None),
+    (ModelNotFoundError, 404, "model_not_found"), (ModelLoadError, 500, "model_load_failed"),
+    (errors.UnavailableError, 503, None), (errors.BudgetError, 503, None),
     (errors.HostError, 503, None), (errors.OptionError, 400, None),
     (errors.ContextLengthError, 400, "context_length_exceeded"), (errors.QueueFullError, 429, None),
 )  # fmt: skip

@@ -1,7 +1,8 @@
 """ollama's API as far as its clients need it to find the model and to talk to it: requests are translated into
 OpenAI's, and the same answers are told in ollama's words, in streams a line each.
 
-Nothing here changes what is loaded: `keep_alive` and the options of a machine, `num_ctx` among them, do nothing.
+The options of a machine, `num_ctx` among them, do nothing, nor does `keep_alive` where a server has one model that
+stays.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from offload_runtime.engine.chat_template import template_source
 from offload_runtime.server.failures import Failure
-from offload_runtime.server.parsers import arguments_of, writes_calls
+from offload_runtime.server.parsers import arguments_of
 from offload_runtime.server.protocol import Answered, Delta, Ending, logprobs_of
 from offload_runtime.server.schema import ANY, AnswerBody, Body, BoundedChatBody, CompletionBody, RequestError
+from offload_runtime.server.turns import OfferedModel
+from offload_runtime.sizes import parse_duration_s
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
@@ -53,15 +55,33 @@ class _Options(Body):
     stop: str | list[str] | None = None
 
 
-class _Question(Body):
-    harmless: ClassVar = {"keep_alive": ANY, "truncate": ANY, "shift": ANY}
+class Question(Body):
+    """What ollama's questions have in common."""
+
+    harmless: ClassVar = {"truncate": ANY, "shift": ANY}
     model: _Name
+    keep_alive: str | float | None = None
     stream: bool = True
     format: str | dict[str, Any] | None = None
     options: dict[str, Any] | None = None
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    @property
+    def keep_alive_s(self) -> float | None:
+        """Return how long the model is to stay, infinite for ever; None where it is not said. Raises `OptionError`."""
+        return None if self.keep_alive is None else parse_duration_s(self.keep_alive, "keep_alive")
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is asked: the model is only to be there, or, kept for no time, to go."""
+        raise NotImplementedError
+
+    def unloaded(self) -> dict[str, Any]:
+        """Return the response that says that the model has gone."""
+        said = {"message": {"role": "assistant", "content": ""}} if isinstance(self, ChatRequest) else {"response": ""}
+        return {"model": self.model, "created_at": now(), **said, "done": True, "done_reason": "unload"}
 
     def fields(self, runtime: Runtime) -> dict[str, Any]:
         """Return the fields of a request of OpenAI's, but for the prompt. Raises `RequestError`."""
@@ -87,18 +107,22 @@ class _Question(Body):
         return BoundedChatBody.read({**fields, "messages": messages})
 
 
-class ChatRequest(_Question):
+class ChatRequest(Question):
     """`/api/chat`. Without messages the model is only to be there."""
 
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.messages
+
     def asked(self, runtime: Runtime) -> AnswerBody | None:
         """Return the chat of OpenAI's that asks the same; None where nothing is asked. Raises `RequestError`."""
-        if not self.messages:
+        if self.is_empty:
             return None
         messages, num_calls, waiting = [], 0, list[str]()
-        for number, given in enumerate(self.messages):
+        for number, given in enumerate(self.messages or ()):
             message = {{"thinking": "reasoning_content", "tool_name": "name"}.get(k, k): v for k, v in given.items()}
             if message.pop("images", None):
                 raise RequestError(f"messages.{number} has images: only texts can be read", f"messages.{number}")
@@ -135,20 +159,24 @@ class _RawBody(CompletionBody):
         return min(super().wanted_tokens(most), most)
 
 
-class GenerateRequest(_Question):
+class GenerateRequest(Question):
     """`/api/generate`: a prompt through the chat template, or as it is (`raw`). Without one the model is only to be
     there."""
 
     harmless: ClassVar = {
-        **_Question.harmless, "suffix": ("",), "template": ("",), "context": ([],), "images": ([],),
+        **Question.harmless, "suffix": ("",), "template": ("",), "context": ([],), "images": ([],),
     }  # fmt: skip
     prompt: str = ""
     system: str | None = None
     raw: bool = False
 
+    @property
+    def is_empty(self) -> bool:
+        return not self.prompt
+
     def asked(self, runtime: Runtime) -> AnswerBody | None:
         """Return the request of OpenAI's that asks the same; None where nothing is asked. Raises `RequestError`."""
-        if not self.prompt:
+        if self.is_empty:
             return None
         if not self.raw:
             told = [{"role": "system", "content": self.system}] if self.system else []
@@ -200,7 +228,7 @@ class Lines:
             return self._line(Delta(), done=True, done_reason="load")
         (delta,) = deltas
         assert delta.ending is not None, "answers are told when they have ended"
-        return self._line(delta, **_ended(delta.ending))
+        return self._line(delta, **self._ended(delta.ending))
 
     def opening(self) -> Iterator[dict[str, Any]]:
         """Yield nothing: the first line is the first of the answer."""
@@ -214,23 +242,23 @@ class Lines:
     def closing(self, endings: Sequence[Ending]) -> Iterator[dict[str, Any]]:
         """Yield how the answer has ended."""
         (ending,) = endings
-        yield self._line(Delta(), **_ended(ending))
+        yield self._line(Delta(), **self._ended(ending))
 
     def failed(self, failure: Failure) -> dict[str, Any]:
         """Return the error that a stream ends with."""
         return failure.body("/api/chat")
 
-
-def _ended(ending: Ending) -> dict[str, Any]:
-    """Say how an answer has ended and, in nanoseconds, how long it took."""
-    stats = ending.stats
-    total, first = (round(stats[name] * 1e9) for name in ("seconds", "time_to_first_token_s"))
-    return {
-        "done": True, "done_reason": "length" if ending.finish_reason == "length" else "stop",
-        "total_duration": total, "load_duration": 0, "prompt_eval_count": ending.prompt_tokens,
-        "prompt_eval_duration": first, "eval_count": ending.completion_tokens, "eval_duration": total - first,
-        "x_stats": stats,
-    }  # fmt: skip
+    def _ended(self, ending: Ending) -> dict[str, Any]:
+        """Say how an answer has ended and, in nanoseconds, how long it took."""
+        stats = ending.stats
+        total, first = (round(stats[name] * 1e9) for name in ("seconds", "time_to_first_token_s"))
+        load = round(self._answered.load_s * 1e9)
+        return {
+            "done": True, "done_reason": "length" if ending.finish_reason == "length" else "stop",
+            "total_duration": load + total, "load_duration": load, "prompt_eval_count": ending.prompt_tokens,
+            "prompt_eval_duration": first, "eval_count": ending.completion_tokens, "eval_duration": total - first,
+            "x_stats": stats,
+        }  # fmt: skip
 
 
 def now(seconds: float | None = None) -> str:
@@ -246,32 +274,31 @@ class ShowRequest(Body):
     model: _Name
 
 
-def tag(runtime: Runtime, name: str, begun_s: float) -> dict[str, Any]:
+def tag(model: OfferedModel, name: str, begun_s: float) -> dict[str, Any]:
     """Return a model as `/api/tags` lists it. Its digest is of its name: no file is read for it."""
     return {
-        "name": name, "model": name, "modified_at": now(begun_s), "size": runtime.plan.target.layout.total_bytes,
-        "digest": hashlib.sha256(name.encode()).hexdigest(), "details": _details(runtime),
+        "name": name, "model": name, "modified_at": now(begun_s), "size": model.weight_bytes,
+        "digest": hashlib.sha256(name.encode()).hexdigest(), "details": _details(model),
     }  # fmt: skip
 
 
-def _details(runtime: Runtime) -> dict[str, Any]:
-    family, stored = runtime.config.architecture, runtime.plan.target.layout.stored_as
+def _details(model: OfferedModel) -> dict[str, Any]:
+    family = model.architecture
     return {
         "parent_model": "", "format": "", "family": family, "families": [family], "parameter_size": "",
-        "quantization_level": stored,
+        "quantization_level": model.stored_as,
     }  # fmt: skip
 
 
-def about(runtime: Runtime, begun_s: float) -> dict[str, Any]:
+def about(model: OfferedModel, begun_s: float) -> dict[str, Any]:
     """Return what `/api/show` says of a model."""
-    family, has_template = runtime.config.architecture, runtime.tokenizer.chat_template is not None
-    template = template_source(runtime.tokenizer) if has_template else ""
+    family, template = model.architecture, model.template
     capabilities = ["completion"]
-    capabilities += ["tools"] if writes_calls(runtime.tokenizer) else []
+    capabilities += ["tools"] if model.has_calls else []
     capabilities += ["thinking"] if "enable_thinking" in template or "<think>" in template else []
     return {
-        "modelfile": "", "parameters": "", "template": template, "details": _details(runtime),
-        "model_info": {"general.architecture": family, f"{family}.context_length": runtime.context_tokens},
+        "modelfile": "", "parameters": "", "template": template, "details": _details(model),
+        "model_info": {"general.architecture": family, f"{family}.context_length": model.context_tokens},
         "capabilities": capabilities, "modified_at": now(begun_s),
     }  # fmt: skip
 

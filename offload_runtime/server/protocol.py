@@ -118,13 +118,15 @@ def ending_of(result: GenerationResult, sampling: SamplingParams, *, has_calls: 
 @dataclass(frozen=True)
 class Answered:
     """What all wordings are told of what is answered: the model's name, how it spells tokens, the length of each
-    prompt in tokens, how many choices a prompt has, and how many tokens fit the context."""
+    prompt in tokens, how many choices a prompt has, how many tokens fit the context, and how long the model was waited
+    for."""
 
     model: str
     spelling: TokenSpelling
     prompt_tokens: Sequence[int]
     num_choices: int
     context_tokens: int
+    load_s: float = 0.0
 
 
 class Wording(Protocol):

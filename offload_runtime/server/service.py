@@ -1,4 +1,5 @@
-"""`Service` answers the routes with a runtime, once it is given one, whatever protocol they are of.
+"""`Service` answers the routes, whatever protocol they are of, with the runtime that it was given, or with those of
+models that take turns.
 
 What is wrong with a request is a typed error here as everywhere, and becomes a status and an error object of the
 route's protocol in one place (`respond_to`).
@@ -9,37 +10,32 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from datetime import datetime, timezone
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from sse_starlette.sse import EventSourceResponse
 
 from offload_runtime import __version__, errors
 from offload_runtime.config import ServerConfig
-from offload_runtime.engine import Scheduler
 from offload_runtime.engine.spelling import TokenSpelling
 from offload_runtime.params import GenerationParams
 from offload_runtime.server import anthropic, ollama, responses, schema
-from offload_runtime.server.answers import Answers, Choice, Metrics, unless_gone
-from offload_runtime.server.failures import ModelNotFoundError, failure_of
+from offload_runtime.server.answers import Answers, AnswerStream, Choice, Metrics, unless_gone
+from offload_runtime.server.failures import failure_of
+from offload_runtime.server.models import ServedModels
 from offload_runtime.server.protocol import Answered, Ending, Wording, usage_of
+from offload_runtime.server.turns import LoadedModel, Turn, Turns
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
 
-_PING_S = 15  # proxies give up on silent connections after a minute
-_SEND_S = 60  # for a client that reads no more
-_NEVER_S = 1e9
-_SWITCHES = ("enable_thinking", "reasoning_effort")  # options of chat templates that many models have
 _GONE, _HAS_LEFT = 499, "the client has left"  # as nginx says
-State = Literal["loading", "ready", "stopping", "failed"]
 T = TypeVar("T")
 
 
@@ -54,6 +50,9 @@ class _Body(Protocol):
 class _Question(_Body, Protocol):
     """The body of a request for answers, of whatever protocol."""
 
+    @property
+    def stream(self) -> bool: ...
+
     def asked(self, runtime: Runtime) -> schema.AnswerBody | None: ...
 
     def wording(self, answered: Answered) -> Wording: ...
@@ -62,95 +61,86 @@ class _Question(_Body, Protocol):
 BodyT = TypeVar("BodyT", bound=_Body)
 
 
-class _AnswerStream(EventSourceResponse):
-    """A stream of server-sent events, or of lines of JSON, whose answers end with it, be it by the client's leaving."""
+@dataclass(frozen=True)
+class _Begun:
+    """Answers that were asked for, None where nothing was, in what words they are told, and what logs their end."""
 
-    def __init__(
-        self, chunks: AsyncIterator[dict[str, str] | bytes], answers: Answers, *, is_lines: bool = False
-    ) -> None:
-        super().__init__(
-            chunks, ping=_NEVER_S if is_lines else _PING_S, sep="\n", send_timeout=_SEND_S,
-            headers={"X-Accel-Buffering": "no"}, media_type="application/x-ndjson" if is_lines else "text/event-stream",
-        )  # fmt: skip
-        self._answers = answers
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._answers.cancel()
+    answers: Answers | None
+    wording: Wording
+    tell: Callable[[int, Sequence[Ending], str], None]
 
 
 class Service:
-    """Answers requests, in the event loop's thread; `begin` and `state` are for the thread that made it.
+    """Answers requests, in the event loop's thread.
 
     Args:
         config: Limits of requests.
         log: Called with a line for each request.
+        turns: Of several models, or of one that is not always loaded; None: there is one, and it stays.
 
     Attributes:
-        state: Whether there is a model yet, or no more.
+        models: What there is to answer with.
+        metrics: What was done so far.
     """
 
-    def __init__(self, config: ServerConfig, log: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self, config: ServerConfig, log: Callable[[str], None] = lambda line: None, turns: Turns | None = None
+    ) -> None:
         self._config, self._log = config, log
-        self.state: State = "loading"
-        self.metrics = Metrics(lambda: None if self._scheduler is None else self._scheduler.counters)
-        self._runtime: Runtime | None = None
-        self._scheduler: Scheduler | None = None
-        self._models: tuple[str, ...] = ()
-        self._begun_s = 0
-        self._defaults: Mapping[str, Any] = {}
+        self.models = ServedModels(config.max_seconds, turns)
+        self.metrics = Metrics(self.models.counters)
         # Reads prompts, one at a time: a long one takes a second, which the event loop must not wait.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="prompts")
         # Compiles grammars, one at a time: a large one takes seconds, which other prompts must not wait.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-
-    def begin(self, runtime: Runtime, scheduler: Scheduler, *models: str) -> None:
-        """Serve a model by these names from here on, the first of which it answers by."""
-        self._runtime, self._scheduler, self._models = runtime, scheduler, models
-        # How tokens are chosen where a request does not say, as the model's makers want it; OpenAI's temperature is 1.
-        self._defaults = {"temperature": 1.0, **runtime.sampling_defaults}
-        self._begun_s = int(time.time())
-        self.state = "ready"
-
-    def suspend(self) -> None:
-        """Refuse requests until there is a model again."""
-        self._runtime = self._scheduler = None
-        self.state = "loading"
 
     def close(self) -> None:
         """Let go of the readers' threads, once no request is answered any more."""
         for pool in (self._reader, self._compiler):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _ready(self) -> tuple[Runtime, Scheduler]:
-        """Return what answers. Raises `UnavailableError` while there is none."""
-        if self.state != "ready" or self._runtime is None or self._scheduler is None:
-            raise errors.UnavailableError(f"the server is {self.state}: try again later")
-        return self._runtime, self._scheduler
-
-    def _named(self, model: str | None) -> None:
-        if model is not None and model not in self._models:
-            names = ", ".join(map(repr, self._models))
-            raise ModelNotFoundError(f"model {model!r} is not served here, but {names}")
-
-    async def _read(self, request: Request, kind: type[BodyT], read: Callable[[BodyT], T]) -> T:
-        """Let `read` make something of a request's body, in the reader's thread. Raises `OptionError`."""
+    async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
+        """Read a request's body, in the reader's thread. Raises `OptionError`."""
+        self.models.offered()  # before anything is read
         raw = await request.body()
 
-        def work() -> T:
+        def work() -> Any:
             try:
                 value = json.loads(raw, parse_constant=_refuse_constant, object_pairs_hook=_named_once)
             except schema.RequestError:
                 raise
             except (ValueError, RecursionError) as error:
                 raise schema.RequestError(f"the body is not JSON: {str(error)[:200]}") from error
-            body = kind.read(value)
-            self._named(body.model)
-            return read(body)
+            return kind.read(value)
 
-        return await asyncio.get_running_loop().run_in_executor(self._reader, work)
+        body: BodyT = await asyncio.get_running_loop().run_in_executor(self._reader, work)
+        return body
+
+    async def _come(self, turn: Turn, request: Request) -> LoadedModel | None:
+        """Return the model of a turn once it comes; None where the client goes before. Raises why it cannot come."""
+
+        async def wait() -> LoadedModel:
+            async for _ in self.models.waiting(turn):
+                pass
+            return turn.loaded.result()
+
+        if turn.loaded.done():
+            return turn.loaded.result()
+        loaded: LoadedModel | None = await unless_gone(wait(), request.receive)
+        return loaded
+
+    async def _told(
+        self, request: Request, kind: type[BodyT], tell: Callable[[BodyT, Runtime], dict[str, Any]]
+    ) -> Response:
+        """Answer with what `tell` makes of a request's body and the runtime of its model, in the reader's thread."""
+        body = await self._read(request, kind)
+        with ExitStack() as held:
+            turn = self.models.ask(body.model)
+            held.callback(turn.end)
+            if (loaded := await self._come(turn, request)) is None:
+                return Response(status_code=_GONE)
+            work = partial(tell, body, loaded.runtime)
+            return JSONResponse(await asyncio.get_running_loop().run_in_executor(self._reader, work))
 
     # --- answers
 
@@ -172,14 +162,13 @@ class Service:
 
     async def count_tokens(self, request: Request) -> Response:
         """Answer Anthropic's `POST /v1/messages/count_tokens`."""
-        runtime, _ = self._ready()
 
-        def read(body: anthropic.CountBody) -> int:
+        def tell(body: anthropic.CountBody, runtime: Runtime) -> dict[str, Any]:
             chat = body.asked(runtime)
             (prompt,) = chat.prompts(runtime)
-            return len(chat.encoded(runtime, prompt))
+            return {"input_tokens": len(chat.encoded(runtime, prompt))}
 
-        return JSONResponse({"input_tokens": await self._read(request, anthropic.CountBody, read)})
+        return await self._told(request, anthropic.CountBody, tell)
 
     async def ollama_chat(self, request: Request) -> Response:
         """Answer ollama's `POST /api/chat`."""
@@ -190,31 +179,54 @@ class Service:
         return await self._answer(request, ollama.GenerateRequest)
 
     async def _answer(self, request: Request, kind: type[_Question]) -> Response:
-        runtime, scheduler = self._ready()
         began_s = time.perf_counter()
-        body, wording, choices = await self._read(request, kind, self._choices)
+        question = await self._read(request, kind)
+        is_lines, keep_alive_s = isinstance(question, ollama.Question), None
+        if isinstance(question, ollama.Question):
+            keep_alive_s = question.keep_alive_s
+            if question.is_empty and keep_alive_s == 0 and self.models.unload(question.model):
+                return JSONResponse(question.unloaded())
+        with ExitStack() as held:
+            turn = self.models.ask(question.model, keep_alive_s)
+            held.callback(turn.end)
+            if question.stream and not is_lines and not turn.loaded.done():
+                return AnswerStream(self._late_chunks(request, question, turn, began_s, held := held.pop_all()), held)
+            if (loaded := await self._come(turn, request)) is None:
+                self._tell(request, began_s, 1, (), _GONE, [], _HAS_LEFT)
+                return Response(status_code=_GONE)  # nobody reads it
+            begun = await self._begin(request, question, loaded, began_s, held)
+            if begun.answers is None:
+                return JSONResponse(begun.wording.whole([]))
+            if question.stream:
+                return AnswerStream(self._chunks(begun, begun.answers), held.pop_all(), is_lines=is_lines)
+            deltas = await unless_gone(begun.answers.all_of_them(), request.receive)
+        if deltas is None:
+            begun.tell(_GONE, [], _HAS_LEFT)
+            return Response(status_code=_GONE)
+        begun.tell(200, [delta.ending for delta in deltas], "")
+        return JSONResponse(begun.wording.whole(deltas))
+
+    async def _begin(
+        self, request: Request, question: _Question, loaded: LoadedModel, began_s: float, held: ExitStack
+    ) -> _Begun:
+        """Ask a model for the answers to a question; they are cancelled with what is `held`. Raises `OffloadError`."""
+        loop, waited_s = asyncio.get_running_loop(), time.perf_counter() - began_s
+        read = partial(self._choices, question, loaded, waited_s)
+        body, wording, choices = await loop.run_in_executor(self._reader, read)
         if body is None:
-            return JSONResponse(wording.whole([]))
+            return _Begun(None, wording, partial(self._tell, request, began_s, 1, ()))
         options = body.chat_template_kwargs if isinstance(body, schema.ChatBody) else None
-        unread = runtime.chat_template.unread(options) if options else []
-        tell = partial(self._tell, request, began_s, body.n, unread)
-        answers = Answers(scheduler, choices, self.metrics, self._config.max_seconds)
+        unread = loaded.runtime.chat_template.unread(options) if options else []
+        answers = Answers(loaded.scheduler, choices, self.metrics, self._config.max_seconds, waited_s=waited_s)
+        held.callback(answers.cancel)
         # Judges the prompts again, of which long ones take a while.
         pool = self._compiler if choices[0].params.sampling.has_grammar else self._reader
-        await asyncio.get_running_loop().run_in_executor(pool, answers.submit)
-        if body.stream:
-            return _AnswerStream(self._chunks(answers, wording, tell), answers, is_lines=wording.is_lines)
-        deltas = await unless_gone(answers.all_of_them(), request.receive)
-        if deltas is None:
-            tell(_GONE, [], _HAS_LEFT)
-            return Response(status_code=_GONE)  # nobody reads it
-        endings = [delta.ending for delta in deltas]
-        tell(200, endings)
-        return JSONResponse(wording.whole(deltas))
+        await loop.run_in_executor(pool, answers.submit)
+        return _Begun(answers, wording, partial(self._tell, request, began_s, body.n, unread))
 
     def _tell(
         self, request: Request, began_s: float, num_choices: int, unread: Sequence[str], status: int,
-        endings: Sequence[Ending], message: str = "",
+        endings: Sequence[Ending], message: str,
     ) -> None:  # fmt: skip
         """Log a line about a request that was answered, or why it was not."""
         parts = [f"{request.method} {request.url.path} {status}"]
@@ -229,13 +241,15 @@ class Service:
             parts.append(f"chat_template_kwargs that the template does not read: {', '.join(unread)[:100]}")
         self._log(" · ".join([*parts, f"{time.perf_counter() - began_s:.2f} s"]))
 
-    def _choices(self, question: _Question) -> tuple[schema.AnswerBody | None, Wording, list[Choice]]:
+    def _choices(
+        self, question: _Question, loaded: LoadedModel, waited_s: float
+    ) -> tuple[schema.AnswerBody | None, Wording, list[Choice]]:
         """Return what a request asks for, None for nothing, the words of its answer, and `n` choices a prompt, with the
         noise ids 0, 1, … Raises `OptionError`."""
-        runtime, _ = self._ready()
+        runtime, name = loaded.runtime, loaded.model.names[0]
         body, spelling = question.asked(runtime), TokenSpelling(runtime.tokenizer)
         if body is None:
-            return None, question.wording(Answered(self._models[0], spelling, (), 1, runtime.context_tokens)), []
+            return None, question.wording(Answered(name, spelling, (), 1, runtime.context_tokens, waited_s)), []
         if body.x_sources and not body.stream:
             raise schema.RequestError("x_sources is for streams", "x_sources")
         prompts, most = body.prompts(runtime), runtime.plan.target.batch + self._config.max_waiting
@@ -248,7 +262,7 @@ class Service:
         for prompt in prompts:
             tokens = body.encoded(runtime, prompt)
             room = runtime.context_tokens - len(tokens)
-            params = body.params(self._defaults, room, self._config.max_tokens)
+            params = body.params(loaded.model.defaults, room, self._config.max_tokens)
             if params.max_new_tokens > room:
                 asked, remedy = f" and max_tokens is {params.max_new_tokens}", "shorten one of them"
                 if room < 1:
@@ -263,14 +277,32 @@ class Service:
                 is_alone = echo is not None and body.max_tokens == 0
                 choices.append(Choice(tokens, replace(params, sampling=sampling), parser, echo, is_alone))
         lengths = [len(choice.prompt) for choice in choices[:: body.n]]
-        answered = Answered(self._models[0], spelling, lengths, body.n, runtime.context_tokens)
+        answered = Answered(name, spelling, lengths, body.n, runtime.context_tokens, waited_s)
         return body, question.wording(answered), choices
 
-    async def _chunks(
-        self, answers: Answers, wording: Wording, tell: Callable[[int, Sequence[Ending], str], None]
+    async def _late_chunks(
+        self, request: Request, question: _Question, turn: Turn, began_s: float, held: ExitStack
     ) -> AsyncIterator[dict[str, str] | bytes]:
+        """Yield comments while a turn is waited for, then the events of the answer."""
+        try:
+            async for awaited in self.models.waiting(turn):
+                yield {"comment": awaited}
+            begun = await self._begin(request, question, turn.loaded.result(), began_s, held)
+        except Exception as error:
+            failure = failure_of(error)
+            self.metrics.refused.labels(str(failure.status)).inc()
+            self._tell(request, began_s, 1, (), failure.status, [], failure.message)
+            yield _event(failure.body(request.url.path))
+            if not isinstance(error, errors.OffloadError):
+                raise
+            return
+        assert begun.answers is not None, "what asks for nothing has no server-sent events"
+        async for chunk in self._chunks(begun, begun.answers):
+            yield chunk
+
+    async def _chunks(self, begun: _Begun, answers: Answers) -> AsyncIterator[dict[str, str] | bytes]:
         """Yield the events of a stream; an error is the last one of them."""
-        endings, status, message = dict[int, Ending](), _GONE, _HAS_LEFT
+        endings, status, message, wording = dict[int, Ending](), _GONE, _HAS_LEFT, begun.wording
         encoded = ollama.encoded if wording.is_lines else _event
         try:
             for value in wording.opening():
@@ -293,45 +325,30 @@ class Service:
             if not isinstance(error, errors.OffloadError):
                 raise
         finally:
-            tell(status, [ending for _, ending in sorted(endings.items())] if status == 200 else [], message)
+            begun.tell(status, [ending for _, ending in sorted(endings.items())] if status == 200 else [], message)
 
     # --- what else there is to ask
 
-    async def models(self) -> Response:
+    async def list_models(self) -> Response:
         """Answer `GET /v1/models`."""
-        self._ready()
-        page = {"has_more": False, "first_id": self._models[0], "last_id": self._models[-1]}
-        return JSONResponse({"object": "list", "data": [self._about(name) for name in self._models], **page})
+        return JSONResponse(self.models.page())
 
-    async def model(self, name: str) -> Response:
+    async def one_model(self, name: str) -> Response:
         """Answer `GET /v1/models/NAME`."""
-        self._ready()
-        self._named(name)
-        return JSONResponse(self._about(name))
-
-    def _about(self, name: str) -> dict[str, Any]:
-        runtime, _ = self._ready()
-        about = {"id": name, "object": "model", "created": self._begun_s, "owned_by": "offload-runtime"}
-        begun = datetime.fromtimestamp(self._begun_s, timezone.utc).isoformat()
-        of_anthropic = {"type": "model", "display_name": name, "created_at": begun, "lifecycle": "active"}
-        usual = GenerationParams().changed(**self._defaults)
-        defaults = {one: usual.value(one) for one in schema.SAMPLING}
-        has_template = runtime.tokenizer.chat_template is not None
-        unread = runtime.chat_template.unread(_SWITCHES) if has_template else _SWITCHES
-        of_ours = {"x_defaults": defaults, "x_template_options": [one for one in _SWITCHES if one not in unread]}
-        return {**about, **of_anthropic, "max_model_len": runtime.context_tokens, **of_ours}
+        return JSONResponse(self.models.about(self.models.named(name), name))
 
     async def tags(self) -> Response:
         """Answer ollama's `GET /api/tags`."""
-        runtime, _ = self._ready()
-        return JSONResponse({"models": [ollama.tag(runtime, name, self._begun_s) for name in self._models]})
+        return JSONResponse({"models": self.models.tags()})
+
+    async def running(self) -> Response:
+        """Answer ollama's `GET /api/ps`."""
+        return JSONResponse({"models": self.models.running()})
 
     async def show(self, request: Request) -> Response:
         """Answer ollama's `POST /api/show`."""
-        runtime, _ = self._ready()
-        return JSONResponse(
-            await self._read(request, ollama.ShowRequest, lambda body: ollama.about(runtime, self._begun_s))
-        )
+        body = await self._read(request, ollama.ShowRequest)
+        return JSONResponse(ollama.about(self.models.named(body.model), self.models.begun_s))
 
     async def version(self, request: Request) -> Response:
         """Answer `GET /version`, and ollama's `GET /api/version` with the version whose routes these are."""
@@ -344,29 +361,26 @@ class Service:
 
     async def tokenize(self, request: Request) -> Response:
         """Answer `POST /tokenize` with token ids of a text or of messages."""
-        runtime, _ = self._ready()
 
-        def read(body: schema.TokenizeBody) -> list[int]:
-            return runtime.encode(body.prompt_once(runtime), template_options=body.chat_template_kwargs)
+        def tell(body: schema.TokenizeBody, runtime: Runtime) -> dict[str, Any]:
+            tokens = runtime.encode(body.prompt_once(runtime), template_options=body.chat_template_kwargs)
+            return {"tokens": tokens, "count": len(tokens), "max_model_len": runtime.context_tokens}
 
-        tokens = await self._read(request, schema.TokenizeBody, read)
-        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": runtime.context_tokens})
+        return await self._told(request, schema.TokenizeBody, tell)
 
     async def detokenize(self, request: Request) -> Response:
         """Answer `POST /detokenize` with the text of token ids, control tokens as they are spelled."""
-        runtime, _ = self._ready()
 
-        def read(body: schema.DetokenizeBody) -> str:
+        def tell(body: schema.DetokenizeBody, runtime: Runtime) -> dict[str, Any]:
             tokens = runtime.encode(body.tokens)  # judges them
-            return str(runtime.tokenizer.decode(tokens, skip_special_tokens=False))
+            return {"prompt": str(runtime.tokenizer.decode(tokens, skip_special_tokens=False))}
 
-        return JSONResponse({"prompt": await self._read(request, schema.DetokenizeBody, read)})
+        return await self._told(request, schema.DetokenizeBody, tell)
 
     async def health(self) -> Response:
         """Answer `GET /health` with 200 once requests are answered, 503 before and after."""
-        if self.state == "ready" and self._scheduler is not None and self._scheduler.failure is not None:
-            self.state = "failed"  # by a defect: whoever watches starts another one
-        return JSONResponse({"status": self.state}, 200 if self.state == "ready" else 503)
+        state = self.models.state
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
     async def figures(self) -> Response:
         """Answer `GET /metrics`, for Prometheus."""

@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import cycle
@@ -30,6 +30,8 @@ from offload_runtime.errors import OffloadError
 from offload_runtime.params import GenerationParams
 from offload_runtime.server.app import Server, make_app
 from offload_runtime.server.service import Service
+from offload_runtime.server.turns import OfferedModel
+from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.engine import load
 from tests.test_cli_fakes import make_stats
 
@@ -136,7 +138,7 @@ def speaking(directory: Path, *, context: int = 512, **config: Any) -> Iterator[
     with load(directory, draft="none", context=context) as runtime, Scheduler(runtime) as scheduler:
         scripted, settings = Scripted(other=scheduler), ServerConfig(port=0, **config)
         service = Service(settings)
-        service.begin(runtime, scripted, MODEL)  # type: ignore[arg-type]
+        service.models.begin(runtime, scripted, MODEL)  # type: ignore[arg-type]
         http = uvicorn.Server(uvicorn.Config(make_app(service, settings), port=0, log_config=None, lifespan="off"))
         thread = threading.Thread(target=http.run)
         thread.start()
@@ -150,6 +152,70 @@ def speaking(directory: Path, *, context: int = 512, **config: Any) -> Iterator[
             http.should_exit = True
             thread.join()
             service.close()
+
+
+class Turns:
+    """A server of small models that take turns, in a thread of its own.
+
+    Attributes:
+        lines: Its log.
+        broken: What loading the model of a name fails with.
+        may_load: Unless it is set, loading waits.
+        unloads: Names, as their memory has been given back.
+    """
+
+    def __init__(self, targets: Mapping[str, Path], **config: Any) -> None:
+        self.lines, self.unloads, self.broken = list[str](), list[str](), dict[str, Exception]()
+        self._targets, self.may_load = targets, threading.Event()
+        self.may_load.set()
+        offered = [self._offered(name, path) for name, path in targets.items()]
+        self._server = Server(ServerConfig(**{"port": 0, "grace_s": 0.0, **config}), self.lines.append, models=offered)
+        self.url, self._is_over = self._server.url, threading.Event()
+        self._thread = threading.Thread(target=self._server.serve_in_turns, args=(self._load, self._is_over.is_set))
+        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+        self.openai = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, http_client=self.http)
+
+    def _offered(self, name: str, path: Path) -> OfferedModel:
+        source = open_checkpoint(path)
+        layout = source.layout(source.native_dtype)
+        return OfferedModel.described(
+            (name,), source.tokenizer(), architecture=source.config().architecture, stored_as=layout.stored_as,
+            weight_bytes=layout.total_bytes, defaults={}, context_tokens=512,
+        )  # fmt: skip
+
+    @contextmanager
+    def _load(self, model: OfferedModel) -> Iterator[Runtime]:
+        (name,) = model.names
+        self.may_load.wait()
+        if name in self.broken:
+            raise self.broken[name]
+        with load(self._targets[name], draft="ngram", max_batch=2, context=512) as runtime:
+            yield runtime
+        self.unloads.append(name)
+
+    def __enter__(self) -> "Turns":
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """End it as Ctrl-C does."""
+        self._is_over.set()
+        self._thread.join()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        self.http.close()
+        self._server.close()
+
+    def chat(self, model: str, **fields: Any) -> Any:
+        """Four tokens of a model, by OpenAI's client."""
+        usual = {"messages": [{"role": "user", "content": "the quick brown fox"}], "max_tokens": 4, "temperature": 0}
+        return self.openai.chat.completions.create(**{"model": model, **usual, **fields})
+
+    def figure(self, name: str) -> float:
+        """A figure of /metrics, 0 before there is any."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"offload_runtime_{name}"))
 
 
 def events_of(response: httpx.Response) -> Iterator[Any]:
