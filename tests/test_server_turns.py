@@ -2,10 +2,12 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -226,18 +228,57 @@ def test_what_several_models_cannot_have_is_refused(targets: dict[str, Path], wo
     assert result.exit_code == 2 and message in result.stderr
 
 
+@contextmanager
+def process_of(targets: dict[str, Path]) -> Iterator[tuple[subprocess.Popen[str], Callable[[str], None], httpx.Client]]:
+    """The command as people run it, what waits for a line of its log, and a client of it."""
+    port = free_port()
+    names = [word for name in targets for word in ("--served-model-name", name)]
+    words = [sys.executable, "-m", "offload_runtime", *command(targets, port, *names, "--context", "512")]
+    with (
+        subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60, trust_env=False) as http,
+    ):
+        assert process.stderr is not None
+        lines = process.stderr
+
+        def come_to(beginning: str) -> None:
+            assert any(line.startswith(beginning) for line in lines), f"{beginning} did not come"
+
+        try:
+            yield process, come_to, http
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["ready:", "loading one", "POST ", "unloading one"])
+def test_a_signal_ends_it_whatever_it_is_at(targets: dict[str, Path], line: str) -> None:
+    with process_of(targets) as (process, come_to, http), ThreadPoolExecutor() as pool:
+        if line != "ready:":
+            come_to("ready:")
+            pool.map(lambda name: http.post("/v1/completions", json={"model": name, "prompt": "a"}), ("one", "two"))
+        come_to(line)
+        process.send_signal(signal.SIGTERM)
+        come_to("stopped")
+        assert process.wait(60) == 0
+
+
 @pytest.mark.slow
 def test_many_turns_leave_nothing_behind(targets: dict[str, Path]) -> None:
-    """Memory, threads and files stay what they were, whoever leaves in the middle."""
-    process, held = psutil.Process(), list[tuple[int, int, int]]()
-    with Turns(targets) as turns:
-        for number in range(60):
+    """Memory, threads and files of the process stay what they were, while clients leave in the middle."""
+    with process_of(targets) as (process, come_to, http):
+        come_to("ready:")
+        # Nothing may wait for its log to be read.
+        threading.Thread(target=lambda: [None for _ in process.stderr or ()], daemon=True).start()
+        server, held = psutil.Process(process.pid), list[tuple[int, int, int]]()
+        for _ in range(30):
             for name in targets:
-                assert turns.chat(name, stream=False).choices
-                with turns.http.stream("POST", "/v1/completions", json={**ENDLESS, "model": name}) as response:
+                body = {"model": name, "messages": MESSAGES, "max_tokens": 4}
+                assert http.post("/v1/chat/completions", json=body).status_code == 200
+                with http.stream("POST", "/v1/completions", json={**ENDLESS, "model": name}) as response:
                     next(response.iter_lines())
-            if number >= 20:
-                held.append((process.memory_info().rss, process.num_threads(), process.num_fds()))
-    (first_bytes, threads, files), (last_bytes, *last) = held[0], held[-1]
-    assert last == [threads, files] and last_bytes - first_bytes < 8_000_000
-    assert len(turns.unloads) >= 120
+            running = "offload_runtime_requests_running 0.0"
+            wait_until(lambda: running in http.get("/metrics").text)  # noqa: B023
+            held.append((server.memory_info().rss, server.num_threads(), server.num_fds()))
+        (early_bytes, threads, files), (late_bytes, *late) = held[9], held[-1]
+        assert late == [threads, files] and late_bytes - early_bytes < 4_000_000
