@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.app import app
-from offload_runtime.cli.chat import COMMANDS
+from offload_runtime.cli.chat import COMMANDS, ChatSession
 from offload_runtime.engine import Conversation, GenerationResult, TokenEvent, TokenStream
 from offload_runtime.engine.channels import has_channels
 from offload_runtime.engine.engine import RequestOutput
@@ -19,7 +19,7 @@ from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.weights.sources import describe_model
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.planning import CONFIGS
-from tests.test_cli_fakes import FakeRuntime, app_of, full_host, press_ctrl_c
+from tests.test_cli_fakes import FakeRuntime, app_of, at_a_terminal, full_host, press_ctrl_c
 from tests.test_cli_generate import NOISE, error_lines
 
 
@@ -203,7 +203,7 @@ def test_ctrl_c_before_the_answer_drops_the_message(runtime: FakeRuntime) -> Non
 
 
 def test_an_answer_is_given_anew_with_other_noise(runtime: FakeRuntime) -> None:
-    result = chat(runtime, turns="/regen\none\n/regen\n/regen\ntwo\n/set temperature 0\n/regen\n/undo\n/system\n")
+    result = chat(runtime, turns="/retry\none\n/retry\n/retry\ntwo\n/set temperature 0\n/retry\n/undo\n/system\n")
     assert error_lines(result) == ["error: the conversation has no message yet"]
     asked = [(prompt, params.sampling.temperature, params.sampling.noise_id) for prompt, params in runtime.requests]
     # Noise that no answer had, but for messages, whose answers are those of a conversation without commands.
@@ -258,6 +258,127 @@ def test_a_shell_completes_commands_options_and_values(typed: str, found: str) -
     asked = {"_OFFLOAD_RUNTIME_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     result = CliRunner().invoke(app, [], prog_name="offload-runtime", env=asked)
     assert (result.exit_code, result.stdout.split()) == (0, [found])
+
+
+def contents(session: ChatSession) -> list[str]:
+    return [message["content"] for message in session.conversation.messages]
+
+
+def test_files_come_with_the_next_message(runtime: FakeRuntime, tmp_path: Path) -> None:
+    code, notes, broken = tmp_path / "my code.py", tmp_path / "notes", tmp_path / "broken"
+    code.write_text('"""\n```\nfenced\n```\n"""\n')
+    notes.write_text("on and on")
+    broken.write_bytes(b"d\xe9j\xe0")
+    commands = f"/file {code}\n/file {broken}\n/file {tmp_path}\n/file {notes}\nwhat is this?\nand?\n"
+    result = chat(runtime, turns=f"{commands}/file {notes}\n/file none\n/file\nnothing\n")
+    quoted = f'{code}:\n````\n"""\n```\nfenced\n```\n"""\n````\n\n{notes}:\n```\non and on\n```\n\nwhat is this?'
+    assert said(runtime) == [quoted, "and?", "nothing"]
+    assert f"{notes}, 9 characters, comes with the next message\n" in result.stderr
+    assert result.stderr.count("no file comes with the next message\n") == 2
+    assert ["not UTF-8" in line or "Is a directory" in line for line in error_lines(result)] == [True, True]
+
+
+def test_files_of_a_message_that_was_refused_come_with_the_next_one(runtime: FakeRuntime, tmp_path: Path) -> None:
+    runtime.context_tokens, file = 12, tmp_path / "file"
+    file.write_text("a few words")
+    long = "far too many words " * 3
+    result = chat(runtime, turns=f"/file {file}\n{long}\nwhat?\n")
+    assert said(runtime) == [f"{file}:\n```\na few words\n```\n\nwhat?"]
+    assert "comes with the next message: /file none takes it back" in result.stderr
+
+
+def test_a_message_is_changed_and_answered_in_its_place(runtime: FakeRuntime) -> None:
+    result = chat(runtime, turns="/edit two\none\n/edit\n/edit two\n/undo\n")
+    assert said(runtime) == ["one", "two"]
+    first, second = error_lines(result)
+    assert "no message yet" in first and "/edit TEXT" in second
+    assert "dropped your last message and its answer: two\n" in result.stderr
+    session, _ = at_a_terminal(runtime)
+    session.take("a line\nand another")
+    session.take("/edit")
+    assert session.begun == "/edit a line\nand another"  # what the next line begins with
+
+
+@pytest.mark.parametrize(("choice", "kept"), [([""], 3), (["2"], 2), (["9", "two", "1"], 1), (["0"], 0)])
+def test_of_several_answers_one_is_chosen(
+    runtime: FakeRuntime, choice: list[str], kept: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session, asked = at_a_terminal(runtime, *choice)
+    session.path = tmp_path / "chat"
+    for number, line in enumerate(["one", "/retry", "/retry"]):
+        runtime.pieces = ("answer ", str(number))
+        session.take(line)
+    answers, stream = ["answer 2", "first", "second", "third"], runtime.stream
+    told = iter(answers[1:])
+
+    def answer(*given: Any, **options: Any) -> Any:
+        runtime.pieces = (next(told),)
+        return stream(*given, **options)
+
+    runtime.stream = answer  # type: ignore[method-assign]
+    assert session.take("/retry 3")
+    assert contents(session) == ["one", answers[kept]] and len(asked) == len(choice)
+    assert [one["content"] for one in json.loads(session.path.read_text())["messages"]] == contents(session)
+    assert "answer 3 of 3:" in capsys.readouterr().err
+
+
+def test_several_answers_through_a_pipe(runtime: FakeRuntime) -> None:
+    result = chat(runtime, turns="one\n/retry 2\n/retry 0\n/retry many\n/set temperature 0\n/retry 2\n")
+    assert [params.sampling.noise_id for _, params in runtime.requests] == [0, 1, 2]
+    assert [("1 to 99" in line, "all answers are the same" in line) for line in error_lines(result)] == [
+        (True, False), (True, False), (False, True)
+    ]  # fmt: skip
+
+
+def test_the_last_messages_are_shown_after_loading(runtime: FakeRuntime, tmp_path: Path) -> None:
+    path = tmp_path / "chat"
+    chat(runtime, "--session", str(path), turns="one\n//two\nthree\n")
+    said = chat(runtime, turns=f"/load {path}\n").stderr
+    assert "  … 2 earlier messages\n  you: /two\n  model: Hello\n  you: three\n  model: Hello\n" in said
+
+
+def test_whoever_leaves_is_asked_where_to_save(runtime: FakeRuntime, tmp_path: Path) -> None:
+    session, asked = at_a_terminal(runtime, f"{tmp_path}/no/where", str(tmp_path / "chat"), "")
+    session.offer_to_save()
+    assert not asked  # there is nothing
+    session.take("one")
+    session.offer_to_save()
+    assert len(asked) == 2 and json.loads((tmp_path / "chat").read_text())["messages"][0]["content"] == "one"
+    session.offer_to_save()
+    assert len(asked) == 2  # it has been
+    session.take("two")
+    session.offer_to_save()
+    assert len(asked) == 3 and len(json.loads((tmp_path / "chat").read_text())["messages"]) == 2
+    session.take(f"/load {tmp_path / 'chat'}")
+    session.offer_to_save()
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize("exit_code", [0, 1])
+def test_an_answer_is_copied_without_its_thoughts(
+    runtime: FakeRuntime, tmp_path: Path, exit_code: int, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """By a program, and without one by asking the terminal."""
+    program, copied = tmp_path / "xclip", tmp_path / "copied"
+    program.write_text(f"#!/bin/sh\n/bin/cat > {copied}\nexit {exit_code}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("DISPLAY", ":0")
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    runtime.pieces = ("<think>\nHm.\n</think>\n\nHel", "lo")
+    session, _ = at_a_terminal(runtime)
+    session.take("/copy")
+    session.take("one")
+    session.take("/copy")
+    assert copied.read_text() == "Hello"
+    shown = capsys.readouterr().err
+    assert "there is no answer yet" in shown
+    assert ("did not take the text (exit code 1)" if exit_code else "copied 5 characters with xclip") in shown
+    monkeypatch.delenv("DISPLAY")
+    session.take("/copy")
+    assert "\x1b]52;c;SGVsbG8=\x07" in capsys.readouterr().err
+    assert "/copy is for a terminal" in error_lines(chat(runtime, turns="one\n/copy\n"))[0]
 
 
 OF_GPT_OSS = (

@@ -6,12 +6,13 @@ import copy
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,13 +20,14 @@ import typer
 
 from offload_runtime import engine
 from offload_runtime.cli.app import app
-from offload_runtime.cli.options import with_options
+from offload_runtime.cli.chat import ChatSession
+from offload_runtime.cli.options import ChatOptions, with_options
 from offload_runtime.config import RuntimeConfig
-from offload_runtime.engine import GenerationResult, GenerationStats
+from offload_runtime.engine import GenerationResult, GenerationStats, TokenEvent
 from offload_runtime.engine.sessions import read_conversation
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.files import write_atomically
-from offload_runtime.params import GenerationParams
+from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.speculation.step import Acceptance
 
 
@@ -86,7 +88,7 @@ class FakeStream:
     """
 
     pieces: Sequence[str]
-    tokens: list[int]
+    token_ids: list[int]
     held_back: str
     before_piece: Callable[[int], None]
     on_prefill: Callable[[int, int], None]
@@ -95,12 +97,13 @@ class FakeStream:
     stats: GenerationStats
     result: GenerationResult | None = None
     given: list[str] = field(default_factory=list)
+    prompt: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         self._iterator = self._run()
 
-    def __iter__(self) -> Iterator[str]:
-        return self._iterator
+    def tokens(self) -> Iterator[TokenEvent]:
+        return (TokenEvent(-1, piece, "target") for piece in self._iterator)
 
     def _run(self) -> Iterator[str]:
         self.before_piece(0)
@@ -119,7 +122,7 @@ class FakeStream:
 
     def _finish(self, reason: str, rest: str) -> None:
         text = "".join(self.given) + rest
-        self.result = GenerationResult(self.tokens, text, reason, self.stats)
+        self.result = GenerationResult(self.token_ids, text, reason, self.stats)
         self.settle(text)
 
 
@@ -135,11 +138,13 @@ class FakeRuntime:
         self.dtype = torch.float32
         self.load_report = "loaded 1.0 GB in 1.0 s (1.0 GB/s)"
         self.placement = "1 of 2 layers resident"
+        self.tokenizer: Any = SimpleNamespace(added_tokens_decoder={})
         self.config = SimpleNamespace(kv_bytes_per_token=lambda element_bytes: 1000 * element_bytes)
         self.stats = make_stats()
         self.context_tokens = 100
         self.sampling_defaults: dict[str, float] = {}  # of the model's makers
         self.pieces: Sequence[str] = ("Hel", "lo")
+        self.prompt: Sequence[int] = ()
         self.plain_tokens = [1, 2, 3]
         self.speculative_tokens = [1, 2, 3]
         self.held_back = ""
@@ -172,7 +177,15 @@ class FakeRuntime:
             raise self.answer_error
         tokens = self.speculative_tokens if speculate else self.plain_tokens
         return FakeStream(
-            self.pieces, tokens, self.held_back, self.before_piece, on_prefill, settle, self.finish_reason, self.stats
+            self.pieces,
+            tokens,
+            self.held_back,
+            self.before_piece,
+            on_prefill,
+            settle,
+            self.finish_reason,
+            self.stats,
+            prompt=self.prompt,
         )
 
     def generate_batch(
@@ -234,12 +247,22 @@ class FakeConversation:
         if not any(message["role"] == "user" for message in self.messages):
             raise OptionError("the conversation has no message yet")
         self.num_regenerated += 1
-        before, text = self.messages[:-2], self.messages[-2]["content"]
+        return self.edit(self.messages[-2]["content"], params=params, **options)
+
+    def edit(self, text: str, **options: Any) -> FakeStream:
+        before = self.messages[:-2]
 
         def settle(answer: str) -> None:
             self.messages = [*before, {"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
-        return self._runtime.stream(text, settle=settle, params=params, **options)
+        return self._runtime.stream(text, settle=settle, **options)
+
+    @property
+    def state(self) -> list[dict[str, str]]:
+        return [*self.messages]
+
+    def go_back(self, state: list[dict[str, str]]) -> None:
+        self.messages = state
 
     def undo(self) -> str:
         *self.messages, question, _ = self.messages
@@ -258,3 +281,18 @@ class FakeConversation:
     def load(self, path: Path) -> int:
         self.messages = read_conversation(path)["messages"]
         return self.num_tokens
+
+
+def at_a_terminal(runtime: FakeRuntime, *answers: str) -> tuple[ChatSession, list[str]]:
+    """A session with somebody who answers its questions, and the questions."""
+    asked, given = list[str](), iter(answers)
+    options = ChatOptions(config=RuntimeConfig("some/model"), params=GenerationParams(sampling=SamplingParams(0.7)))
+    conversation: Any = FakeConversation(runtime, None)
+    session = ChatSession(cast(Any, runtime), conversation, options, sys.stdout)
+
+    def ask(question: str) -> str:
+        asked.append(question)
+        return next(given)
+
+    session.ask = ask
+    return session, asked

@@ -20,7 +20,9 @@ from typer.testing import CliRunner
 from offload_runtime.cli.app import app
 from offload_runtime.cli.terminal import MarkdownWriter, answer_writer
 from offload_runtime.engine import Runtime
+from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.traces import rows_of
+from tests.test_cli_fakes import FakeRuntime, at_a_terminal
 
 fcntl = pytest.importorskip("fcntl", reason="signals and pseudo-terminals as POSIX has them")
 pty = pytest.importorskip("pty")
@@ -184,7 +186,11 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_conversation(terminal: Terminal, 
     terminal.expect("stopped · ")
     terminal.expect("> ")
     terminal.type("\x03")
+    terminal.expect("2 messages in no file: a name saves them, Enter leaves without:")
+    terminal.type(f"{saved}\r")
+    terminal.expect("saved 2 messages")
     assert terminal.process.wait(timeout=30) == 0
+    assert json.loads(saved.read_text())["messages"][0]["content"] == "again"
     history = (tmp_path / "offload-runtime" / "chat_history").read_text()
     assert "+the quick\n+brown fox\n" in history and "half a line" not in history
 
@@ -252,6 +258,50 @@ def test_the_newest_words_are_seen_at_once() -> None:
     writer.close()
 
 
+def test_what_is_thought_passes_by_and_leaves_a_line() -> None:
+    output, screen = io.StringIO(), Screen()
+    writer = MarkdownWriter(Console(file=output, force_terminal=True, width=WIDTH, height=HEIGHT, _environ={}))
+    for piece in ("Well, what ", "was it?\x1b[2J\nThe newest", " line"):
+        writer.think(piece)
+    screen.feed(output.getvalue())
+    assert screen.text == "The newest line"
+    for piece in ("It was\n", "\nthis.\n\n"):
+        writer.write(piece)
+    writer.think("Or not?")
+    writer.close()
+    screen = Screen()
+    screen.feed(output.getvalue())
+    assert screen.text == "thought 7 words: /thoughts shows them\nIt was\nthis.\nthought 2 words: /thoughts shows them"
+
+
+@pytest.mark.parametrize("template_opens", [False, True])
+def test_a_chat_folds_what_is_thought(
+    template_opens: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the beginning of an answer has of a mark may stand at the end of the prompt."""
+    runtime = FakeRuntime()
+    runtime.tokenizer = byte_level_tokenizer()
+    runtime.prompt = runtime.tokenizer.encode("<think>\n") if template_opens else []
+    runtime.pieces = ["" if template_opens else "<think>\n", "Hm, 2", " + 2.</thi", "nk>\n\n", "Four", "."]
+    session, _ = at_a_terminal(runtime)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    master, slave = pty.openpty()
+    with os.fdopen(slave, "w") as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        session.take("one")
+        stdout.flush()
+        shown = os.read(master, 100_000).decode()
+    os.close(master)
+    screen = Screen()
+    screen.feed(shown.replace("\r", ""))
+    assert [line for line in screen.text.splitlines() if "quiet" not in line] == [
+        "thought 4 words: /thoughts shows them", "Four."
+    ]  # fmt: skip
+    session.take("/thoughts")
+    assert "Hm, 2 + 2.\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb"), ("TERM", "xterm")])
 def test_where_it_is_left_as_it_is(variable: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NO_COLOR", "TERM"):
@@ -260,7 +310,7 @@ def test_where_it_is_left_as_it_is(variable: str, value: str, monkeypatch: pytes
     master, slave = pty.openpty()
     with os.fdopen(slave, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        with answer_writer() as show:
+        with answer_writer() as (show, _):
             show("*a*\n")
         stdout.flush()
         shown = os.read(master, 10_000).decode()

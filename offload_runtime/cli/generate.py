@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime, TokenStream
     from offload_runtime.engine.request import Prompt, PromptRoom
     from offload_runtime.plan.sizes import RunPlan
+    from offload_runtime.server.parsers import AnswerParser
 
     CheckPrompts = Callable[[PromptRoom], object]
     OnPrefill = Callable[[int, int], None]
@@ -178,12 +179,36 @@ def _stoppable(options: LoadOptions) -> Iterator[tuple[threading.Event, terminal
         yield stop, bars, on_prefill
 
 
+@dataclass(frozen=True)
+class FoldedAnswer:
+    """Takes an answer apart as it comes: what the model thinks aloud goes to `think`, what it says to `show`."""
+
+    parser: AnswerParser
+    show: Callable[[str], None]
+    think: Callable[[str], None]
+
+    def push(self, text: str, token: int | None = None) -> None:
+        """Take the text that a token has added."""
+        self._tell(*self.parser.push(text, token))
+
+    def finish(self, rest: str) -> None:
+        """Take the last text of an answer that has ended."""
+        self.push(rest)
+        self._tell(*self.parser.finish())
+
+    def _tell(self, thought: str, said: str, _: Sequence[object]) -> None:
+        if thought:
+            self.think(thought)
+        if said:
+            self.show(said)
+
+
 def stream_answer(
     start: Callable[..., TokenStream], prompt: Prompt, options: AnswerOptions | DemoOptions, *,
-    show: Callable[[str], None] | None,
+    show: Callable[[str], None] | None, fold: Callable[[TokenStream], FoldedAnswer] | None = None,
 ) -> GenerationResult:  # fmt: skip
     """Run one answer to its end or to Ctrl-C; each piece of text is shown as it comes, if at all, and a line's end
-    after the last one.
+    after the last one. What is made by `fold` shows it in place of `show` but for that.
 
     `start` is `Runtime.stream` or `Conversation.say`. Returns the result; its finish reason is `interrupted` when
     Ctrl-C ended it. Before the first piece of text Ctrl-C raises KeyboardInterrupt instead and, as with every other
@@ -199,11 +224,15 @@ def stream_answer(
     try:
         with _stoppable(options) as (stop, bars, on_prefill):
             stream = start(prompt, params=options.params, on_prefill=on_prefill)
+            folded = None if fold is None else fold(stream)
             try:
-                for piece in stream:
+                for event in stream.tokens():
                     bars.close()
-                    show(piece)
-                    shown_characters += len(piece)
+                    if folded is not None:
+                        folded.push(event.text, event.token)
+                    elif event.text:
+                        show(event.text)
+                    shown_characters += len(event.text)
                     if stop.is_set():
                         break
             except (KeyboardInterrupt, BudgetError) as error:
@@ -212,7 +241,11 @@ def stream_answer(
                 failure = error if isinstance(error, BudgetError) else None
             stream.close()
             # What was held back, as the possible beginning of a stop text, or came with the last piece is part of it.
-            show(stream.result.text[shown_characters:])
+            rest = stream.result.text[shown_characters:]
+            if folded is not None:
+                folded.finish(rest)
+            else:
+                show(rest)
     finally:
         # Whatever is printed next, be it an error, must not continue the answer's last line.
         if shown_characters:

@@ -9,9 +9,12 @@ The standard streams are guarded (`standard_streams`): what they refuse ends a c
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -133,9 +136,9 @@ def one_line(text: str) -> str:
     return drop_controls(" ".join(text.splitlines())).rstrip()
 
 
-def shortened(text: str) -> str:
+def shortened(text: str, most: int = _MOST_SHOWN) -> str:
     """Return the beginning of a text that is longer than a line has room for."""
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 def drop_controls(text: str) -> str:
@@ -183,16 +186,16 @@ def signal_handler(handler: Callable[[int, FrameType | None], None], *numbers: i
 
 
 @contextmanager
-def answer_writer() -> Iterator[Callable[[str], None]]:
+def answer_writer() -> Iterator[tuple[Callable[[str], None], Callable[[str], None] | None]]:
     """Yield what shows an answer's text on stdout, piece by piece: as markdown on a terminal that shows more than plain
-    text and without NO_COLOR, else as it is."""
+    text and without NO_COLOR, else as it is; and of markdown what shows that something is thought."""
     screen = console(sys.stdout)
     if not sys.stdout.isatty() or screen.no_color or screen.is_dumb_terminal:
-        yield write_text
+        yield write_text, None
         return
     writer = MarkdownWriter(screen)
     try:
-        yield writer.write
+        yield writer.write, writer.think
     finally:
         writer.close()
 
@@ -210,10 +213,12 @@ class MarkdownWriter:
             console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
         self._pending, self._has_printed = "", False  # of the newest block, and whether there was one before
+        self._thought = ""  # behind the last block
 
     def write(self, piece: str) -> None:
         """Show a piece of the text."""
         piece = drop_controls(piece)
+        self._fold()
         self._pending += piece
         end = _start_of_last_block(self._pending) if "\n" in piece else 0  # the next pass waits for this
         block, self._pending = self._pending[:end], self._pending[end:]
@@ -224,10 +229,31 @@ class MarkdownWriter:
         self._print(block)
         self._live.refresh()
 
+    def think(self, piece: str) -> None:
+        """Show the newest line of what is thought, as long as that goes on."""
+        if self._pending.strip():  # something was said before
+            self._live.update("")
+            self._print(self._pending)
+            self._pending = ""
+        self._thought += drop_controls(piece)
+        self._live.start()
+        lines = Text(self._thought.strip()[-1000:], style="dim italic").wrap(self._console, self._console.size.width)
+        self._live.update(Group(*lines[-1:]))
+        self._live.refresh()
+
+    def _fold(self) -> None:
+        """Leave a line of what was thought."""
+        if self._thought.strip():
+            self._live.update("")
+            words = len(self._thought.split())
+            self._console.print(f"thought {words} word{'s' * (words != 1)}: /thoughts shows them", style="dim italic")
+        self._thought = ""
+
     def close(self) -> None:
         """End the text."""
         self._live.update("")
         self._live.stop()
+        self._fold()
         self._print(self._pending)
 
     def _print(self, block: str) -> None:
@@ -355,8 +381,46 @@ def silent_keyboard() -> Iterator[None]:
         termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
 
 
-def line_editor(commands: Sequence[str], file_commands: Sequence[str]) -> Callable[[], str]:
-    """Build an editor of lines with a history, and return a function that reads what was typed until Enter.
+def ask(question: str) -> str:
+    """Put a question to the user and return one line; nothing for Ctrl-C and Ctrl-D."""
+    from prompt_toolkit import prompt
+    from prompt_toolkit.completion import PathCompleter
+    from prompt_toolkit.output import create_output
+
+    completer = PathCompleter(expanduser=True)
+    try:
+        output = create_output(always_prefer_tty=True)
+        return prompt(question, completer=completer, complete_while_typing=False, output=output).strip()
+    except (EOFError, KeyboardInterrupt):
+        return ""
+
+
+# Programs that put a text on the clipboard, with the variable of the environment without which they cannot.
+_CLIPBOARDS = (
+    (["wl-copy"], "WAYLAND_DISPLAY"), (["xclip", "-selection", "clipboard"], "DISPLAY"),
+    (["xsel", "--input", "--clipboard"], "DISPLAY"), (["pbcopy"], None), (["clip.exe"], None),
+)  # fmt: skip
+
+
+def copy(text: str) -> str:
+    """Put a text on the clipboard, and say how: by a program that is there for it, else by asking the terminal, from
+    which there is no answer. Raises `StorageError` where a program refuses."""
+    for words, variable in _CLIPBOARDS:
+        if (variable is None or os.environ.get(variable)) and shutil.which(words[0]):
+            quiet = subprocess.DEVNULL  # xclip stays behind and would keep a pipe open
+            done = subprocess.run(words, input=text.encode(), stdout=quiet, stderr=quiet, check=False)
+            if done.returncode:
+                remedy = "select the text with the mouse, or unset the variable that says where the display is"
+                raise StorageError(f"{words[0]} did not take the text (exit code {done.returncode}): {remedy}")
+            return f"with {words[0]}"
+    screen = sys.stdout if sys.stdout.isatty() else sys.stderr
+    print(f"\x1b]52;c;{base64.b64encode(text.encode()).decode()}\x07", end="", file=screen, flush=True)
+    return "by way of the terminal (OSC 52), if it allows that; xclip or wl-copy would do it anywhere"
+
+
+def line_editor(commands: Sequence[str], file_commands: Sequence[str]) -> Callable[[str], str]:
+    """Build an editor of lines with a history, and return a function that reads what was typed until Enter, in a line
+    that begins with a text.
 
     It completes `commands` at the beginning of a line, and paths behind `file_commands`. The function raises EOFError
     for Ctrl-D and KeyboardInterrupt for Ctrl-C, both at an empty prompt only.
@@ -379,7 +443,7 @@ def line_editor(commands: Sequence[str], file_commands: Sequence[str]) -> Callab
         output=create_output(always_prefer_tty=True),  # with stdout sent to a file the prompt still belongs there
         reserve_space_for_menu=4,
     )
-    return editor.prompt
+    return lambda begun: str(editor.prompt(default=begun))
 
 
 def open_history() -> History:

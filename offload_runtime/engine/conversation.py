@@ -114,6 +114,14 @@ class _Turn(NamedTuple):
     reply: TokenStream
 
 
+class ConversationState(NamedTuple):
+    """Messages, the text and the tokens that the model has seen of them, and the same of earlier messages."""
+
+    messages: list[dict[str, str]]
+    seen: _Seen
+    earlier: dict[int, _Seen]
+
+
 class Answering(Protocol):
     """Answers prompts, and keeps what caches hold of them; see `Runtime`, whose methods these are."""
 
@@ -196,6 +204,31 @@ class Conversation:
         reply = self._reply(before, seen, text, params, speculate=speculate, on_prefill=on_prefill)
         self.num_regenerated += 1
         return reply
+
+    def edit(
+        self, text: str, *, params: GenerationParams | None = None, speculate: bool = True,
+        on_prefill: OnLayer | None = None, **options: Any,
+    ) -> TokenStream:  # fmt: skip
+        """Answer another text in place of the last message. Options and errors as of `say`; until the answer ends the
+        conversation is as before.
+
+        Raises:
+            OptionError: There is no message.
+        """
+        asked = params_once(options, params, max_new_tokens=1024)
+        before, seen, _ = self._before_last()
+        return self._reply(before, seen, text, asked, speculate=speculate, on_prefill=on_prefill)
+
+    @property
+    def state(self) -> ConversationState:
+        """Return where the conversation is, for `go_back`."""
+        self._take_answer()
+        return ConversationState(self._messages, self._seen, dict(self._earlier))
+
+    def go_back(self, state: ConversationState) -> None:
+        """Be where the conversation was once; what the caches have lost of that since is read again."""
+        self._begin_with(state.messages, *state.seen)
+        self._earlier = dict(state.earlier)
 
     def undo(self) -> str:
         """Drop the last message and its answer; what came before is not read again. Returns the message.
