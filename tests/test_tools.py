@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TARGET = "long_target"
 TOOLS = (
     "bench_copy", "bench_drafters", "bench_experts", "bench_hosts", "bench_hybrids", "bench_kernels",
-    "bench_long_context", "bench_serving", "bench_streaming", "check_exactness", "check_identity", "compare", "sweep",
-    "timeline", "train_head", "widen_model",
+    "bench_long_context", "bench_models", "bench_serving", "bench_streaming", "check_exactness", "check_identity",
+    "compare", "sweep", "timeline", "train_head", "widen_model",
 )  # fmt: skip
 ON_CPU = ("--device", "cpu", "--dtype", "fp32")
 TINY = ("--shape", "tiny", *ON_CPU, "--repeats", "1", "--prompt-tokens", "12", "--new-tokens", "6")
@@ -86,6 +86,7 @@ def test_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         ("bench_kernels", ["softmax"], "invalid choice: 'softmax'"),
         ("bench_kernels", ["experts_cpu", "--only", "Q9_K"], "--only 'Q9_K' is in the name of none of MXFP4, Q4_K"),
         ("bench_long_context", ["--source", "no-model", "--text", "no-text", "--device", "cpu"], "no-model"),
+        ("bench_models", ["--models", "tiny", "--device", "cpu"], "--models are two or more different ones"),
         ("bench_serving", ["--shape", "tiny", "--device", "cpu", "--disconnects", "2"], "a share from 0 to 1"),
         ("bench_streaming", ["--systems", "theirs"], "unknown system 'theirs'"),
         ("check_identity", ["--against", "no-file.json"], "no-file.json cannot be read"),
@@ -191,6 +192,15 @@ def test_a_load_is_held(target: Path, text: Path, capsys: pytest.CaptureFixture[
     found = printed(capsys)
     assert code == 0 and [row["at_once"] for row in found["rows"]] == [1, 2]
     assert all(row["differing"] == 0 < row["finished"] and row["errors"] == [] for row in found["rows"])
+
+
+@pytest.mark.slow
+def test_models_take_turns(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--minutes", 0.1, "--prompt-tokens", 8, "--new-tokens", 4, "--context", 64, "--clients", 3)
+    call("bench_models", "--models", target, "tiny", "tiny@q8_0", *ON_CPU, *sizes)  # memory is judged elsewhere
+    found = printed(capsys)
+    assert {note["model"] for note in found["turns"]} == {target.name, "tiny", "tiny@q8_0"} and not found["errors"]
+    assert found["asked_again"] > 0 == found["unlike_first"] and found["left"] and found["growth"]["files"] <= 2
 
 
 @pytest.mark.slow

@@ -67,12 +67,13 @@ class OfferedModel:
         defaults: Mapping[str, float], context_tokens: int,
     ) -> OfferedModel:  # fmt: skip
         """Return it of what is known of a model by its files."""
-        template = None if tokenizer.chat_template is None else ChatTemplate(tokenizer)
+        template = None if getattr(tokenizer, "chat_template", None) is None else ChatTemplate(tokenizer)
         unread = _SWITCHES if template is None else template.unread(_SWITCHES)
         return cls(
             tuple(names), architecture, stored_as, weight_bytes, context_tokens,
             {"temperature": 1.0, **defaults}, "" if template is None else template.source,
-            tuple(one for one in _SWITCHES if one not in unread), writes_calls(tokenizer),
+            tuple(one for one in _SWITCHES if one not in unread),
+            template is not None and writes_calls(tokenizer),
         )  # fmt: skip
 
     @classmethod

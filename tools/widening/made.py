@@ -66,6 +66,10 @@ class Wordless:
 
     get_added_vocab = get_vocab
 
+    def convert_ids_to_tokens(self, token: int) -> str:
+        """A name for a token, where its log-probability is told."""
+        return f"<{token}>"
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """No text."""
         return ""
