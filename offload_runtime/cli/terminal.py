@@ -383,14 +383,16 @@ def silent_keyboard() -> Iterator[None]:
 
 def ask(question: str) -> str:
     """Put a question to the user and return one line; nothing for Ctrl-C and Ctrl-D."""
-    from prompt_toolkit import prompt
+    from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import PathCompleter
     from prompt_toolkit.output import create_output
 
-    completer = PathCompleter(expanduser=True)
+    asking: Any = PromptSession(
+        completer=PathCompleter(expanduser=True), complete_while_typing=False,
+        output=create_output(always_prefer_tty=True),
+    )  # fmt: skip
     try:
-        output = create_output(always_prefer_tty=True)
-        return prompt(question, completer=completer, complete_while_typing=False, output=output).strip()
+        return str(asking.prompt(question)).strip()
     except (EOFError, KeyboardInterrupt):
         return ""
 
