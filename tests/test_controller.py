@@ -80,3 +80,25 @@ def test_a_text_that_becomes_easy_is_drafted_soon() -> None:
     for seed in range(8):
         answer(controller, limits, right=0.0, longer=1.0, seed=seed)
     assert answer(controller, limits, right=0.95, longer=1.0, seed=8) > 1.5
+
+
+def test_looking_back_costs_nothing_where_nothing_matches_and_tells_where_something_does() -> None:
+    """n-grams are held against what a plain step says, beside passes that were launched ahead."""
+    controller = Controller(("unigram", "copy"))
+    controller.begin(PARAMS)
+    waits, windows, launched = 0, list[str](), False
+    for tokens in range(400):
+        at, copies = {"context_tokens": 100 + tokens}, tokens >= 200
+        limits = {"copy": 48, "unigram": 48} if copies else {"unigram": 48}
+        choice = controller.choose(PARAMS, {} if launched else limits, launched=launched, **at)
+        if choice == PLAIN:
+            controller.overlooked(PARAMS, "copy" if copies else "unigram", [copies])
+        else:
+            windows.append(choice.mode)
+        waits += not launched and tokens < 200
+        accepted = choice.size if copies else 0
+        controller.observe(
+            PARAMS, choice, [range(accepted)], tokens=accepted + 1, seconds=1.0 + 0.2 * (not launched), **at
+        )
+        launched = choice == PLAIN and controller.rests(PARAMS)
+    assert waits + windows.count("unigram") < 8 and windows.count("copy") > 190

@@ -224,6 +224,13 @@ class WindowChooser:
         if not whole and choice.mode == "chain":  # what was cut tells about smaller windows
             seen = [result for _, result, _ in able if _drafted(result)]
             size = min((size_within(_drafted(result)) for result in seen), default=size)
+        if choice == PLAIN:
+            overlooked: dict[str, list[bool]] = {}
+            for request, result, _ in able:
+                if (guess := self._drafter.first_guess(request.slot, request.sequence)) is not None:
+                    overlooked.setdefault(guess[0], []).append(guess[1] == result.tokens[0])
+            for mode, hits in overlooked.items():
+                self._controller.overlooked(open_[0].params.sampling, mode, hits)
         # With other windows in the same pass a step takes another time.
         timed = bool(whole) and len(open_) == len(step.requests)
         self._controller.observe(

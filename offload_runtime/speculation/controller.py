@@ -10,8 +10,8 @@ lost, one to proposals that are not worth it, by the length of the text, one to 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 
@@ -51,10 +51,10 @@ _MARGIN = 0.02
 # 10 % more than the figures of a machine say, 37 of the first 128 steps grew one of which nothing was accepted, since
 # plain steps were thought to be as slow (simulated: the worst of 240 answers was 0.964 x plain, and is 0.988).
 _CLEAR = 1.5
-# Plain steps behind one that was found to be best before the same modes are looked at again: that takes 0.1 ms, in
-# which the device is idle. More of them, where it is found so each time, if their passes are launched ahead: where the
-# host had to decide in between a 13B took 8.9 ms a token with a head that did not help, and plainly 7.1 (H200).
-_REST, _MOST_REST = 3, 24
+# Plain steps behind one that was found to be best before the same modes are looked at again: where that is beside a
+# pass that was launched ahead the device is not idle. Where the host had to decide in between a 13B took 8.9 ms a token
+# with a head that did not help, and plainly 7.1 (H200).
+_REST = 3
 # Tokens a step that proposals have brought in about so many, where they do well enough for each to be asked about.
 _LITTLE_GAIN, _GAIN_MEMORY = 0.1, 16
 # Contexts shorter than this take a pass equally long; beyond, every doubling is timed anew.
@@ -268,23 +268,21 @@ class _Standing:
 
 @dataclass
 class _Rest:
-    """Says of which modes plain decoding was last found to be best, by which times, and for how many of `length` steps
-    that is not asked again; and whether passes of the last ones were launched ahead."""
+    """Says of which modes plain decoding was last found to be best, by which times, and for how many steps that is not
+    asked again; and whether the pass of the last one was launched ahead."""
 
     latency: LatencyModel | None = None
-    modes: Set[str] = frozenset()
+    limits: Mapping[str, int] = field(default_factory=dict)
     left: int = 0
-    length: int = 0
     launched: bool = False
 
-    def begin(self, latency: LatencyModel, modes: Collection[str]) -> None:
-        """Rest; for longer than the last time, where that was of any use."""
-        self.latency, self.modes = latency, frozenset(modes)
-        self.length = self.left = min(2 * self.length, _MOST_REST) if self.launched and self.length else _REST
+    def begin(self, latency: LatencyModel, limits: Mapping[str, int]) -> None:
+        """Rest."""
+        self.latency, self.limits, self.left = latency, limits, _REST
 
     def end(self) -> None:
-        """Note that something was better than plain decoding."""
-        self.left = self.length = 0
+        """Note that something may be better than plain decoding."""
+        self.latency, self.left = None, 0
 
 
 class _Account:
@@ -296,6 +294,7 @@ class _Account:
         self._newest = _FIRST_LOSS
         self.probing = _FIRST_PROBING  # against the best
         self.rest = _Rest()
+        self.overlooked: set[str] = set()  # modes that steps tell about which propose nothing, so that no other need
         self.gain = 0.0  # tokens more than plain steps would have brought in the time, a step of late
 
     def credit(self, latency: LatencyModel) -> float:
@@ -340,7 +339,7 @@ class Controller:
     def begin(self, sampling: SamplingParams) -> None:
         """Begin a text: none of those before it says whether it copies itself."""
         account = self._account(sampling)
-        account.rest.left = 0
+        account.rest.end()
         account.begin()
         for model in account.models.values():
             model.forget(_KNOWN_STEPS)
@@ -363,9 +362,11 @@ class Controller:
         account = self._account(sampling)
         latency = self._latency(num_sequences, context_tokens)
         rest = account.rest
-        same = rest.latency is latency and limits.keys() <= rest.modes and latency.suspect is None
-        if launched or (rest.left and same):
-            rest.left, rest.launched = max(0, rest.left - 1), launched
+        rest.launched = launched
+        if rest.latency is not latency or latency.suspect is not None or not limits.keys() <= rest.limits.keys():
+            rest.end()
+        if launched or rest.left:
+            rest.left = max(0, rest.left - 1)
             return PLAIN
         if not latency.knows_plain:
             return PLAIN
@@ -374,12 +375,24 @@ class Controller:
         if COPY in limits and not account.models[COPY].steps:  # however long windows took in other texts
             first = self._best_of(COPY, limits[COPY], account, latency).choice
             return first if first.size else DraftBudget(COPY, 1)
+        choice, loss = self._best(limits, account, latency)
+        if choice == PLAIN:
+            rest.begin(latency, limits)
+        else:
+            rest.end()
+            account.probing -= loss
+        return choice
+
+    def _best(
+        self, limits: Mapping[str, int], account: _Account, latency: LatencyModel
+    ) -> tuple[DraftBudget, float]:  # fmt: skip
+        """Return what had better be proposed by modes of these largest windows, and the plain steps that it may lose
+        against what looks best."""
         windows = [self._best_of(mode, largest, account, latency) for mode, largest in limits.items()]
         found = [_Standing(PLAIN, 1.0, 1.0, 1.0), *windows]
         best = max(found, key=lambda one: one.speed if one.choice == PLAIN else one.speed - _MARGIN)
         if best.speed < _CLEAR and not latency.has_timed_plain:
-            rest.begin(latency, limits)
-            return PLAIN
+            return PLAIN, 0.0
         other = max(found, key=lambda one: one.speed if one is best else one.upper_bound)
         loss = max(0.0, 1 - other.speed / best.speed) * other.cost
         # What looks best comes first: it tells about the others, too. Trying a chain and n-grams before a tree that
@@ -387,18 +400,39 @@ class Controller:
         mode = best.choice.mode
         untried = best.choice != PLAIN and latency.knows(mode) and not account.models[mode].steps
         if other is best or untried or loss > account.probing:
-            if best.choice == PLAIN:
-                rest.begin(latency, limits)
-            else:
-                rest.end()
-            return best.choice
-        account.probing -= loss
-        return other.choice
+            return best.choice, 0.0
+        return other.choice, loss
 
     def rests(self, sampling: SamplingParams) -> bool:
         """Return whether the next step may be plain, whatever there is to propose then, if that makes it faster."""
         account = self._account(sampling)
-        return account.rest.left > 0 and account.gain < _LITTLE_GAIN
+        rest, latency = account.rest, account.rest.latency
+        if not rest.left and rest.launched and latency is not None:
+            limits = {mode: most for mode, most in rest.limits.items() if mode not in account.overlooked}
+            if self._best(limits, account, latency)[0] == PLAIN:
+                rest.begin(latency, rest.limits)
+            else:
+                rest.end()
+        return rest.left > 0 and account.gain < _LITTLE_GAIN
+
+    def overlooked(self, sampling: SamplingParams, mode: str, hits: Sequence[bool]) -> None:
+        """Learn from a step that proposed nothing what a mode that costs nothing would have proposed first.
+
+        Args:
+            sampling: How tokens were chosen.
+            mode: The mode.
+            hits: Of each sequence for which it has something whether that would have been accepted.
+        """
+        account = self._account(sampling)
+        if mode not in account.models:
+            return
+        account.overlooked.add(mode)
+        account.models[mode].observe(1, [[0] if hit else [] for hit in hits])
+        rest = account.rest
+        if any(hits) and rest.latency is not None:  # what has matched once is likely to go on
+            most = max(rest.limits.values(), default=1)
+            if self._best({mode: most}, account, rest.latency)[0] != PLAIN:
+                rest.end()
 
     def _best_of(self, mode: str, largest: int, account: _Account, latency: LatencyModel) -> _Standing:
         """Return the best window of a mode, of those that may be lost."""
@@ -414,7 +448,8 @@ class Controller:
             speed = (1 + gains[step]) / cost
             # A draft whose smallest window is dear may lose at once what is meant for some tries.
             if cost - 1 <= (credit if step == 1 else allowed) and speed > best.speed:
-                best = _Standing(DraftBudget(mode, SIZES[step]), speed, cost, speed * optimism)
+                bound = speed if mode in account.overlooked else speed * optimism
+                best = _Standing(DraftBudget(mode, SIZES[step]), speed, cost, bound)
         return best
 
     def observe(

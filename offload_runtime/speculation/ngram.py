@@ -154,6 +154,10 @@ class NgramLookup:
         0 where its last token is new."""
         return next((size for size in _SIZES if self._occurrences(size)), 0)
 
+    def latest(self, size: int) -> int:
+        """Return what followed the newest earlier occurrence of the ending of this size."""
+        return self._tokens[self._occurrences(size)[-1]]
+
     def _starts(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
         """Return how much matches, and where what followed begins: the longest match first, the latest of several."""
         self.catch_up(tokens)
@@ -242,6 +246,15 @@ class NgramDrafter(Drafter):
         shorter = () if not longest else (NGRAM,) if longest > 1 else (UNIGRAM,)
         return (COPY, *shorter) if longest == _SIZES[0] else shorter
 
+    def first_guess(self, slot: int, tokens: Sequence[int]) -> tuple[str, int] | None:
+        """Return the first proposal behind a sequence, and its mode; None where there is none."""
+        self.prepare(slot, tokens)
+        lookup = self._lookups[slot]
+        longest = lookup.longest()
+        if not longest:
+            return None
+        return COPY if longest == _SIZES[0] else NGRAM if longest > 1 else UNIGRAM, lookup.latest(longest)
+
     def join(self, slot: int, params: SamplingParams) -> None:
         self._followed.discard(slot)
 
@@ -304,6 +317,10 @@ class WithNgrams(Drafter):
         self._tell(slot)
         self.draft.leave(slot)
         self.ngrams.leave(slot)
+
+    def first_guess(self, slot: int, tokens: Sequence[int]) -> tuple[str, int] | None:
+        found = self.ngrams.first_guess(slot, tokens) if self._alone else None
+        return found if found is not None and found[0] in (NGRAM, COPY) else None
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         self._drafted, self._prompt_tokens[slot] = True, len(tokens)

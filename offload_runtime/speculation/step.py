@@ -94,6 +94,11 @@ class Drafter:
         there are of some sequences, and room for it; of no texts all modes that there are."""
         return ()
 
+    def first_guess(self, slot: int, tokens: Sequence[int]) -> tuple[str, int] | None:
+        """Return what would be proposed first behind a sequence by a mode that costs nothing, with the mode; None where
+        there is no idea."""
+        return None
+
     def join(self, slot: int, params: SamplingParams) -> None:
         """Let a sequence begin in a slot, which only grows, and whose tokens will be chosen so."""
 
