@@ -202,9 +202,9 @@ class TraceRecorder:
         if host:
             self.add_host(name, started_s, time.perf_counter(), {})
 
-    def add_host(self, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> None:
-        """A span of the host's own work, by `time.perf_counter`."""
-        self._keep(Span(HOST, name, start_s, end_s, args, on_device=False))
+    def add_host(self, name: str, start_s: float, end_s: float, args: dict[str, Any], *, row: str = HOST) -> None:
+        """A span of the host's own work, or of another row, by `time.perf_counter`."""
+        self._keep(Span(row, name, start_s, end_s, args, on_device=False))
 
     def begin_pass(self, nbytes: int) -> None:
         """A pass of the target begins; the link has begun so many bytes so far."""
@@ -308,6 +308,10 @@ class CopyLog:
     def stalled(self, start: Any, end: Any) -> None:
         """The same for a wait of the computing side for a copy."""
         self.recorder.add(STALLS, f"wait for the {self.row}", start, end, {})
+
+    def host_stalled(self, start_s: float, end_s: float) -> None:
+        """The same where the host has waited, by `time.perf_counter`."""
+        self.recorder.add_host(f"wait for the {self.row}", start_s, end_s, {}, row=STALLS)
 
     def staged(self, start_s: float, end_s: float) -> None:
         """The host waited for pageable memory to be staged."""

@@ -77,8 +77,10 @@ class Weight(Protocol):
 
 
 Weights = Mapping[str, Weight]  # by packed name
-# What the host does in the middle of a pass, between what is enqueued before and behind it.
+# What the host does in the middle of a pass, for which the device may wait. Where passes are graphs it does so once the
+# whole of one is enqueued, and if that fails or is interrupted the second one lets the device go on without.
 HostAction = Callable[[], None]
+TakeHostAction = Callable[[HostAction, HostAction], None]
 
 
 class ExpertStore(NamedTuple):
@@ -94,7 +96,7 @@ class ExpertStore(NamedTuple):
     """
 
     matrices: Mapping[str, StoredMatrices]
-    fetch: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Callable[[HostAction], None]], Iterator[torch.Tensor]]
+    fetch: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TakeHostAction], Iterator[torch.Tensor]]
     scratch: torch.Tensor | None = None
 
 
@@ -147,7 +149,7 @@ class DeltaPass(NamedTuple):
     paths: DeltaPaths | None = None
 
 
-def at_once(action: HostAction) -> None:
+def at_once(action: HostAction, give_up: HostAction) -> None:
     """Let the host act while it enqueues a pass."""
     action()
 
@@ -185,7 +187,7 @@ class Rows:
     query: QueryRows
     rope: RopeRows
     prompt: tuple[int, int] | None = None
-    host_action: Callable[[HostAction], None] = at_once
+    host_action: TakeHostAction = at_once
     hidden: torch.Tensor | None = None
 
     @classmethod

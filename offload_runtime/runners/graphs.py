@@ -19,6 +19,7 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.core import BatchShape
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.layers import HostAction
 from offload_runtime.stream.device import packed_words
 
 # Deepest node below the text.
@@ -59,11 +60,12 @@ _LEAST_ROWS = 16  # that the allocator's rounding makes of fewer
 _WARM_UP_TOKENS = (BLOCK_TOKENS + 1, 4 * BLOCK_TOKENS + 1)
 
 
-class _Part(NamedTuple):
-    """A graph of a step, and what the host does behind it, before the next one."""
+class _Step(NamedTuple):
+    """A step's graph, and what the host does once it is enqueued, in this order, each with what lets the device go on
+    without."""
 
     graph: torch.cuda.CUDAGraph
-    action: Callable[[], None] | None
+    actions: list[tuple[HostAction, HostAction]]
 
 
 class StepGraphs:
@@ -74,7 +76,7 @@ class StepGraphs:
 
     The first run of a step is an ordinary one: it compiles kernels and loads library modules, which a capture cannot.
     The second captures it, so that what is run once only is not captured, and from then on the graph is replayed. Where
-    the host acts in the middle of a step it is several graphs.
+    the host acts in the middle of a step the device asks for it, and waits by itself.
     All graphs share one memory pool of each device: they have to run one after the other, and from one thread, whose
     library handles the first run makes.
 
@@ -94,8 +96,8 @@ class StepGraphs:
         output_words: int = 0, most_graphs: int = MOST_GRAPHS,
     ) -> None:  # fmt: skip
         self._most_graphs = most_graphs
-        self._graphs: dict[Hashable, list[_Part] | None] = {}  # None: has run once; oldest use first
-        self._cut: Callable[[Callable[[], None]], None] | None = None  # of the capture that is going on
+        self._graphs: dict[Hashable, _Step | None] = {}  # None: has run once; oldest use first
+        self._actions: list[tuple[HostAction, HostAction]] | None = None  # of the capture that is going on
         self._device = device
         self._replays = locked = device.type == "cuda"
         self.inputs = torch.zeros(input_words, dtype=torch.int32, device=device)
@@ -112,7 +114,7 @@ class StepGraphs:
     @property
     def num_graphs(self) -> int:
         """Steps whose graphs are held."""
-        return sum(parts is not None for parts in self._graphs.values())
+        return sum(made is not None for made in self._graphs.values())
 
     def begin(self) -> None:
         """Wait until the host may write the inputs of another step: the last one may still be running."""
@@ -135,13 +137,13 @@ class StepGraphs:
         words = found.view(-1).view(torch.int32)
         copy_words(words, self._outputs_pinned[first : first + len(words)])
 
-    def host_action(self, action: Callable[[], None]) -> None:
-        """Have the host act within a step, on the current stream, between what is enqueued before and behind it. A step
-        that may be captured without being run has no such places."""
-        if self._cut is None:
+    def host_action(self, action: HostAction, give_up: HostAction) -> None:
+        """Have the host act within a step: while it is enqueued or, if it is captured, whenever it has been. What is
+        enqueued must wait for that by itself; `give_up` lets it go on without."""
+        if self._actions is None:
             action()
         else:
-            self._cut(action)
+            self._actions.append((action, give_up))
 
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Run `step` on the current stream without waiting for the device.
@@ -156,15 +158,16 @@ class StepGraphs:
             step()
             self._keep(key, None)
         else:
-            parts, left = self._graphs.pop(key), 0
-            if parts is None:
-                parts = self._captured(step)
-                left = len(parts) - 1  # those before have run, for the host to act
-            self._keep(key, parts)
-            for graph, action in parts[left:]:
-                self._replay(graph)
-                if action is not None:
+            made = self._graphs.pop(key) or self._captured(step)
+            self._keep(key, made)
+            try:
+                self._replay(made.graph)
+                for action, _ in made.actions:
                     action()
+            except BaseException:
+                for give_up in {give_up for _, give_up in made.actions}:
+                    give_up()
+                raise
 
     def has(self, key: Hashable) -> bool:
         """Return whether a step is a graph already; on the CPU none need be."""
@@ -188,13 +191,13 @@ class StepGraphs:
         finally:
             self._replays = before
 
-    def _keep(self, key: Hashable, parts: list[_Part] | None) -> None:
-        self._graphs[key] = parts
+    def _keep(self, key: Hashable, made: _Step | None) -> None:
+        self._graphs[key] = made
         if self.num_graphs > self._most_graphs:
-            oldest = next(key for key, parts in self._graphs.items() if parts is not None)
+            oldest = next(key for key, made in self._graphs.items() if made is not None)
             torch.cuda.current_stream(self._device).synchronize()  # it may still be running
-            for graph, _ in self._graphs.pop(oldest) or ():
-                graph.reset()
+            if (dropped := self._graphs.pop(oldest)) is not None:
+                dropped.graph.reset()
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replay on the current stream, in order with those of the other devices."""
@@ -209,8 +212,8 @@ class StepGraphs:
         for other in others:
             other.wait_stream(current)
 
-    def _captured(self, step: Callable[[], None]) -> list[_Part]:
-        """Record `step` without running it, but for what comes before the host acts, which it has to.
+    def _captured(self, step: Callable[[], None]) -> _Step:
+        """Record `step` without running it.
 
         Not through `torch.cuda.graph`, which waits for the whole device and empties the allocator's cache: copies of
         weights go on meanwhile. For the same reason other threads may do what they like.
@@ -218,34 +221,19 @@ class StepGraphs:
         if not self.num_graphs:  # the allocator forgets a pool with its last graph
             self._pool = torch.cuda.graph_pool_handle()
             self._pools = [_pool_of(stream.device) for stream in self._streams]
-        graphs, actions = list[torch.cuda.CUDAGraph](), list[Callable[[], None] | None]()
-        current = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream), ExitStack() as undo, ExitStack() as capture:
-
-            def begin() -> None:
-                graphs.append(torch.cuda.CUDAGraph())
-                graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                capture.callback(graphs[-1].capture_end)
-
-            def cut(action: Callable[[], None]) -> None:
-                assert not self._streams, "a step over several devices is one graph"
-                capture.close()
-                with torch.cuda.stream(current):
-                    self._replay(graphs[-1])
-                    action()
-                actions.append(action)
-                begin()
-
+        made = _Step(torch.cuda.CUDAGraph(), [])
+        with torch.cuda.stream(self._stream), ExitStack() as undo:
             # What a collection frees may need calls that a capture forbids, such as unlocking host memory.
             if gc.isenabled():
                 gc.disable()
                 undo.callback(gc.enable)
-            self._cut = cut
-            undo.callback(setattr, self, "_cut", None)
-            begin()
+            self._actions = made.actions
+            undo.callback(setattr, self, "_actions", None)
+            made.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            undo.callback(made.graph.capture_end)
             with self._on_other_devices():
                 step()
-        return [_Part(*part) for part in zip(graphs, [*actions, None], strict=True)]
+        return made
 
     @contextmanager
     def _on_other_devices(self) -> Iterator[None]:

@@ -57,11 +57,15 @@ class CopyEngine(Protocol):
     def wait(self, ready: Any) -> None:
         """Hold the calling thread, which may be any, until the latest `enqueue` with this event has finished."""
 
+    def host_wait(self, ready: Any) -> None:
+        """The same for the shortest waits, which the compute side shares: the thread asks again and again."""
+
     def copy_seconds(self) -> float:
         """Total time that finished copies have kept the link busy, in seconds."""
 
     def stall_seconds(self) -> float:
-        """Total time that the compute side has waited for `ready` events, in seconds, as far as known by now."""
+        """Total time that the compute side has waited for `ready` events, in seconds, as far as known by now; on the
+        host, too."""
 
     def drain(self) -> None:
         """Wait until every queued copy has finished."""

@@ -43,9 +43,11 @@ class Rate:
 
 
 class AskedRows(NamedTuple):
-    """Has rows of a layer in host memory, and of each of their choices whether the CPU computes it: [N k] int32."""
+    """Has rows of a layer in host memory, and in numpy's arrays their choices, [N k] int64, and of each whether the CPU
+    computes it, [N k] int32, both to be written."""
 
     rows: HostRows
+    choices: Any
     computed: Any
 
 
@@ -87,6 +89,7 @@ class CpuExperts:
         self._computed = torch.zeros(len(y_host), dtype=torch.int32, pin_memory=x.is_cuda)
         self._ready = torch.ones(1, dtype=torch.int32, pin_memory=x.is_cuda)
         self._marks = self._computed.numpy()  # the same
+        self._choices = torch.zeros(len(y_host), dtype=torch.int64)
         self._rates = {"link": Rate(), "CPU": Rate()}
         self._copied = engine.bytes_copied, engine.copy_seconds()
         self._owed, self._idle, self._is_busy, self._is_marked = 0.0, 0, False, False
@@ -99,14 +102,15 @@ class CpuExperts:
         """Bring the rows of a layer, [N, H], to host memory, enqueued on the current stream."""
         copy_words(_words(x), _words(self._x_host[: len(x)]))
 
-    def give_results(self, y: torch.Tensor) -> None:
+    def give_results(self, y: torch.Tensor, asked: torch.Tensor) -> None:
         """Write what was computed to `y` [N, k, H], when it is there; other rows are left as they are. Enqueued on the
-        current stream, which waits for the CPU: until then it does what was enqueued before."""
+        current stream, which waits for the CPU: until then it does what was enqueued before. Nothing was computed where
+        `asked` [1] int32, beside y, is 0."""
         if not y.is_cuda:
             self.finish()
         rows = y.view(-1, y.shape[-1]).view(torch.int32)
         source = self._y_host[: y.numel()].view(len(rows), -1).view(torch.int32)
-        take_host_rows(self._ready, self._computed[: len(rows)], source, rows)
+        take_host_rows(asked, self._ready, self._computed[: len(rows)], source, rows)
 
     def split(self, layer: int, count: int, *, queued: int) -> int:
         """Return how many of so many missing experts of a layer the CPU is to compute, while so many are on the link
@@ -134,16 +138,15 @@ class CpuExperts:
             return 1
         return best
 
-    def asked(self, choices: torch.Tensor) -> AskedRows:
-        """Return what `begin` needs to know of rows whose `choices`, [N, k] int64, host, are fetched time and again."""
-        (rows, num_chosen), width = choices.shape, self._x_host.shape[1]
-        count = rows * num_chosen
-        out = self._y_host[: count * width].view(rows, num_chosen, width)
-        of_host = HostRows(self._x_host[:rows], choices, out, self._ready)
-        return AskedRows(of_host, self._computed[:count].numpy())
+    def asked(self, rows: int, num_chosen: int) -> AskedRows:
+        """Return what `begin` needs to know of so many rows with so many choices each."""
+        count, width = rows * num_chosen, self._x_host.shape[1]
+        choices, out = self._choices[:count], self._y_host[: count * width].view(rows, num_chosen, width)
+        of_host = HostRows(self._x_host[:rows], choices.view(rows, num_chosen), out, self._ready)
+        return AskedRows(of_host, choices.numpy(), self._computed[:count].numpy())
 
     def begin(self, layer: int, asked: AskedRows, chosen: Sequence[int], computed: Sequence[int]) -> None:
-        """Begin with some experts of a layer, or none, for the rows that were fetched. The card has been waited for.
+        """Begin with some experts of a layer, or none, for the rows that were fetched. The card has come as far.
 
         Args:
             layer: Its number.
@@ -157,6 +160,7 @@ class CpuExperts:
         self._is_marked = bool(computed)
         if not computed:
             return
+        asked.choices[:] = chosen
         asked.computed[:] = [one in computed for one in chosen]
         experts, address, step, _ = self._layers[layer]
         units = [(number, address + number * step) for number in computed]

@@ -1,17 +1,18 @@
 """The experts that are in a card's memory, and how those come there that a pass turns out to need: fetched on demand.
 
 Experts are units of bytes, in page-locked host memory and in a pool of equal buffers on the card. In a pass of few rows
-the host reads each layer's choices, finds what is in the pool, and has the rest copied into the buffers that were used
-least recently. In a pass that needs most experts of a layer all that are missing are prefetched while the layer before
-computes; the buffers that they take are the first ones to be used again, so that the rest of the pool keeps what it
-has. A pool of all experts holds them for ever, and the host takes no part.
+the card looks up itself where each layer's choices are, and waits for the host only where some are not in the pool:
+these are copied into the buffers that were used least recently. The host comes behind, and takes note of what was used.
+In a pass that needs most experts of a layer all that are missing are prefetched while the layer before computes; the
+buffers that they take are the first ones to be used again, so that the rest of the pool keeps what it has. A pool of
+all experts holds them for ever, and the host takes no part.
 
 One thread at a time uses a pool, and one stream reads its buffers.
 """
 
 from __future__ import annotations
 
-from array import array
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
@@ -21,7 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from offload_runtime_kernels.copy_words import copy_words
 from offload_runtime_kernels.experts_cpu import HostExperts
+from offload_runtime_kernels.host_choices import ALL, CHOICE_BITS, NOTHING, take_places, tell_choices
 
+from offload_runtime.errors import DeviceError
 from offload_runtime.stream.copy_engine import CopyEngine
 from offload_runtime.stream.cpu_experts import MOST_CPU_ROWS, AskedRows, CpuExperts
 
@@ -29,6 +32,8 @@ EXPERTS = "experts"
 # A pass prefetches whole layers if it has so many times as many choices as a layer has experts: at least 1 - e^-2 of
 # them would be chosen.
 _CHOICES_OF_ALL = 2
+# Of looking whether the card has told its choices, after how many it is asked whether it still works.
+_LOOKS = 4096
 
 
 class ExpertUnits(NamedTuple):
@@ -74,10 +79,11 @@ class ExpertPool:
         self._device, self._on_card = buffers.device, buffers.is_cuda
         self._layers, most_chosen = dict(layers), max(one.chosen for one in layers.values())
         locked, most = buffers.is_cuda and engine is not None, max(one.num_experts for one in layers.values())
-        # By layer and expert, the number of the buffer that a pass finds it in: written by the host, and on the card.
-        self._buffers_of_host = torch.full((len(layers), most), -1, dtype=torch.int32, pin_memory=locked)
-        self._numbers = [memoryview(row) for row in self._buffers_of_host.numpy()]  # the same by layer, to be written
-        self._nowhere = memoryview(array("i", self._numbers[0].tolist()))  # what it has where there are none
+        # By layer and expert the number of the buffer that has it, or -1, for the card to look up; and what a pass was
+        # given that looks nothing up, on the host and on the card.
+        self._places = torch.full((len(layers), most), -1, dtype=torch.int32, pin_memory=locked)
+        self._buffers_of_host = torch.full_like(self._places, -1, pin_memory=locked)
+        self._numbers = [memoryview(row) for row in self._places.numpy()]  # the places by layer, to be written
         self._row_of = {layer: row for row, layer in enumerate(layers)}
         self._whole_layer: int | None = None  # the one whose experts are all in the pool, prefetched
         if engine is None:
@@ -89,7 +95,13 @@ class ExpertPool:
         if engine is None:
             return
         assert len(buffers) >= most_chosen, "there is room for what a row chooses"
-        self._choices_host = torch.zeros(most_choices, dtype=torch.int64, pin_memory=locked)
+        # By layer what the card has told: NOTHING, until the host looks. The ticket of what it waits for, and what the
+        # host has released.
+        self._told_host = torch.full((len(layers), most_choices), NOTHING, dtype=torch.int64, pin_memory=locked)
+        self._told = self._told_host.numpy()
+        self._tickets = torch.zeros(2, dtype=torch.int32, device=buffers.device)
+        self._released_host = torch.zeros(1, dtype=torch.int32, pin_memory=locked)
+        self._released: Any = self._released_host.numpy()
         # Buffers by layer and expert, the least recently used first.
         self._cached: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = [*range(len(buffers))]
@@ -101,7 +113,6 @@ class ExpertPool:
         self._reserved = int(cpu is not None and len(buffers) > most_chosen)
         self._room = len(buffers) - self._reserved
         self._prefetched: dict[tuple[int, int], int] = {}
-        self._candidate: tuple[int, int] | None = None  # computed by the CPU, to be prefetched
         # Of each layer: what was prefetched has arrived; what was enqueued has read its buffers.
         self._layer_ready, self._layer_free = ({layer: engine.new_event() for layer in layers} for _ in range(2))
 
@@ -171,9 +182,11 @@ class ExpertPool:
         self._arriving.clear()
         if len(self._free) + len(self._cached) + len(self._prefetched) < len(self.buffers):
             self._free = [*{*range(len(self.buffers))}.difference(self._cached.values(), self._prefetched.values())]
+        looked_up = not self._prefetches_layers
         self._whole_layer, self._prefetches_layers, self._pass = None, self.prefetches_layers(rows), layers
         if self._prefetches_layers:
-            self._candidate = None  # its buffer would be one that this pass still reads
+            if looked_up:
+                self._wait_for_card()  # the pass before may still look up what is about to go
             if self._prefetched:
                 self._take_prefetched()
         for free in self._layer_free.values() if self._prefetches_layers else ():
@@ -188,10 +201,11 @@ class ExpertPool:
         self._prefetch_layer(layer, keep=(layer,))
         engine.compute_wait(self._layer_ready[layer])
         for expert, buffer in self._arriving.pop(layer).items():
-            self._cached[layer, expert] = buffer
+            self._hold(layer, expert, buffer)
             self._cached.move_to_end((layer, expert), last=False)  # the first to go, once this layer has been computed
-        self._write_buffers(layer, range(self._layers[layer].num_experts))
-        copy_words(*self._buffers_of_layer(layer))
+        host, buffers = self._buffers_of_layer(layer)
+        host.copy_(self._places[self._row_of[layer], : len(host)])
+        copy_words(host, buffers)
         self._whole_layer = layer
 
     def leave(self, layer: int) -> None:
@@ -217,7 +231,7 @@ class ExpertPool:
         ]
         others = [key for key in self._cached if key[0] not in keep][: max(0, len(missing) - len(self._free))]
         buffers = [(self._free.pop(), self._always_free) for _ in range(min(len(missing), len(self._free)))]
-        buffers += [(self._cached.pop(key), self._layer_free[key[0]]) for key in others]
+        buffers += [(self._drop(key), self._layer_free[key[0]]) for key in others]
         taken = dict[Any, dict[int, int]]()
         for expert, (buffer, free) in zip(missing, buffers, strict=False):
             taken.setdefault(free, {})[expert] = buffer
@@ -239,18 +253,21 @@ class ExpertPool:
         row, count = self._row_of[layer], self._layers[layer].num_experts
         return self._buffers_of_host[row, :count], self._buffers_of[row, :count]
 
-    def _write_buffers(self, layer: int, experts: Collection[int]) -> None:
-        """Write the buffers of some experts of a layer, for the card to read; the others have none."""
-        numbers = self._numbers[self._row_of[layer]]
-        numbers[:] = self._nowhere
-        for expert in experts:
-            numbers[expert] = self._cached[layer, expert]
+    def _hold(self, layer: int, expert: int, buffer: int) -> None:
+        """Note that a buffer has an expert, the one that was used last."""
+        self._cached[layer, expert] = self._numbers[self._row_of[layer]][expert] = buffer
+
+    def _drop(self, key: tuple[int, int] | None = None) -> int:
+        """Let go of an expert, None: the one that was not used for longest, and return its buffer."""
+        key = next(iter(self._cached)) if key is None else key
+        self._numbers[self._row_of[key[0]]][key[1]] = -1
+        return self._cached.pop(key)
 
     # --- on demand
 
     def fetch(
         self, layer: int, x: torch.Tensor, choices: torch.Tensor, y: torch.Tensor,
-        host_action: Callable[[Callable[[], None]], None],
+        host_action: Callable[[Callable[[], None], Callable[[], None]], None],
     ) -> Iterator[torch.Tensor]:  # fmt: skip
         """Fetch the experts that rows of a layer have chosen, in rounds of as many as there are buffers for, and yield
         the buffer of each expert in a round; see `ExpertStore.fetch` of `models.layers`. Where `can_capture` says so
@@ -259,39 +276,46 @@ class ExpertPool:
         if self.is_whole or self._whole_layer == layer:
             yield buffers
             return
-        chosen, cpu = self._choices_host[: choices.numel()], self.cpu if len(x) <= MOST_CPU_ROWS else None
-        copy_words(choices.view(-1).view(torch.int32), chosen.view(torch.int32))
-        asked = None if cpu is None else cpu.asked(chosen.view(choices.shape))
+        row, number = self._row_of[layer], choices.numel()
+        places, told = self._places[row, : len(host)], self._told_host[row, :number]
+        cpu = self.cpu if len(x) <= MOST_CPU_ROWS else None
+        asked = None if cpu is None else cpu.asked(*choices.shape)
         if cpu is not None:
             cpu.fetch_rows(x)
-        remaining = list[int]()
-        host_action(partial(self._act_on_choices, layer, chosen.numpy(), remaining, asked))
-        copy_words(host, buffers)
+        remaining, fits = list[int](), min(len(host), number) <= self._room
+        action = partial(self._act_on_choices, layer, self._told[row, :number], remaining, asked, fits=fits)
+        try:
+            tell_choices(choices.view(-1), places, self._tickets, told)
+            host_action(action, self.give_up)
+            take_places(self._tickets, self._released_host, places if fits else host, buffers)
+        except BaseException:
+            self.give_up()
+            raise
         yield buffers
         while remaining:
-            host_action(partial(self._go_on, layer, remaining))
+            self._wait_for_card()
+            self._fetch_round(layer, remaining)
             copy_words(host, buffers)
             yield buffers
         if cpu is not None:
-            cpu.give_results(y)
+            cpu.give_results(y, self._tickets[1:])
 
-    def _act_on_choices(self, layer: int, numbers: Any, remaining: list[int], asked: AskedRows | None) -> None:
-        """Act on what rows of a layer have chosen, numpy's int64 [N k], host: have the CPU compute some of what is
-        missing, if it is `asked`, and fetch the first round of the `remaining` experts.
+    def _act_on_choices(
+        self, layer: int, told: Any, remaining: list[int], asked: AskedRows | None, *, fits: bool
+    ) -> None:  # fmt: skip
+        """Act on what rows of a layer have chosen, when it is `told`: have the CPU compute some of what is missing, if
+        it is `asked`, and fetch the first round of the `remaining` experts, which is all of them if they fit.
 
-        The card and mostly the link wait for this, while the CPU's threads fill the caches: an operation of torch takes
-        some ten times as long as it does alone, so that there are none where nothing is missing.
+        Where something is missing the card waits for this, and mostly the link, while the CPU's threads fill the
+        caches: an operation of torch takes some ten times as long as it does alone, so that there are none.
         """
         assert self.engine is not None
-        cpu = None if asked is None else self.cpu
-        if cpu is not None and cpu.share is None:
-            self._prefetch_one()
-        self._wait_for_card()
+        chosen, ticket = self._choices_of(told)
+        cpu, new = None if asked is None else self.cpu, None
         if cpu is not None:
             cpu.finish()  # which the card has waited for
-        if self._prefetched and (cpu is None or self.engine.is_done(self._prefetched_ready)):
+        if self._prefetched and self.engine.is_done(self._prefetched_ready):
             self._take_prefetched()
-        chosen = numbers.tolist()
         remaining[:] = dict.fromkeys(chosen)
         wanted, missing = len(remaining), [one for one in remaining if (layer, one) not in self._cached]
         computed = self._for_cpu(layer, missing, cpu) if cpu is not None and missing else []
@@ -304,17 +328,38 @@ class ExpertPool:
         )  # fmt: skip
         if computed:
             remaining[:] = [expert for expert in remaining if expert not in computed]
-        self._fetch_round(layer, remaining)
-        self._candidate = (layer, computed[0]) if computed else None
+        self._fetch_round(layer, remaining, writes=not fits)
+        if computed and cpu is not None and cpu.share is None and self._reserved and not self._prefetched:
+            # What the CPU was given is prefetched by the link, which is idle, for later tokens.
+            new = {computed[0]: self._free.pop() if self._free else self._drop()}
+        self._released[0] = ticket
+        if new is not None:  # card and CPU have their work by now
+            self._copy(layer, new, self._always_free, self._prefetched_ready)
+            self._prefetched = {(layer, expert): buffer for expert, buffer in new.items()}
 
-    def _prefetch_one(self) -> None:
-        """Prefetch what the CPU was given last, if the link is idle, for later tokens. Card and CPU have their work by
-        now."""
-        key, self._candidate = self._candidate, None
-        if key is not None and self._reserved and not self._prefetched and key not in self._cached:
-            buffer = self._free.pop() if self._free else self._cached.popitem(last=False)[1]
-            self._copy(key[0], {key[1]: buffer}, self._always_free, self._prefetched_ready)
-            self._prefetched[key] = buffer
+    def _choices_of(self, told: Any) -> tuple[list[int], int]:
+        """Return what is told, numpy's int64 [N k], when all of it is, and the ticket of a card that waits, or 0. There
+        is nothing then. Raises `DeviceError` where the card has stopped."""
+        looks = 0
+        while told[-1] == NOTHING or (told == NOTHING).any():
+            has_stopped = looks > _LOOKS and torch.cuda.current_stream(self._device).query()
+            if has_stopped and (told == NOTHING).any():
+                raise DeviceError(f"{self._device} has stopped in the middle of a pass: load the runtime again")
+            looks = 0 if looks > _LOOKS else looks + 1
+            time.sleep(0)  # others may run meanwhile
+        words = told.tolist()
+        told.fill(NOTHING)
+        return [word & (1 << CHOICE_BITS) - 1 for word in words], words[0] >> CHOICE_BITS
+
+    def give_up(self) -> None:
+        """Let the card go on to the end of a pass in which the host cannot act any more, whatever comes of it."""
+        self._released[0] = ALL
+        try:
+            if not (self._on_card and torch.cuda.is_current_stream_capturing()):
+                self._wait_for_card()
+        finally:
+            self._told.fill(NOTHING)
+            self._released[0] = 0
 
     def _for_cpu(self, layer: int, missing: list[int], cpu: CpuExperts) -> list[int]:
         """Return which of the missing experts of a layer the CPU is to compute."""
@@ -325,10 +370,9 @@ class ExpertPool:
             self._take_prefetched()
         return missing[by_link:]
 
-    def _fetch_round(self, layer: int, remaining: list[int]) -> None:
+    def _fetch_round(self, layer: int, remaining: list[int], *, writes: bool = True) -> None:
         """Take those of the `remaining` experts that are in the pool, and fetch as many others as there are buffers
-        for, so that what is enqueued from now on finds them. The card has been waited for: it reads no buffer, and not
-        the numbers of them."""
+        for; the buffers of the round are written for the card, unless it looks them up. It reads none meanwhile."""
         assert self.engine is not None
         cached, room = self._cached, self._room
         here = [expert for expert in remaining if (layer, expert) in cached][:room]
@@ -337,26 +381,27 @@ class ExpertPool:
         if len(here) < len(remaining) and len(here) < room:
             missing = [expert for expert in remaining if (layer, expert) not in cached][: room - len(here)]
             short = len(missing) - len(self._free)
-            self._free += [cached.popitem(last=False)[1] for _ in range(short)]
+            self._free += [self._drop() for _ in range(short)]
             fetched = dict(zip(missing, self._free[::-1], strict=False))
             self._copy(layer, fetched, self._always_free, self._demand_ready)
-            self.engine.compute_wait(self._demand_ready)
+            self.engine.host_wait(self._demand_ready)
             del self._free[-len(fetched) :]
-            cached.update(((layer, expert), buffer) for expert, buffer in fetched.items())
+            for expert, buffer in fetched.items():
+                self._hold(layer, expert, buffer)
             here += missing
         remaining[:] = [] if len(here) == len(remaining) else [one for one in remaining if one not in here]
-        self._write_buffers(layer, here)
-
-    def _go_on(self, layer: int, remaining: list[int]) -> None:
-        """Fetch another round."""
-        self._wait_for_card()
-        self._fetch_round(layer, remaining)
+        if writes:
+            host, _ = self._buffers_of_layer(layer)
+            host.fill_(-1)
+            for expert in here:
+                host[expert] = cached[layer, expert]
 
     def _take_prefetched(self) -> None:
-        """Make the prefetched expert one of the pool's; what is enqueued from now on waits for it."""
+        """Make the prefetched expert one of the pool's, when it is there."""
         assert self.engine is not None
-        self.engine.compute_wait(self._prefetched_ready)
-        self._cached.update(self._prefetched)
+        self.engine.host_wait(self._prefetched_ready)
+        for (layer, expert), buffer in self._prefetched.items():
+            self._hold(layer, expert, buffer)
         self._prefetched.clear()
 
     def _wait_for_card(self) -> None:

@@ -11,32 +11,35 @@ from tests.helpers.kernel_conditions import KERNEL_DEVICE
 ROWS, WORDS = 5, 1500
 
 
-def given(ready: int) -> list[torch.Tensor]:
-    """Page-locked: whether rows are ready, two of five that are wanted, and all of them."""
+def given(ready: int, asked: int = 1) -> list[torch.Tensor]:
+    """On the device whether there are any; page-locked whether they are ready, two of five that are wanted, and all."""
     rows = torch.arange(ROWS * WORDS, dtype=torch.int32).view(ROWS, WORDS) - 9
     there = torch.tensor([ready], dtype=torch.int32), torch.tensor([0, 1, 0, 0, 7], dtype=torch.int32), rows
-    return [one.pin_memory() if KERNEL_DEVICE.type == "cuda" else one for one in there]
+    locked = [one.pin_memory() if KERNEL_DEVICE.type == "cuda" else one for one in there]
+    return [torch.tensor([asked], dtype=torch.int32, device=KERNEL_DEVICE), *locked]
 
 
 @pytest.mark.parametrize("take", [take_host_rows_reference, take_host_rows_triton, take_host_rows])
 def test_rows_that_are_wanted_and_no_others(take: object) -> None:
     target = torch.full((ROWS, WORDS), -5, dtype=torch.int32, device=KERNEL_DEVICE)
-    ready, wanted, source = given(1)
-    take(ready, wanted, source, target)  # type: ignore[operator]
+    take(*given(0, asked=0), target)  # type: ignore[operator]
+    assert (target == -5).all()
+    *others, source = given(1)
+    take(*others, source, target)  # type: ignore[operator]
     assert torch.equal(target[[1, 4]].cpu(), source[[1, 4]]) and (target[[0, 2, 3]] == -5).all()
 
 
 @pytest.mark.gpu
 def test_the_device_waits_until_rows_are_ready() -> None:
     target = torch.zeros(ROWS, WORDS, dtype=torch.int32, device="cuda")
-    ready, wanted, source = given(1)
-    take_host_rows(ready, wanted, source, target)  # compiles
+    asked, ready, wanted, source = given(1)
+    take_host_rows(asked, ready, wanted, source, target)  # compiles
     torch.cuda.synchronize()
     ready.zero_()
     target.zero_()
     expected = source.clone()
     source.zero_()
-    take_host_rows(ready, wanted, source, target)
+    take_host_rows(asked, ready, wanted, source, target)
     done = torch.cuda.Event()
     done.record()
 
