@@ -263,11 +263,9 @@ class DraftRunner:
                     self._run_over(make, shape)  # a greedy step goes by what the nodes' before it has fetched
         for slot in range(count):
             self.leave(slot)  # without filters
-        for make, shape in () if self.on_demand else steps:
-            self.graphs.capture(self._key(make, shape), partial(make, shape))
-        for make, shape in 2 * steps if self.on_demand else ():  # where the host acts, what is captured is run, too
-            self._lay_out(nothing, greedy, shape)
-            self._run_over(make, shape)
+        for make, shape in steps:
+            if self._runner.streamer.can_capture(shape.num_rows):
+                self.graphs.capture(self._key(make, shape), partial(make, shape))
         if not self.rereads:
             cache.adopt(0, self._spare[:1], 0)
         self.graphs.wait()
