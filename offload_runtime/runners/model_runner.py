@@ -709,7 +709,6 @@ class CapturedPasses:
         shape = captured_pass_shape(BatchShape.of(trees, committed), self._cache.max_tokens_with_draft)
         if shape.num_rows > CAPTURED_ROWS or not self._streamer.can_capture(shape.num_rows):
             return False
-        self._streamer.begin_pass(shape.num_rows)
         chooses = sampling is not None and sampling.is_plain and shape.width == 1 and not self._is_part
         plain = sampling if chooses else None
         part = _OF_WINDOWS if shape.width > 1 else 0 if ahead is None else ahead.part
@@ -734,13 +733,14 @@ class CapturedPasses:
         know yet: if the next one is about these, it has been launched already. What the last one has left on the
         device, but for its tokens and what a head reads, is overwritten.
 
-        There is nothing to do where it has chosen other tokens than one of each sequence, where the host has to act
-        within passes, where layers with states wait for what is committed, at the end of a context, and as long as
-        passes of the next one's shape are no graphs, so that it does not come late. Returns whether it was launched.
+        There is nothing to do where it has chosen other tokens than one of each sequence, where layers with states wait
+        for what is committed, at the end of a context, and as long as passes of the next one's shape are no graphs, so
+        that it does not come late. Where the host acts in passes this takes as long as the next one has layers to go.
+        Returns whether it was launched.
         """
         last, cache = self._last, self._cache
         alone = last is not None and last.sampling is not None and last.shape.width == 1
-        if not alone or not self._streamer.has_all or cache.step_tokens is not None:
+        if not alone or cache.step_tokens is not None:
             return False
         assert last is not None
         committed = [count + 1 for count in last.committed]
@@ -749,12 +749,13 @@ class CapturedPasses:
         trees = [TokenTree((-1,))] * len(committed)
         shape = captured_pass_shape(BatchShape.of(trees, committed), cache.max_tokens_with_draft)
         ahead = last._replace(committed=committed, shape=shape, part=1 - last.part)
-        if not self.graphs.has((shape, last.sampling, last.part)):
+        can_follow = self._streamer.can_capture(shape.num_rows)
+        if not can_follow or not self.graphs.has((shape, last.sampling, last.part)):
             return False
         self.graphs.capture((shape, last.sampling, ahead.part), partial(self._pass, shape, last.sampling, ahead.part))
         cache.begin_window(last.slots, [2] * len(committed))
-        self._ahead = ahead
         self._launch(ahead, trees)
+        self._ahead = ahead
         return True
 
     @property
@@ -769,6 +770,7 @@ class CapturedPasses:
     def _launch(self, launched: _Launched, trees: Sequence[TokenTree]) -> None:
         """Enqueue a pass over trees, of which a token -1 is the one that the pass before chooses."""
         slots, committed, shape, sampling, part = launched
+        self._streamer.begin_pass(shape.num_rows)
         parts = shape.lay_out(trees, committed, slots)
         words = stream.pack_words(parts)
         self._wait(part)  # the pass that has had it before
