@@ -1,4 +1,5 @@
-"""Two commits side by side: the trees of both run the same benchmarks with their own tools, in turn.
+"""Two commits side by side: the trees of both run the same benchmarks with their own tools, in turn or, `--at-once`,
+each on a card of its own, which they swap with every repeat.
 
     python tools/compare_commits.py --base ../before --source SmolLM2-135M.gguf --text novel.txt --code FILE \\
         --cases streamed-7b,resident-8b-q4 --repeats 2 --out comparison.json
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -69,13 +71,18 @@ def figure(report: Any, path: str) -> float:
     return float(found)
 
 
-def run(tree: Path, words: list[str], timeout_s: float) -> dict[str, Any]:
-    """The last line that a tree's tool prints; of `import` how long the command line takes to know its options.
+def run(tree: Path, words: list[str], timeout_s: float, card: int | None = None) -> dict[str, Any]:
+    """The last line that a tree's tool prints, which sees one card or (None) all; of `import` how long the command line
+    takes to know its options.
 
     Raises:
         RuntimeError: It printed no JSON.
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / part) for part in _PATHS)}
+    environment = {
+        **os.environ,
+        **({} if card is None else {"CUDA_VISIBLE_DEVICES": str(card)}),
+        "PYTHONPATH": os.pathsep.join(str(tree / part) for part in _PATHS),
+    }
     environment["PYTHONPATH"] += os.pathsep + os.environ.get("PYTHONPATH", "")
     own = [sys.executable, "-m", "offload_runtime", "--help"]
     command = own if words == ["import"] else [sys.executable, str(tree / "tools" / words[0]), *words[1:]]
@@ -95,6 +102,7 @@ def main() -> int:
     parser.add_argument("--base", type=Path, required=True, help="the other tree")
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated, of: " + ", ".join(CASES))
     parser.add_argument("--repeats", type=int, default=2, help="runs of each tree")
+    parser.add_argument("--at-once", action="store_true", help="run both trees at a time, on cards 0 and 1")
     parser.add_argument(
         "--timeout", type=float, default=200.0, help="seconds for one run, in which kernels are compiled anew"
     )
@@ -108,9 +116,16 @@ def main() -> int:
         words = [word for part in command.split() for word in part.format(**vars(options)).split()]
         found: dict[str, dict[str, list[float]]] = {path: {"base": [], "ours": []} for path in paths}
         for turn in range(options.repeats):
-            for name, tree in trees if turn % 2 == 0 else trees[::-1]:
+            order = trees if turn % 2 == 0 else trees[::-1]
+            cards = range(len(order)) if options.at_once else [None] * len(order)
+            with ThreadPoolExecutor(len(order) if options.at_once else 1) as runs:
+                reports = {
+                    name: runs.submit(run, tree, words, options.timeout, card)
+                    for (name, tree), card in zip(order, cards, strict=True)
+                }
+            for name, future in reports.items():
                 try:
-                    report = run(tree, words, options.timeout)
+                    report = future.result()
                     ran[name] = {key: report[key] for key in ("machine", "versions", "commit") if key in report}
                     for path in paths:
                         found[path][name].append(figure(report, path))
