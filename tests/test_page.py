@@ -14,7 +14,7 @@ from offload_runtime.config import ServerConfig
 from offload_runtime.errors import UnavailableError
 from offload_runtime.server.app import Server
 from tests.helpers.engine import load, with_template
-from tests.helpers.server import MODEL, Spoken, speaking
+from tests.helpers.server import MODEL, Spoken, Turns, speaking
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright: pip install playwright")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -348,9 +348,7 @@ def test_conversations_are_kept_renamed_exported_and_deleted(page: Page, spoken:
     text = Path(download.value.path()).read_text()
     assert download.value.suggested_filename == "Texts.md"
     seed = spoken.scripted.params[-2].sampling.seed
-    assert text.startswith(
-        f"# Texts\n\nmodel {MODEL}\n\n## You\n\nHow do I reverse a text?\n\n## Answer (seed {seed})\n"
-    )
+    assert text.startswith(f"# Texts\n\n## You\n\nHow do I reverse a text?\n\n## Answer ({MODEL}, seed {seed})\n\n")
     assert "```python" in text
     act(page, "Delete", "#sidebar")
     act(page, "Keep", "#sidebar")
@@ -421,6 +419,31 @@ def test_the_page_waits_for_the_model(two_layer_target: Path, opening: Opening) 
             say(ready(page), "the quick brown fox")
             expect(page, ".assistant .figures").to_contain_text("tokens a pass")
             expect(page, "#status").to_be_hidden()
+
+
+def test_a_conversation_is_with_one_of_several_models(
+    two_layer_target: Path, one_layer_draft: Path, opening: Opening
+) -> None:
+    with Turns({"one": two_layer_target, "two": one_layer_draft}) as turns:
+        page = opening(turns.url)
+        page.click("#open-settings")
+        page.fill("[name=max_tokens]", "2")
+        page.click("#done")
+        turns.may_load.clear()
+        page.select_option("#model-choice", "two")
+        page.fill("#text", "the fox")
+        page.press("#text", "Enter")
+        expect(page, ".assistant .hint").to_contain_text("loading two")
+        turns.may_load.set()
+        is_answered(page)
+        expect(page, ".figures").to_have_text(re.compile("^two · "))
+        expect(page, "#model-choice option").to_have_text(["one", "two (loaded)"])
+        page.select_option("#model-choice", "one")
+        act(page, "Regenerate")
+        is_answered(page)
+        expect(page, ".figures").to_have_text(re.compile("^one · "))
+        page.reload()
+        expect(page, "#model-choice").to_have_value("one")
 
 
 # --- how it looks

@@ -19,7 +19,7 @@ export function request(conversation, message) {
   const isBegun = Boolean(message.text || message.thinking);
   const place = isBegun ? conversation.messages.indexOf(message) : message.parent;
   return {
-    ...options, messages: messagesTo(conversation, place), seed: message.seed, stream: true,
+    ...options, model: message.model, messages: messagesTo(conversation, place), seed: message.seed, stream: true,
     stream_options: { include_usage: true }, x_sources: true,
     ...(thinks === undefined ? {} : { chat_template_kwargs: { enable_thinking: thinks === "on" } }),
     ...(isBegun ? { continue_final_message: true, add_generation_prompt: false } : {}),

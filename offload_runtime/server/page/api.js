@@ -43,7 +43,7 @@ export async function send(path, body, signal) {
   return response;
 }
 
-// The chunks of a chat's stream.
+// The chunks of a chat's stream, and what its comments say that it waits for (`waitsFor`).
 export async function* chunks(body, signal) {
   const response = await send("/v1/chat/completions", body, signal);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -58,8 +58,10 @@ export async function* chunks(body, signal) {
     if (read.done) throw new RequestError("the answer broke off: the server has closed the connection");
     const lines = (held + read.value).split("\n");
     held = lines.pop();
-    for (const line of lines.filter((one) => one.startsWith("data: "))) {
+    for (const line of lines) {
       if (line === "data: [DONE]") return;
+      if (line.startsWith(": ") && !line.startsWith(": ping")) yield { waitsFor: line.slice(2).trim(), choices: [] };
+      if (!line.startsWith("data: ")) continue;
       const chunk = JSON.parse(line.slice(6));
       if (chunk.error) throw new RequestError(chunk.error.message);
       yield chunk;

@@ -3,15 +3,17 @@
 //
 // A message has a `role`, a `text` and the place of its `parent` (-1: none). An answer also has what was thought
 // (`thinking`), runs of tokens with who proposed them (`runs`: [[text, source], …], and `counts` of tokens by
-// source), its `seed`, and once it has ended how (`ended`), with what the server measured (`stats`, and `tokens` of the
-// context that were used).
+// source), its `model` and `seed`, and once it has ended how (`ended`), with what the server measured (`stats`, and
+// `tokens` of the context that were used).
 
 const TITLE_LENGTH = 60;
 
-export function made(settings) {
+// A new one, with the settings and the model of another.
+export function made({ settings, model }) {
   const random = crypto.getRandomValues(new Uint32Array(1))[0].toString(36);
   const changed = Date.now();
-  return { id: `${changed.toString(36)}-${random}`, title: "", changed, settings, messages: [], leaf: -1 };
+  const id = `${changed.toString(36)}-${random}`;
+  return { id, title: "", changed, settings: { ...settings }, model, messages: [], leaf: -1 };
 }
 
 // The shown branch, as places of messages.
@@ -64,12 +66,12 @@ export function messagesTo(conversation, place) {
 }
 
 // The shown branch as a text to keep, with what it takes to get the same answers again.
-export function exported(conversation, model) {
+export function exported(conversation) {
   const { system, ...options } = conversation.settings;
-  const about = [`model ${model}`, ...Object.entries(options).map(([name, value]) => `${name} ${value}`)];
-  const parts = [`# ${conversation.title}`, about.join(" · "), ...(system ? ["## System", system] : [])];
-  for (const { role, text, thinking, seed } of branch(conversation).map((at) => conversation.messages[at])) {
-    parts.push(role === "user" ? "## You" : `## Answer (seed ${seed})`);
+  const about = Object.entries(options).map(([name, value]) => `${name} ${value}`).join(" · ");
+  const parts = [`# ${conversation.title}`, ...(about ? [about] : []), ...(system ? ["## System", system] : [])];
+  for (const { role, text, thinking, model, seed } of branch(conversation).map((at) => conversation.messages[at])) {
+    parts.push(role === "user" ? "## You" : `## Answer (${model}, seed ${seed})`);
     if (thinking) parts.push(`<details><summary>Thinking</summary>\n\n${thinking.trim()}\n\n</details>`);
     parts.push(text.trim());
   }

@@ -2,6 +2,7 @@
 
 import { SOURCES } from "./constants.js";
 import { add, addButton, sends } from "./elements.js";
+import { addCounts } from "./legend.js";
 import { addCopy, render } from "./markdown.js";
 
 const ENDED = {
@@ -33,8 +34,8 @@ export class MessageView {
     this.buttons = add(this.box, "div", "actions");
   }
 
-  // Shows the message as it is now. `about`: `isRunning`, `isLast`, whether sources are shown, and the `place` among
-  // the `count` messages beside it.
+  // Shows the message as it is now. `about`: `isRunning`, `isLast`, what is shown of sources and models, the
+  // `place` among the `count` messages beside it, and for what and how long the answer has waited.
   update(about) {
     this.about = about;
     const { message } = this;
@@ -56,7 +57,7 @@ export class MessageView {
     if (this.thinking.open) this.#showText(this.thought, message.thinking);
     if (!this.editor) this.#showText(this.said, message.text);
     const isWaiting = about.isRunning && !message.runs.length;
-    this.waiting.textContent = isWaiting ? `waiting for the first token, ${seconds(about.waitedS)}` : "";
+    this.waiting.textContent = isWaiting ? `${about.waitsFor}, ${seconds(about.waitedS)}` : "";
     this.error.textContent = message.error ?? "";
     this.#showFigures();
   }
@@ -91,7 +92,7 @@ export class MessageView {
     this.figures.replaceChildren();
     if (about.showsSources) addCounts(this.figures, message.counts);
     const { stats } = message;
-    const parts = [];
+    const parts = about.showsModel ? [message.model] : [];
     if (stats) {
       if (stats.tok_per_s) parts.push(`${stats.tok_per_s.toFixed(1)} tokens/s`);
       parts.push(`${stats.tokens_per_pass.toFixed(1)} tokens a pass`);
@@ -166,14 +167,6 @@ export class MessageView {
       }
     });
     field.focus();
-  }
-}
-
-// Counts of tokens in the colours of who proposed them, in the order of SOURCES.
-export function addCounts(parent, counts) {
-  for (const source of Object.keys(SOURCES).filter((one) => counts[one])) {
-    add(parent, "span", source, `${SOURCES[source]} ${counts[source]}`);
-    parent.append(" ");
   }
 }
 

@@ -2,28 +2,20 @@
 
 import { begun, request, take } from "./answer.js";
 import { chunks, hasKey, send, setKey } from "./api.js";
-import { SOURCES } from "./constants.js";
 import * as conversations from "./conversation.js";
 import { add, element, sends } from "./elements.js";
+import { showLegend } from "./legend.js";
 import { showList } from "./list.js";
-import { MessageView, addCounts } from "./message.js";
-import { makeOptions, openSettings, showNumChanged } from "./settings.js";
+import { MessageView } from "./message.js";
+import { openSettings, showNumChanged } from "./settings.js";
 import * as store from "./store.js";
 
 const WRITE_MS = 2000; // while an answer comes
 const LOOK_MS = 2000; // whether a model is there now
 
-const HEAD = "a part of the model that guesses from what the model made of the tokens before";
-const WHAT_PROPOSES = {
-  ngram: "guesses from what the conversation has said before", draft: "a small model that guesses",
-  self: "a copy of the model in 4 bits that guesses", mtp: HEAD, eagle3: HEAD, dflash: HEAD,
-  retrieval: "the model itself, guessing from a part of a long conversation",
-  target: "the model's own tokens. It checks every guess, so the answer is its own, whoever guesses",
-};
-
-let model = null; // as /v1/models has it
+let models = []; // as /v1/models has them
 let keeps = false; // conversations, in this browser
-let shown = conversations.made({});
+let shown = conversations.made({ settings: {} });
 let heads = new Map(); // of all conversations, by id
 const opened = new Map(); // conversations that were shown, by id; they may have an answer that comes
 const running = new Map(); // the answer that comes and what ends it, by conversation
@@ -40,10 +32,31 @@ function following(change) {
   if (isAtEnd) view.scrollTop = view.scrollHeight;
 }
 
+// The model that a conversation is with, the first unless another one was chosen; null while none is known.
+function modelOf(conversation) {
+  return models.find(({ id }) => id === conversation.model) ?? models[0] ?? null;
+}
+
+function showModel() {
+  const model = modelOf(shown);
+  if (!model) return;
+  document.title = model.id;
+  element("model").hidden = models.length > 1;
+  element("model").textContent = model.id;
+  const choice = element("model-choice");
+  choice.hidden = models.length === 1;
+  choice.replaceChildren();
+  for (const { id, x_status: status } of models) {
+    add(choice, "option", "", status === "unloaded" ? id : `${id} (${status})`).value = id;
+  }
+  choice.value = model.id;
+}
+
 function showConversation() {
   views = new Map();
   const box = element("messages");
   box.replaceChildren();
+  const model = modelOf(shown);
   if (shown.leaf < 0) add(box, "p", "hello", model ? `Ask ${model.id} something` : "");
   for (const place of conversations.branch(shown)) {
     const message = shown.messages[place];
@@ -59,9 +72,10 @@ function updateAll() {
   if (run === undefined && document.activeElement === element("stop")) element("text").focus();
   element("send").hidden = run !== undefined;
   element("stop").hidden = run === undefined;
-  element("send").disabled = model === null;
+  element("send").disabled = element("open-settings").disabled = models.length === 0;
+  showModel();
   showContext();
-  showLegend();
+  showLegend(shownAnswers(), showsSources);
   showNumChanged(shown.settings);
 }
 
@@ -72,9 +86,9 @@ function updateMessage(message) {
   const beside = conversations.siblings(shown, at);
   const run = running.get(shown);
   view.update({
-    isRunning: run?.message === message, isBusy: run !== undefined || model === null, isLast: at === shown.leaf,
-    showsSources, place: beside.indexOf(at), count: beside.length,
-    waitedS: run ? (Date.now() - run.beganMs) / 1000 : 0,
+    isRunning: run?.message === message, isBusy: run !== undefined || models.length === 0, isLast: at === shown.leaf,
+    showsSources, showsModel: models.length > 1, place: beside.indexOf(at), count: beside.length,
+    waitsFor: run?.waitsFor ?? "waiting for the first token", waitedS: run ? (Date.now() - run.beganMs) / 1000 : 0,
   });
 }
 
@@ -84,6 +98,7 @@ function shownAnswers() {
 
 function showContext() {
   const used = shownAnswers().findLast(({ tokens }) => tokens)?.tokens;
+  const model = modelOf(shown);
   element("context").hidden = !used || !model;
   if (element("context").hidden) return;
   const most = model.max_model_len;
@@ -91,25 +106,6 @@ function showContext() {
   [meter.max, meter.high, meter.value] = [most, 0.9 * most, used];
   meter.nextElementSibling.textContent = `${used.toLocaleString("en")} of ${most.toLocaleString("en")} tokens`;
   element("context").title = "Tokens of the context that the conversation has used";
-}
-
-// The sources that took part in what is shown.
-function showLegend() {
-  const counts = {};
-  for (const answer of shownAnswers()) {
-    for (const [source, count] of Object.entries(answer.counts)) counts[source] = (counts[source] ?? 0) + count;
-  }
-  const legend = element("legend");
-  legend.hidden = !showsSources;
-  const [summary, list] = legend.children;
-  summary.replaceChildren();
-  list.replaceChildren();
-  addCounts(summary, counts);
-  if (!summary.children.length) summary.textContent = "no token has been said yet";
-  for (const source of Object.keys(SOURCES).filter((one) => counts[one])) {
-    add(list, "dt", "", SOURCES[source]);
-    add(list, "dd", "", WHAT_PROPOSES[source]);
-  }
 }
 
 // --- the list, and what is kept
@@ -123,8 +119,8 @@ async function keep(conversation) {
 
 async function write(conversation) {
   if (!keeps || !heads.has(conversation.id)) return; // it was deleted
-  const { settings, messages, leaf } = conversation;
-  await kept(store.write(heads.get(conversation.id), { settings, messages, leaf }));
+  const { settings, model, messages, leaf } = conversation;
+  await kept(store.write(heads.get(conversation.id), { settings, model, messages, leaf }));
 }
 
 // Waits for the store; what goes wrong there is said, and what is shown stays.
@@ -163,7 +159,7 @@ async function remove(id) {
 }
 
 function download() {
-  const text = conversations.exported(shown, model?.id ?? "unknown");
+  const text = conversations.exported(shown);
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([text], { type: "text/markdown" }));
   link.download = `${shown.title.replace(/[^\p{L}\p{N} _-]/gu, "").trim().slice(0, 60) || "conversation"}.md`;
@@ -176,7 +172,7 @@ async function goToAddress() {
   const id = location.hash.slice(1);
   if (id === shown.id) return;
   if (!heads.has(id)) {
-    shown = conversations.made({ ...shown.settings });
+    shown = conversations.made(shown);
   } else if (opened.has(id)) {
     shown = opened.get(id);
   } else {
@@ -208,7 +204,7 @@ async function hear({ data: id }) {
   if (running.has(opened.get(id))) return;
   opened.delete(id);
   if (id === shown.id) {
-    shown = conversations.made({ ...shown.settings });
+    shown = conversations.made(shown);
     await goToAddress();
   }
 }
@@ -221,7 +217,7 @@ async function answer(conversation, message) {
   const run = { message, controller, beganMs: Date.now() };
   running.set(conversation, run);
   opened.set(conversation.id, conversation);
-  Object.assign(message, { error: "", ended: "", stats: null });
+  Object.assign(message, { error: "", ended: "", stats: null, model: modelOf(conversation).id });
   if (conversation === shown) (views.has(message) ? updateAll : showConversation)();
   keep(conversation);
   let isDue = false;
@@ -237,6 +233,7 @@ async function answer(conversation, message) {
   const writing = setInterval(() => write(conversation), WRITE_MS);
   try {
     for await (const chunk of chunks(request(conversation, message), controller.signal)) {
+      run.waitsFor = chunk.waitsFor;
       take(message, chunk);
       if (message.thinking && !message.text) run.thinksSinceMs ??= Date.now();
       else if (run.thinksSinceMs) message.thoughtS ??= (Date.now() - run.thinksSinceMs) / 1000;
@@ -256,6 +253,7 @@ async function answer(conversation, message) {
     running.delete(conversation);
     if (conversation === shown) following(updateAll);
     if (heads.has(conversation.id)) keep(conversation);
+    if (models.length > 1) listModels().then(showModel, () => {}); // which one is loaded: without it the names stay
   }
 }
 
@@ -303,10 +301,13 @@ function askForKey() {
   element("key").focus();
 }
 
+async function listModels() {
+  models = (await (await send("/v1/models")).json()).data;
+}
+
 async function findModel() {
   try {
-    const listed = await (await send("/v1/models")).json();
-    model = listed.data[0];
+    await listModels();
   } catch (error) {
     element(error.status === 401 ? "notice" : "status").textContent = error.message;
     if (error.status === 401) {
@@ -321,10 +322,8 @@ async function findModel() {
     setTimeout(findModel, LOOK_MS);
     return;
   }
-  document.title = element("model").textContent = model.id;
   element("status").textContent = element("notice").textContent = "";
   element("asks-key").hidden = true;
-  makeOptions(model);
   await begin();
   updateAll();
 }
@@ -343,7 +342,7 @@ async function begin() {
     await readList();
     const newest = [...heads.values()].reduce((one, other) => (one?.changed > other.changed ? one : other), null);
     const said = newest && await kept(store.body(newest.id));
-    if (said) shown.settings = said.settings;
+    if (said) shown = conversations.made(said);
   }
   await goToAddress();
   showConversation();
@@ -353,7 +352,7 @@ async function begin() {
 element("form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = element("text").value.trimEnd();
-  if (!text.trim() || running.has(shown) || !model) return;
+  if (!text.trim() || running.has(shown) || !models.length) return;
   element("text").value = "";
   element("notice").textContent = "";
   say(text);
@@ -378,7 +377,13 @@ element("sources").addEventListener("click", () => {
   element("sources").setAttribute("aria-pressed", showsSources);
   updateAll();
 });
-element("open-settings").addEventListener("click", () => openSettings(shown.settings, (settings) => {
+element("model-choice").addEventListener("change", () => {
+  shown.model = element("model-choice").value;
+  if (heads.has(shown.id)) write(shown);
+  if (shown.leaf < 0) showConversation();
+  else updateAll();
+});
+element("open-settings").addEventListener("click", () => openSettings(modelOf(shown), shown.settings, (settings) => {
   shown.settings = settings;
   if (heads.has(shown.id)) write(shown);
   showNumChanged(settings);

@@ -15,7 +15,7 @@ const OF_MODELS = {
 };
 
 // Makes the fields of what a model can be asked for, with what it does by itself where they are empty.
-export function makeOptions(model) {
+function makeOptions(model) {
   const box = element("options");
   box.replaceChildren();
   for (const name of model.x_template_options) addChoice(box, name, OF_MODELS[name]);
@@ -55,8 +55,9 @@ function fields() {
   return [...element("settings-form").elements].filter(({ name }) => name);
 }
 
-// Lets the settings of a conversation be changed; calls back with those that were.
-export function openSettings(settings, onDone) {
+// Lets the settings of a conversation with a model be changed; calls back with them.
+export function openSettings(model, settings, onDone) {
+  makeOptions(model);
   for (const field of fields()) field.value = settings[field.name] ?? "";
   done = onDone;
   element("settings").showModal();
