@@ -476,7 +476,9 @@ def test_at_360_pixels_everything_is_in_reach(opening: Opening, spoken: Spoken, 
     wide = page.evaluate(
         f"[...document.querySelectorAll('body *')].filter({beyond}).map(e => e.outerHTML.slice(0, 99))"
     )
-    assert not wide and page.evaluate("document.documentElement.scrollWidth") == 360
+    assert not wide
+    for selector in ("html", "#messages"):  # what is long is broken, or scrolled by itself
+        assert page.locator(selector).evaluate("e => e.scrollWidth <= e.clientWidth"), selector
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
