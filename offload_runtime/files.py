@@ -77,6 +77,16 @@ def regular_file(path: Path, *, remedy: str) -> Path:
     return real
 
 
+def require_writable(path: Path, *, remedy: str) -> None:
+    """Refuse a place that a file could not be written to, before there is one; an older file there stays.
+
+    Raises:
+        StorageError: It is a directory, a device or the like, or nothing can be written beside it.
+    """
+    with writing(path, remedy):
+        tempfile.TemporaryFile(dir=regular_file(path, remedy=remedy).parent).close()
+
+
 def write_atomically(path: Path, content: str | Iterable[bytes | memoryview], *, remedy: str) -> None:
     """Write a regular file, text as UTF-8, so that a reader sees the old one or the whole new one, never a part.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from offload_runtime.files import regular_file, write_atomically, writing
+from offload_runtime.files import write_atomically
 
 TRACE_VERSION = 1
 PASSES, LINK, LINK_BACK, COMPUTE, STALLS, DRAFT, HOST = ROWS = (
@@ -31,7 +30,7 @@ PASSES, LINK, LINK_BACK, COMPUTE, STALLS, DRAFT, HOST = ROWS = (
 MOST_SPANS = 1_000_000
 # Of so many attempts to catch host and device at one moment the tightest counts.
 _ALIGNMENTS = 5
-_REMEDY = "name another place with --trace"
+REMEDY = "name another place with --trace"
 OF_CARD = " of card "
 
 
@@ -344,16 +343,6 @@ def covered_seconds(intervals: Iterable[Interval], by: Iterable[Interval]) -> fl
 # process with a row for each kind of work, complete events (`ph` X) with `ts` and `dur` in microseconds.
 
 
-def require_writable(path: Path) -> None:
-    """Refuse a place that a trace could not be written to, before there is one; an older file there stays.
-
-    Raises:
-        StorageError: It is a directory, a device or the like, or nothing can be written beside it.
-    """
-    with writing(path, _REMEDY):
-        tempfile.TemporaryFile(dir=regular_file(path, remedy=_REMEDY).parent).close()
-
-
 def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:
     """Write a trace as a whole or not at all; a file that was there is replaced.
 
@@ -368,7 +357,7 @@ def write_trace(path: Path, trace: Trace, about: Mapping[str, Any]) -> None:
     other = {"offload_runtime_trace": TRACE_VERSION, "dropped_spans": trace.dropped, **about}
     events = ",\n".join(json.dumps(event) for event in _events(trace))
     text = f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n{events}\n]}}\n'
-    write_atomically(path, text, remedy=_REMEDY)
+    write_atomically(path, text, remedy=REMEDY)
 
 
 def _events(trace: Trace) -> Iterator[dict[str, Any]]:

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from offload_runtime.cli import terminal
+from offload_runtime.cli.bench import bench
 from offload_runtime.cli.chat import chat
 from offload_runtime.cli.generate import demo, generate
 from offload_runtime.cli.models import list_models, pull, rm
@@ -80,7 +81,7 @@ app = typer.Typer(
     # An unexpected exception is a defect to report: Python's own traceback, with nothing hidden or decorated.
     pretty_exceptions_enable=False,
 )
-for _command in (generate, chat, serve, verify, plan, profile, list_models, pull, rm, demo):
+for _command in (generate, chat, serve, verify, bench, plan, profile, list_models, pull, rm, demo):
     app.command(_command.__name__.partition("_")[0])(with_options(_command))
 
 

@@ -35,9 +35,10 @@ from offload_runtime.options import (
     option_fields,
     require,
     require_unicode,
+    validate,
 )
 from offload_runtime.params import GenerationParams
-from offload_runtime.sizes import size_option_down
+from offload_runtime.sizes import parse_count, size_option_down
 
 if TYPE_CHECKING:
     from offload_runtime.engine.request import PromptRoom
@@ -279,6 +280,45 @@ class VerifyOptions(LoadOptions):
     seeds: int | None = option(None, "Seeds of every test of fit: 256, or 32 with --quick.", metavar="N")
     quick: bool = option(False, "Fewer prompts, settings and seeds.")
     as_json: bool = _json()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(LoadOptions):
+    """`bench` takes these options."""
+
+    config: RuntimeConfig = _part(
+        without=("trace", "allow_special_tokens"),
+        changed={"context": {"help": "Tokens of context to reserve; auto: what the longest prompt and answer take."}},
+    )  # fmt: skip
+    prompt_tokens: str = option("512,4096", "Lengths of prompts, such as 512,32K.", metavar="N[,N]")
+    tokens: int = option(64, "Tokens of every answer.", least=2, metavar="N")
+    repeats: int = option(3, "Answers of each kind, of which the median counts.", least=1, metavar="N")
+    text: str | None = _file("What prompts are the beginning of, UTF-8; by itself Python's own documentation.")
+    compare: bool = option(False, "Measure llama.cpp, too, with as much VRAM, by its llama-bench.")
+    llama_bench: Path | None = _file("The llama-bench to compare with; by itself the one in PATH.")
+    out: Path | None = _file("Write the JSON here, too.", group=OUTPUT)
+    as_json: bool = _json()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        validate(self)
+        longest = max(self.lengths) + self.tokens
+        context = self.config.context
+        fine = context is None or context >= longest
+        require(fine, f"prompts and answers take {longest} tokens, and --context is {context}: raise it, or drop it")
+        fine = self.compare or self.llama_bench is None
+        require(fine, "--llama-bench does nothing without --compare: add it, or drop this")
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Return the lengths of prompts, each once."""
+        try:
+            found = sorted({parse_count(one) for one in self.prompt_tokens.split(",")})
+        except ValueError:
+            found = [0]
+        shown = f"--prompt-tokens {shortened(self.prompt_tokens)}"
+        require(found[0] > 0, f"{shown} is no list of lengths: write it like 512,4K, each at least 1")
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,6 +29,7 @@ from offload_runtime.engine.load_model import LoadedModel, LoadProgress, OpenCar
 from offload_runtime.engine.proposing import largest_windows, make_drafter
 from offload_runtime.engine.request import PromptRoom
 from offload_runtime.errors import BudgetError, DeviceError, OffloadError, OptionError
+from offload_runtime.files import require_writable
 from offload_runtime.hardware import MachineProfile, load_profile
 from offload_runtime.hardware.bench import read_host_info
 from offload_runtime.hosts.group import HostGroup, num_ranks, own_rank
@@ -60,7 +61,7 @@ from offload_runtime.stream.device import (
     within,
 )
 from offload_runtime.stream.queue import make_copy_engine
-from offload_runtime.trace import LINK, LINK_BACK, CopyLog, TraceRecorder, require_writable
+from offload_runtime.trace import LINK, LINK_BACK, REMEDY, CopyLog, TraceRecorder
 from offload_runtime.weights.checkpoint import CheckpointSource, share_vocabulary
 from offload_runtime.weights.loader import MatricesNotCodable
 from offload_runtime.weights.neighbours import FoundDraft, find_drafts
@@ -230,7 +231,7 @@ def _load(
 ) -> Engine:  # fmt: skip
     """Raises `MatricesNotCodable` for what the plan codes and cannot be."""
     if config.trace is not None:
-        require_writable(config.trace)
+        require_writable(config.trace, remedy=REMEDY)
     profile = None if config.profile is None else load_profile(config.profile)
     # Before anything else touches the GPUs: afterwards our own context would count as somebody else's memory.
     if in_use is None:

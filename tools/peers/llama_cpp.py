@@ -18,12 +18,9 @@ a number whose peak is beyond the limit is raised. Prints a line a run, then one
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
-import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,15 +33,14 @@ import harness
 import torch
 from harness import check_out, emit, integers, percentiles, provenance, write_unfinished
 
-from offload_runtime.errors import BudgetError, DeviceError, OffloadError, OptionError
+from offload_runtime.cli.llama_bench import run_llama_bench
+from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.sizes import format_bytes, parse_bytes
 from offload_runtime.stream.device import resolve_device
 from offload_runtime.weights.gguf_header import read_gguf_header
 
 WAYS = ("--load-mode none", "--load-mode none --no-host 1")
 _PROBE = "--load-mode mmap"  # page-locks nothing, so it is there soon
-_SAMPLE_S = 0.02
-_SHOWN_CHARACTERS = 600
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -74,33 +70,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     harness.require_all_positive(options, "threads", "prompt_tokens", "new_tokens", "ubatch", "repeats")
     check_out(options.out)
     return options
-
-
-class VramWatch:
-    """The most bytes of the device that were in use beyond those at the start, sampled by a thread in a `with`."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._ended, self.peak_bytes = device, threading.Event(), 0
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def _used_bytes(self) -> int:
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        return total_bytes - free_bytes
-
-    def _sample(self) -> None:
-        while not self._ended.wait(_SAMPLE_S):
-            self.peak_bytes = max(self.peak_bytes, self._used_bytes() - self._before_bytes)
-
-    def __enter__(self) -> VramWatch:
-        if self._device.type == "cuda":
-            self._before_bytes = self._used_bytes()
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self._device.type == "cuda":
-            self._thread.join()
 
 
 def expert_bytes_by_layer(path: Path) -> list[int]:
@@ -133,25 +102,9 @@ def run_bench(
     tests = ("-p", options.prompt_tokens, "-n", new_tokens, "-r", repeats, "-t", options.threads)
     sizes = ("-b", max(options.ubatch, options.prompt_tokens), "-ub", options.ubatch)
     layers = ("-ngl", 999 if device.type == "cuda" else 0, "-ncmoe", n_cpu_moe)
-    command = [options.llama_bench, "-m", options.target, *tests, *sizes, *layers, *shlex.split(way), "-o", "json"]
-    try:
-        with VramWatch(device) as watch:
-            done = subprocess.run(
-                [*map(str, command)], capture_output=True, text=True, timeout=options.timeout, check=False
-            )  # fmt: skip
-    except OSError as error:
-        raise OptionError(f"{options.llama_bench} does not run ({error.strerror or error}): build llama.cpp") from error
-    except subprocess.TimeoutExpired as error:
-        raise OffloadError(f"llama-bench had no result within {options.timeout:g} s: raise --timeout") from error
-    if done.returncode:
-        raise OffloadError(f"llama-bench failed ({done.returncode}): {done.stderr.strip()[-_SHOWN_CHARACTERS:]}")
-    prompt, decoding = json.loads(done.stdout)
-    if device.type == "cuda" and not prompt["gpu_info"]:
-        raise DeviceError(
-            f"llama-bench found no GPU, only {prompt['backends']}: build it with CUDA, or see why its library is not "
-            f"loaded ({done.stderr.strip()[-_SHOWN_CHARACTERS:]})"
-        )
-    return {"prompt": prompt, "decoding": decoding, "vram_bytes": watch.peak_bytes}
+    words = ["-m", options.target, *tests, *sizes, *layers, *shlex.split(way)]
+    (prompt, decoding), vram_bytes = run_llama_bench(options.llama_bench, words, device, options.timeout)
+    return {"prompt": prompt, "decoding": decoding, "vram_bytes": vram_bytes}
 
 
 def fewest_on_cpu(options: argparse.Namespace, layer_bytes: Sequence[int], limit_bytes: int) -> int:
