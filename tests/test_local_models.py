@@ -4,6 +4,7 @@ and deleted."""
 import json
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -13,9 +14,10 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import gguf
+import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -24,6 +26,7 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.local import local_models
 from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers import engine
+from tests.helpers.server import free_port, is_ready, wait_until
 from tests.test_weights_gguf import build, write
 
 REVISION = "0" * 40
@@ -242,3 +245,32 @@ def test_models_of_the_hub_are_deleted(home: Path) -> None:
 
 def names() -> set[str]:
     return {one.name for one in local_models()}
+
+
+def test_a_server_without_a_target_has_all_that_run(home: Path) -> None:
+    port = free_port()
+    listed = list[Any]()
+
+    def ask_and_stop() -> None:
+        try:
+            wait_until(lambda: is_ready(f"http://127.0.0.1:{port}"))
+            listed.extend(httpx.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False).json()["data"])
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask_and_stop)
+    asking.start()
+    result = told("serve", "--device", "cpu", "--port", str(port))
+    asking.join()
+    assert result.exit_code == 0, result.stderr
+    assert "org/plain" in [one["id"] for one in listed] and {one["x_status"] for one in listed} == {"unloaded"}
+    assert "org/mamba is left out: " in result.stderr
+
+
+def test_a_server_without_any_model_says_what_to_do(home: Path, tmp_path: Path) -> None:
+    shutil.rmtree(tmp_path / "hub")
+    shutil.rmtree(tmp_path / ".ollama", ignore_errors=True)
+    for place in (".lmstudio", ".cache"):
+        shutil.rmtree(tmp_path / place, ignore_errors=True)
+    refused = told("serve", "--device", "cpu")
+    assert refused.exit_code == 2 and "no model is here that runs: fetch one" in refused.stderr

@@ -66,7 +66,7 @@ def test_a_named_file_stands_in_for_the_users_own(home: Path) -> None:
     other = home / "other.toml"
     other.write_text("target = 'other/model'")
     said = tomllib.loads(printed("serve", "--config", str(other), "--port", "1234").stdout)["serve"]
-    assert said == {"target": "other/model", "port": 1234}
+    assert said == {"target": ["other/model"], "port": 1234}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -92,7 +92,6 @@ _json: Any = partial(option, False, "One JSON object on stdout and nothing else.
 _no_progress: Any = partial(option, False, "No progress bars on stderr.", OUTPUT)
 _explain: Any = partial(option, False, group=OUTPUT)
 _model_argument: Any = partial(option, MISSING, argument=True, metavar="MODEL")
-_targets: Any = partial(option, MISSING, flag="--target", metavar="MODEL", repeated=True)
 _file: Any = partial(option, None, metavar="FILE")
 
 
@@ -227,11 +226,11 @@ class ServeOptions(LoadOptions):
         changed={"max_batch": {"default": None, "flag": "--max-requests", "group": "Limits"}},
     )  # fmt: skip
     server: ServerConfig = _part()
-    targets: list[str] = _targets(
-        "Directory, GGUF file, id on the hub, or a name of `offload-runtime list`; repeated, each is loaded "
-        "when it is asked for, one at a time.",
-        MODEL,
-    )
+    targets: list[str] | None = option(
+        None, "Directory, GGUF file, id on the hub, or a name of `offload-runtime list`; repeated, each is loaded when "
+        "it is asked for, one at a time. By itself all that are here.", MODEL, flag="--target", metavar="MODEL",
+        repeated=True,
+    )  # fmt: skip
     served_model_name: list[str] | None = option(
         None, "What the model is called, in place of the last part of --target; repeated, it has several names. With "
         "several models one for each.", metavar="NAME", repeated=True,
@@ -240,33 +239,37 @@ class ServeOptions(LoadOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        several, config, given = len(self.targets) > 1, self.config, self.served_model_name
-        drafts = config.draft if several and config.draft not in ("auto", "mtp", "self", "ngram", "none") else None
+        config, given, count = self.config, self.served_model_name, len(self.targets or ())
+        drafts = config.draft if count != 1 and config.draft not in ("auto", "mtp", "self", "ngram", "none") else None
         remedy = "take auto, mtp, self, ngram or none, or serve it alone"
-        require(drafts is None, f"--draft {drafts} drafts for one model, and there are {len(self.targets)}: {remedy}")
-        in_turns = several or self.server.keep_alive is not None
+        require(drafts is None, f"--draft {drafts} drafts for one model, and there are {count or 'several'}: {remedy}")
         why = "--trace is of one model that stays: name one --target, and drop --keep-alive"
-        require(not in_turns or config.trace is None, why)
-        fine = not several or given is None or len(given) == len(self.targets)
-        named = f"{len(given or ())} --served-model-name for {len(self.targets)} models"
-        require(fine, f"{named}: give one for each, in the order of --target")
+        require(self.has_one_that_stays or config.trace is None, why)
+        fine = given is None or ((count == 1 or len(given) == count) and count > 0)
+        named = f"{len(given or ())} --served-model-name for {count or 'no named'} models"
+        require(fine, f"{named}: give one for each --target, in their order")
         names = [name for names in self.names for name in names]
         twice = next((name for name in names if names.count(name) > 1), None)
-        fine = not several or twice is None
+        fine = count == 1 or twice is None
         require(fine, f"two models are called {twice!r}: name them with --served-model-name, one for each")
+
+    @property
+    def has_one_that_stays(self) -> bool:
+        """Return whether there is one model, which is always loaded."""
+        return self.targets is not None and len(self.targets) == 1 and self.server.keep_alive is None
 
     @property
     def configs(self) -> list[RuntimeConfig]:
         """Return what each model is loaded with."""
-        return [replace(self.config, target=target) for target in self.targets]
+        return [replace(self.config, target=target) for target in self.targets or ()]
 
     @property
     def names(self) -> list[list[str]]:
         """Return what each model is called: never its whole path."""
         if self.served_model_name is not None:
             given = self.served_model_name
-            return [given] if len(self.targets) == 1 else [[name] for name in given]
-        where = (os.path.abspath(one) if os.path.exists(one) else one for one in self.targets)
+            return [given] if len(self.targets or ()) == 1 else [[name] for name in given]
+        where = (os.path.abspath(one) if os.path.exists(one) else one for one in self.targets or ())
         return [[Path(one).name.removesuffix(".gguf")] for one in where]
 
 
@@ -447,15 +450,13 @@ def _typer_option(one: OptionField) -> inspect.Parameter:
     default: Any = None if one.default in (None, ()) else str(one.default)
     metavar: str | None = about.metavar or "N"
     if one.default is MISSING:
-        default = ...
-    if one.default is MISSING and not about.repeated:
-        annotation = str
+        annotation, default = str, ...
     elif one.hint is bool:
         annotation, default, metavar = bool, False, ""  # typer would say <bool>
     elif get_origin(one.hint) is Literal:
         annotation, metavar = one.hint, about.metavar
     elif about.repeated:
-        annotation = list[str] | None if one.default is not MISSING else list[str]
+        annotation = list[str] | None
     elif about.auto and one.default == one.automatic:
         default, metavar = "auto", about.metavar or "N|auto"
     elif about.size and one.default is not None:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -18,7 +18,7 @@ from offload_runtime.cli.generate import load_runtime
 from offload_runtime.cli.hosts import has_layers_for_another
 from offload_runtime.cli.options import ServeOptions, refuse_early
 from offload_runtime.config import RuntimeConfig
-from offload_runtime.errors import HostError
+from offload_runtime.errors import HostError, OffloadError
 from offload_runtime.hosts import started_as_one_of_several
 from offload_runtime.options import require
 from offload_runtime.server import require_extra
@@ -56,30 +56,29 @@ class _Signals:
 
 def serve(options: ServeOptions) -> None:
     """Answer requests of OpenAI's API, and with a page to chat with at /."""
-    configs, served = options.configs, options.server  # judged before anything is loaded
-    is_one = len(configs) == 1 and served.keep_alive is None
+    served, is_one = options.server, options.has_one_that_stays  # judged before anything is loaded
     is_alone = is_one or not started_as_one_of_several()
     require(is_alone, "several machines share one model that stays: name one --target, and drop --keep-alive")
-    if has_layers_for_another(replace(options, config=configs[0])):
+    if is_one and has_layers_for_another(replace(options, config=options.configs[0])):
         return
-    for config in configs:
+    for config in options.configs:
         refuse_early(config)
     require_extra()
     from offload_runtime.engine.prefix_cache import prefix_files
     from offload_runtime.plan.sizes import check_experts
     from offload_runtime.server.app import Server
 
-    for config in configs:
+    for config in options.configs:
         check_experts(config)
     if served.sessions is not None:
         prefix_files(served.sessions).close()  # in use, or not to be written: found out before loading
-    offered = {} if is_one else dict(zip(_offered(options), configs, strict=True))
+    offered = {} if is_one else _offered(options)
     signals = _Signals()
     stopping = terminal.signal_handler(signals, signal.SIGINT, signal.SIGTERM)
     with stopping, Server(served, terminal.status_line, models=[*offered]) as server:
         if is_one:
             terminal.status_line(f"listening at {server.url}: /health says when the model is there")
-            _serve_one(options, configs[0], server, signals)
+            _serve_one(options, options.configs[0], server, signals)
         else:
             _serve_in_turns(options, offered, server, signals)
     terminal.status_line("stopped")
@@ -123,24 +122,46 @@ def _say_stopping(options: ServeOptions) -> None:
     terminal.status_line(f"stopping: {grace}; once more ends them at once")
 
 
-def _offered(options: ServeOptions) -> list[OfferedModel]:
-    """Open the models, which are fetched first where a hub has them, and return what is known of each. Raises as
-    `open_checkpoint`."""
+def _offered(options: ServeOptions) -> dict[OfferedModel, RuntimeConfig]:
+    """Return what is known of the models that were named, which are fetched first where a hub has them, with what each
+    is loaded with; of all that are here where none was, but for those that do not run.
+
+    Raises:
+        OptionError: None is here that runs.
+        OffloadError: As of `open_checkpoint`, for one that was named.
+    """
+    found = {}
+    if options.targets is not None:
+        for names, config in zip(options.names, options.configs, strict=True):
+            found[_opened(names, config)] = config
+        return found
+    from offload_runtime.weights.local import local_models
+
+    for name, path in {model.name: model.path for model in reversed(local_models())}.items():
+        config = replace(options.config, target=str(path))
+        try:
+            found[_opened([name], config)] = config
+        except OffloadError as error:
+            terminal.status_line(f"{name} is left out: {error}")
+    none = "no model is here that runs: fetch one with `offload-runtime pull org/name:Q4_K_M`, or name a --target"
+    require(bool(found), none)
+    return dict(reversed(found.items()))
+
+
+def _opened(names: Sequence[str], config: RuntimeConfig) -> OfferedModel:
+    """Return what a model's files say of it. Raises as `open_checkpoint`."""
     from offload_runtime.server.turns import OfferedModel
     from offload_runtime.weights.checkpoint import sampling_defaults
     from offload_runtime.weights.sources import open_checkpoint
 
-    found = []
-    for names, config in zip(options.names, options.configs, strict=True):
-        source = open_checkpoint(config.target)
-        model, layout = source.config(), source.layout(source.native_dtype)
-        most = model.max_position_embeddings
-        found.append(OfferedModel.described(
-            names, source.tokenizer(), architecture=model.architecture, stored_as=layout.stored_as,
-            weight_bytes=layout.total_bytes, defaults=sampling_defaults(source.generation_fields),
-            context_tokens=most if config.context is None else min(config.context, most),
-        ))  # fmt: skip
-    return found
+    source = open_checkpoint(config.target)
+    model, layout = source.config(), source.layout(source.native_dtype)
+    most = model.max_position_embeddings
+    return OfferedModel.described(
+        names, source.tokenizer(), architecture=model.architecture, stored_as=layout.stored_as,
+        weight_bytes=layout.total_bytes, defaults=sampling_defaults(source.generation_fields),
+        context_tokens=most if config.context is None else min(config.context, most),
+    )  # fmt: skip
 
 
 def _serve_in_turns(
