@@ -16,7 +16,7 @@ from offload_runtime.server.app import Server
 from tests.helpers.engine import load, with_template
 from tests.helpers.server import MODEL, Spoken, Turns, speaking
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the page is tested by playwright: pip install playwright")
+sync_api = pytest.importorskip("playwright.sync_api", reason="the extra `browser` is not installed")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = [
     pytest.mark.slow, pytest.mark.no_cover,
