@@ -1,7 +1,9 @@
 """A server of several models, of which one is loaded at a time: the one that is asked for."""
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -104,7 +106,15 @@ def test_whoever_waits_is_told_and_served_in_turn(turns: Turns) -> None:
         turns.may_load.clear()
         running.close()
         assert [line for line in (next(told) for _ in range(3)) if line] == [": loading two"]
+        address = (running.url.host, running.url.port)
+        with socket.create_connection(address, timeout=60) as silent:  # asks, and leaves before there is a byte
+            body = json.dumps({"model": "two", "prompt": "a"})
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+            silent.sendall(f"{head}{body}".encode())
+            wait_until(lambda: turns.figure("requests_waiting") == 6)
+        wait_until(lambda: turns.figure("requests_waiting") == 5)
         leaving.close()
+        wait_until(lambda: turns.figure("requests_waiting") == 4)
         turns.may_load.set()
         assert [one.result().status_code for one in waiting] == [200] * 4
     answered_by_two = turns.lines[: turns.lines.index("unloading two")]
@@ -160,6 +170,19 @@ def test_a_model_goes_when_it_was_kept_for_long_enough(targets: dict[str, Path])
         turns.chat("one")
         assert running(turns)[0]["expires_at"] is None
     assert turns.unloads == ["one"]
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_was_read_of_prompts_stays_on_disk_alone(targets: dict[str, Path], tmp_path: Path, stays: bool) -> None:
+    """A session's blocks are there when the model is loaded again; those of a prefix cache go with it."""
+    kept: dict[str, Any] = {"sessions": tmp_path / "kept"} if stays else {"prefix_cache_bytes": 100_000_000}
+    with Turns(targets, **kept) as turns:
+        body = {"model": "one", "prompt": [7 * number % 300 for number in range(400)], "max_tokens": 2}
+        found = []
+        for name in ("one", "one", "two", "one"):
+            answer = turns.http.post("/v1/completions", json={**body, "model": name}).json()
+            found.append(answer["choices"][0]["x_stats"]["kept_tokens"])
+    assert found == [0, 399, 0, 256 if stays else 0]
 
 
 @pytest.mark.parametrize(("text", "seconds"), [

@@ -59,7 +59,8 @@ class Turns:
 
     def __init__(self, options: argparse.Namespace, sources: dict[str, CheckpointSource]) -> None:
         self._options, self._sources = options, sources
-        self._started_s, self.notes, self.placements = time.perf_counter(), list[dict[str, Any]](), dict[str, str]()
+        self._started_s, self.notes = time.perf_counter(), list[dict[str, Any]]()
+        self.placements = dict[str, list[str]]()  # all that a model has had
         self.devices: tuple[torch.device, ...] = (resolve_device(options.device),)
 
     def offered(self) -> list[OfferedModel]:
@@ -85,7 +86,8 @@ class Turns:
         )  # fmt: skip
         with runtime:
             loaded_s = time.perf_counter()
-            self.placements[name], pinned_bytes = runtime.placement, runtime.plan.pinned_bytes
+            plan, placements = runtime.plan, self.placements.setdefault(name, [])
+            placements += [] if runtime.placement in placements else [runtime.placement]
             yield runtime
             over_s = time.perf_counter()
         del runtime
@@ -98,7 +100,8 @@ class Turns:
             left["device_bytes"] = total_bytes - free_bytes
         self.notes.append({
             "model": name, "s": now_s - self._started_s, "load_s": loaded_s - began_s, "answers_s": over_s - loaded_s,
-            "unload_s": now_s - over_s, "pinned_bytes": pinned_bytes, "left": left,
+            "unload_s": now_s - over_s, "pinned_bytes": plan.pinned_bytes, "planned_device_bytes": plan.device_bytes,
+            "left": left,
         })  # fmt: skip
         took = f"loaded in {loaded_s - began_s:.1f} s, unloaded in {now_s - over_s:.1f} s"
         parts = [f"{key.removesuffix('_bytes')} {one / 1e6:.0f} MB" for key, one in left.items() if "bytes" in key]

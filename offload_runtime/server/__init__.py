@@ -1,11 +1,12 @@
 """The server: OpenAI's API and others' over HTTP in front of a `Scheduler`. Beside the command line the outermost stop
 of a token's journey.
 
-A request comes through the gate (`gate.py`: who may ask, and how much), is read (`schema.py`), becomes prompts and
-`GenerationParams` (`service.py`), and is answered from the scheduler's events (`answers.py`, in the words of
-`protocol.py`). Other protocols are translations into OpenAI's chat and back, a file each (`responses.py`,
-`anthropic.py`, `ollama.py`). One thread runs the event loop, another one, the scheduler's, owns the device; neither
-waits for the other. `Server` (`app.py`) holds both together. No path that a request names reaches the file system.
+A request comes through the gate (`gate.py`: who may ask, and how much), is read (`schema.py`), waits for its model
+where several take turns (`models.py`, `turns.py`), becomes prompts and `GenerationParams` (`service.py`), and is
+answered from the scheduler's events (`answers.py`, in the words of `protocol.py`). Other protocols are translations
+into OpenAI's chat and back, a file each (`responses.py`, `anthropic.py`, `ollama.py`). One thread runs the event
+loop, another one, the scheduler's, owns the device; neither waits for the other. `Server` (`app.py`) holds both
+together. No path that a request names reaches the file system.
 
 What it is made of is the extra `[server]`, which nothing else imports: ask `require_extra` before importing `app`.
 """
