@@ -204,16 +204,28 @@ def validate(config: Any) -> None:
 
 
 def documented(*kinds: type) -> Callable[[T], T]:
-    """Make a decorator that lists options at the end of a docstring: those of `kinds`, or of what it decorates."""
+    """Make a decorator that lists options at the end of a docstring: those of `kinds`, or of what it decorates. The
+    signature of a function that takes them by name has them, too, so that editors and notebooks complete them."""
 
     def add(documented: T) -> T:
         of: Any = kinds or (documented,)
         listed = [f"{one.name}: {one.description}" for kind in of for one in option_fields(kind) if one.option]
         lines = [textwrap.fill(line, 112, initial_indent=" " * 4, subsequent_indent=" " * 8) for line in listed]
         documented.__doc__ = "\n".join([inspect.cleandoc(documented.__doc__ or ""), "", "Options:", *lines])
+        if inspect.isfunction(documented):
+            documented.__signature__ = _with_options(inspect.signature(documented), kinds)  # type: ignore[attr-defined]
         return documented
 
     return add
+
+
+def _with_options(signature: inspect.Signature, kinds: Sequence[Any]) -> inspect.Signature:
+    """Return a signature with the options of `kinds` in place of what takes them by name."""
+    named = {name: one for name, one in signature.parameters.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
+    for one in (one for kind in kinds for one in option_fields(kind) if one.option is not None):
+        made = inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.hint)
+        named.setdefault(one.name, made)
+    return signature.replace(parameters=list(named.values()))
 
 
 def require(fine: bool, message: str) -> None:

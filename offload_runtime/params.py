@@ -240,8 +240,8 @@ class GenerationParams:
         "gamma is given, which then stands for chains.", least=0, flag=None,
     )  # fmt: skip
     logprobs: int | None = option(
-        None, "With --json tell every token's log-probability, and the N likeliest.", SAMPLING, least=0,
-        most=MOST_LOGPROBS, metavar="N",
+        None, "Tell every token's log-probability, and the N likeliest; on the command line with --json.", SAMPLING,
+        least=0, most=MOST_LOGPROBS, metavar="N",
     )  # fmt: skip
     min_tokens: int = option(
         0, "Shortest answer, in tokens: nothing ends it before.", SAMPLING, least=0, metavar="N", http=True

@@ -13,8 +13,8 @@ from offload_runtime.engine.engine import RequestOutput, TokenEvent
 from offload_runtime.engine.request import GenerationResult, PromptRoom, Request
 from offload_runtime.engine.sessions import messages_of, reading_session
 from offload_runtime.errors import ContextLengthError, OptionError
-from offload_runtime.options import is_of_type, require
-from offload_runtime.params import GenerationParams, params_once
+from offload_runtime.options import documented, is_of_type, require
+from offload_runtime.params import GenerationParams, SamplingParams, params_once
 from offload_runtime.runners.model_runner import OnLayer
 from offload_runtime.sampling import TokenLogprobs
 
@@ -175,6 +175,7 @@ class Conversation:
         answered = [*messages, {"role": "assistant", "content": reply.said}]
         self._begin_with(answered, text, (*prompt[1], *reply.result.tokens))
 
+    @documented(GenerationParams, SamplingParams)
     def say(
         self, text: str, *, params: GenerationParams | None = None, speculate: bool = True,
         on_prefill: OnLayer | None = None, **options: Any,

@@ -140,6 +140,11 @@ class GenerationResult:
         speed = f"{self.stats.tok_per_s:.1f} tokens/s"
         return f"<GenerationResult: {len(self.tokens)} tokens ({self.finish_reason}), {speed}: {text!r}>"
 
+    def _repr_html_(self) -> str:
+        from offload_runtime.engine.notebook import as_html
+
+        return as_html(self)
+
 
 _LAST_PRIVATE = 0x10FFFD  # the last character that Unicode leaves to everyone's own use
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]

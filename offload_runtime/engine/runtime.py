@@ -21,6 +21,7 @@ from offload_runtime.engine.engine import Engine, RequestOutput, device_errors
 from offload_runtime.engine.events import OnEvent, Ticket
 from offload_runtime.engine.load import describe_placement, load_runtime
 from offload_runtime.engine.load_model import LoadProgress
+from offload_runtime.engine.notebook import bars, is_notebook
 from offload_runtime.engine.prefix_cache import prefix_files, require_stores
 from offload_runtime.engine.proposing import settle
 from offload_runtime.engine.request import GenerationResult, Prompt, PromptRoom, Request
@@ -66,7 +67,7 @@ class Runtime(AbstractContextManager["Runtime"]):
     from within a callback, and any call while a `Scheduler` serves the requests of many threads.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, shows_bars: bool = False) -> None:
         target, weights = engine.target, engine.target.weights
         self.config: ModelConfig = target.config
         self.room, self.tokenizer = engine.room, engine.room.tokenizer
@@ -85,6 +86,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         # allocator capped. Alive until it is closed.
         self._give_back = weakref.finalize(self, engine.resources.close)
         self._call: object | None = None  # the one whose tokens the slots hold
+        self._shows_bars = shows_bars
         self._lock = threading.Lock()  # for one call at a time
         self._caller = 0  # the thread that is in one
         self._is_served = False  # one thread has the runtime until it says otherwise
@@ -107,7 +109,7 @@ class Runtime(AbstractContextManager["Runtime"]):
     def load(
         cls, target: str | Path | CheckpointSource, *, on_progress: LoadProgress | None = None,
         on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
-        **options: Any,
+        progress: bool | None = None, **options: Any,
     ) -> Runtime:  # fmt: skip
         """Load a target model, paging what does not fit the device budget.
 
@@ -116,21 +118,32 @@ class Runtime(AbstractContextManager["Runtime"]):
             on_progress: Called with (stage, done bytes, total bytes) while weights are read.
             on_plan: Called with what everything will take, before weights are read.
             check: Called with what prompts have to go with, before weights are read; what it raises ends the loading.
+            progress: Show bars while weights are read, and while `generate` and `generate_batch` work on prompts and
+                answers; None: in a notebook.
             options: By name, as listed below (`RuntimeConfig`).
 
         Raises:
             CheckpointError, HubError, BudgetError, VocabularyMismatchError, DeviceError, OptionError, ProfileError,
             StorageError: before anything large is read, each saying what would help.
         """
-        return cls.from_config(RuntimeConfig(target, **options), on_progress=on_progress, on_plan=on_plan, check=check)
+        config, shown = RuntimeConfig(target, **options), is_notebook() if progress is None else progress
+        return cls.from_config(config, on_progress=on_progress, on_plan=on_plan, check=check, progress=shown)
 
     @classmethod
     def from_config(
         cls, config: RuntimeConfig, *, on_progress: LoadProgress | None = None,
         on_plan: Callable[[RunPlan], None] | None = None, check: Callable[[PromptRoom], object] | None = None,
+        progress: bool = False,
     ) -> Runtime:  # fmt: skip
-        """Load what a configuration asks for. Callbacks and errors as of `load`."""
-        return cls(load_runtime(config, on_progress=on_progress, on_plan=on_plan, check=check))
+        """Load what a configuration asks for. Callbacks, `progress` and errors as of `load`."""
+        with bars(progress, in_bytes=True) as show:
+
+            def on_bytes(stage: str, done: int, total: int) -> None:
+                show(stage, done, total)
+                if on_progress is not None:
+                    on_progress(stage, done, total)
+
+            return cls(load_runtime(config, on_progress=on_bytes, on_plan=on_plan, check=check), shows_bars=progress)
 
     @documented(GenerationParams, SamplingParams)
     def stream(
@@ -161,6 +174,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         tokens = self.room.fit(prompt, asked.max_new_tokens)
         return self.start(tokens, asked, speculate=speculate, on_prefill=on_prefill)
 
+    @documented(GenerationParams, SamplingParams)
     def generate(
         self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True,
         on_prefill: OnLayer | None = None, **options: Any,
@@ -201,6 +215,7 @@ class Runtime(AbstractContextManager["Runtime"]):
 
         return AsyncTokenStream(submit)
 
+    @documented(GenerationParams, SamplingParams)
     async def agenerate(
         self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True, **options: Any
     ) -> GenerationResult:
@@ -272,6 +287,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             session.restore(self.engine.prefix_cache.clear(saved.tokens, saved.prompt_tokens))
         return (saved.text, saved.tokens), session.held_tokens
 
+    @documented(GenerationParams, SamplingParams)
     def generate_batch(
         self, prompts: Sequence[Prompt], *, params: GenerationParams | Sequence[GenerationParams] | None = None,
         noise_ids: Sequence[int] | None = None, speculate: bool = True, on_prefill: OnLayer | None = None,
@@ -303,17 +319,21 @@ class Runtime(AbstractContextManager["Runtime"]):
         require(fine, f"{len(prompts)} prompts for a runtime loaded for 1 to {most}: raise max_batch when loading it")
         asked = params_of_each(params_once(options, params, kind=Any), noise_ids, len(prompts))
         tokens = self.room.fit_all(prompts, [one.max_new_tokens for one in asked])
-        with self._locked():
+        with bars(self._shows_bars) as show, self._locked():
             pairs = zip(tokens, asked, strict=True)
             requests = self._begin([self.request(*pair, speculate=speculate) for pair in pairs])
 
             def on_layer(done: int, layers: int) -> None:
-                assert on_prefill is not None
                 read = sum(request.new_tokens > 0 for request in requests)
-                on_prefill(read * layers + done, len(requests) * layers)
+                show("prompt, in layers", read * layers + done, len(requests) * layers)
+                if on_prefill is not None:
+                    on_prefill(read * layers + done, len(requests) * layers)
 
+            is_told = self._shows_bars or on_prefill is not None
+            most = sum(one.max_new_tokens for one in asked)
             while self.engine.has_requests:
-                self._raise_error(self.engine.step(None if on_prefill is None else on_layer), requests)
+                self._raise_error(self.engine.step(on_layer if is_told else None), requests)
+                show("answer, in tokens", sum(request.new_tokens for request in requests), most)
                 if any(request.result is None and not request.new_tokens for request in requests):
                     continue  # some prompts are still to be read
                 if on_progress is not None:
