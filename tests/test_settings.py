@@ -1,5 +1,8 @@
 """Settings: what a TOML file and the environment say of options, and how to see what is said."""
 
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,8 +68,8 @@ def test_what_is_typed_comes_before_variables_and_those_before_the_file(home: Pa
 def test_a_named_file_stands_in_for_the_users_own(home: Path) -> None:
     other = home / "other.toml"
     other.write_text("target = 'other/model'")
-    said = tomllib.loads(printed("serve", "--config", str(other), "--port", "1234").stdout)["serve"]
-    assert said == {"target": ["other/model"], "port": 1234}
+    said = tomllib.loads(printed("chat", "--config", str(other), "--seed", "1234").stdout)["chat"]
+    assert said == {"target": "other/model", "seed": 1234}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -136,3 +139,25 @@ def test_a_file_that_is_not_there_is_named_if_it_was_asked_for(tmp_path: Path) -
     result = printed("list", "--config", str(tmp_path / "absent.toml"))
     assert (result.exit_code, "No such file" in error_lines(result)[0]) == (2, True)
     assert printed("list", OFFLOAD_RUNTIME_CONFIG=str(tmp_path / "absent")).exit_code == 0
+
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+
+
+@pytest.mark.parametrize("name", ["offload-runtime.service", "Containerfile"])
+def test_examples_set_what_there_is(name: str, tmp_path: Path) -> None:
+    text = (EXAMPLES / name).read_text().replace("%S", str(tmp_path)).replace("%C", str(tmp_path))
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    said = dict(re.findall(r"\b(OFFLOAD_RUNTIME_\w+)=(\S+)", "\n".join(lines)))
+    assert {"OFFLOAD_RUNTIME_CONFIG", "OFFLOAD_RUNTIME_CACHE", "OFFLOAD_RUNTIME_STATE"} <= said.keys()
+    result = printed("serve", "--target", "x", **said, OFFLOAD_RUNTIME_API_KEY="key")
+    assert (result.exit_code, result.stderr) == (0, "")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze, of systemd")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    unit = tmp_path / "offload-runtime.service"
+    text, count = re.subn(r"ExecStart=\S+", f"ExecStart={sys.executable}", (EXAMPLES / unit.name).read_text())
+    unit.write_text(text)
+    done = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+    assert (count, done.returncode, done.stdout + done.stderr) == (1, 0, "")
