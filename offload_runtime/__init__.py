@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         TokenStream,
     )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "AsyncTokenStream", "Conversation", "EndEvent", "ErrorEvent", "GenerationParams", "GenerationResult",
     "GenerationStats", "Runtime", "SamplingParams", "Scheduler", "SchedulerCounters", "Ticket", "TokenEvent",

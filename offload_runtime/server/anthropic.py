@@ -17,7 +17,7 @@ from pydantic import Field
 from offload_runtime.server.failures import Failure
 from offload_runtime.server.parsers import arguments_of
 from offload_runtime.server.protocol import Answered, Delta, Ending
-from offload_runtime.server.schema import ANY, Body, BoundedChatBody, RequestError, with_plain_texts
+from offload_runtime.server.schema import ANY, Body, BoundedChatBody, Harmless, RequestError, with_plain_texts
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
@@ -28,19 +28,19 @@ _KEEPS_ALL = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 
 class _Text(Body):
-    harmless: ClassVar = {**_CACHED, "citations": ([],)}
+    harmless: ClassVar[Harmless] = {**_CACHED, "citations": ([],)}
     type: Literal["text"]
     text: str
 
 
 class _Thinking(Body):
-    harmless: ClassVar = {"signature": ANY}
+    harmless: ClassVar[Harmless] = {"signature": ANY}
     type: Literal["thinking"]
     thinking: str
 
 
 class _ToolUse(Body):
-    harmless: ClassVar = {**_CACHED, "caller": ({"type": "direct"},)}
+    harmless: ClassVar[Harmless] = {**_CACHED, "caller": ({"type": "direct"},)}
     type: Literal["tool_use"]
     id: str
     name: str
@@ -48,7 +48,7 @@ class _ToolUse(Body):
 
 
 class _ToolResult(Body):
-    harmless: ClassVar = {**_CACHED, "is_error": ANY}  # models read it in the text
+    harmless: ClassVar[Harmless] = {**_CACHED, "is_error": ANY}  # models read it in the text
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[dict[str, Any]] = ""
@@ -107,7 +107,7 @@ def _call(number: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Tool(Body):
-    harmless: ClassVar = {
+    harmless: ClassVar[Harmless] = {
         **_CACHED, "type": ("custom",), "strict": ANY, "eager_input_streaming": ANY, "input_examples": ([],),
         "defer_loading": (False,), "allowed_callers": (["direct"],),
     }  # fmt: skip
@@ -134,7 +134,7 @@ class _ToolChoice(Body):
 
 
 class _ThinkingConfig(Body):
-    harmless: ClassVar = {"budget_tokens": ANY, "display": ANY}  # a bound that only the model could keep
+    harmless: ClassVar[Harmless] = {"budget_tokens": ANY, "display": ANY}  # a bound that only the model could keep
     type: Literal["enabled", "disabled", "adaptive"]
 
 
@@ -151,7 +151,7 @@ class _OutputConfig(Body):
 class CountBody(Body):
     """`/v1/messages/count_tokens`: what a prompt is made of."""
 
-    harmless: ClassVar = {**_CACHED, "context_management": ({"edits": []}, _KEEPS_ALL), "mcp_servers": ([],)}
+    harmless: ClassVar[Harmless] = {**_CACHED, "context_management": ({"edits": []}, _KEEPS_ALL), "mcp_servers": ([],)}
     model: str
     messages: list[_Message] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
@@ -203,7 +203,7 @@ class CountBody(Body):
 class MessagesBody(CountBody):
     """`/v1/messages`."""
 
-    harmless: ClassVar = {
+    harmless: ClassVar[Harmless] = {
         **CountBody.harmless, "metadata": ANY, "service_tier": ANY, "inference_geo": ANY, "speed": ("standard",),
         "container": (), "diagnostics": ANY,
     }  # fmt: skip

@@ -18,7 +18,7 @@ from pydantic import AfterValidator, Field
 from offload_runtime.server.failures import Failure
 from offload_runtime.server.parsers import arguments_of
 from offload_runtime.server.protocol import Answered, Delta, Ending, logprobs_of
-from offload_runtime.server.schema import ANY, AnswerBody, Body, BoundedChatBody, CompletionBody, RequestError
+from offload_runtime.server.schema import ANY, AnswerBody, Body, BoundedChatBody, CompletionBody, Harmless, RequestError
 from offload_runtime.server.turns import OfferedModel
 from offload_runtime.sizes import parse_duration_s
 
@@ -34,7 +34,7 @@ _Name = Annotated[str, Field(min_length=1), AfterValidator(lambda name: name.rem
 
 
 class _Options(Body):
-    harmless: ClassVar = {
+    harmless: ClassVar[Harmless] = {
         **dict.fromkeys((
             "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "use_mmap", "use_mlock", "num_thread",
             "num_keep", "numa", "mirostat_tau", "mirostat_eta", "penalize_newline",
@@ -58,7 +58,7 @@ class _Options(Body):
 class Question(Body):
     """What ollama's questions have in common."""
 
-    harmless: ClassVar = {"truncate": ANY, "shift": ANY}
+    harmless: ClassVar[Harmless] = {"truncate": ANY, "shift": ANY}
     model: _Name
     keep_alive: str | float | None = None
     stream: bool = True
@@ -163,7 +163,7 @@ class GenerateRequest(Question):
     """`/api/generate`: a prompt through the chat template, or as it is (`raw`). Without one the model is only to be
     there."""
 
-    harmless: ClassVar = {
+    harmless: ClassVar[Harmless] = {
         **Question.harmless, "suffix": ("",), "template": ("",), "context": ([],), "images": ([],),
     }  # fmt: skip
     prompt: str = ""
@@ -270,7 +270,7 @@ def now(seconds: float | None = None) -> str:
 class ShowRequest(Body):
     """`/api/show`."""
 
-    harmless: ClassVar = {"verbose": ANY}
+    harmless: ClassVar[Harmless] = {"verbose": ANY}
     model: _Name
 
 

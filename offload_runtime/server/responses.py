@@ -16,7 +16,7 @@ from pydantic import Field
 
 from offload_runtime.server.failures import Failure
 from offload_runtime.server.protocol import Answered, Delta, Ending, logprobs_of
-from offload_runtime.server.schema import ANY, Body, BoundedChatBody, RequestError, with_plain_texts
+from offload_runtime.server.schema import ANY, Body, BoundedChatBody, Harmless, RequestError, with_plain_texts
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
@@ -26,7 +26,7 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class _Part(Body):
-    harmless: ClassVar = {"annotations": ANY, "logprobs": ANY}
+    harmless: ClassVar[Harmless] = {"annotations": ANY, "logprobs": ANY}
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
 
@@ -42,7 +42,7 @@ def _parts(content: str | Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Message(Body):
-    harmless: ClassVar = {**_OF_ITEMS, "phase": ANY}
+    harmless: ClassVar[Harmless] = {**_OF_ITEMS, "phase": ANY}
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[dict[str, Any]]
@@ -53,7 +53,7 @@ class _Message(Body):
 
 
 class _Reasoning(Body):
-    harmless: ClassVar = {**_OF_ITEMS, "encrypted_content": ANY}
+    harmless: ClassVar[Harmless] = {**_OF_ITEMS, "encrypted_content": ANY}
     type: Literal["reasoning"]
     summary: list[dict[str, Any]] = Field(default_factory=list)
     content: list[dict[str, Any]] | None = None
@@ -65,7 +65,7 @@ class _Reasoning(Body):
 
 
 class _FunctionCall(Body):
-    harmless: ClassVar = {**_OF_ITEMS, "caller": ({"type": "direct"},)}
+    harmless: ClassVar[Harmless] = {**_OF_ITEMS, "caller": ({"type": "direct"},)}
     type: Literal["function_call"]
     call_id: str
     name: str
@@ -79,7 +79,7 @@ class _FunctionCall(Body):
 
 
 class _FunctionOutput(Body):
-    harmless: ClassVar = {**_OF_ITEMS, "caller": ({"type": "direct"},), "name": ANY}
+    harmless: ClassVar[Harmless] = {**_OF_ITEMS, "caller": ({"type": "direct"},), "name": ANY}
     type: Literal["function_call_output"]
     call_id: str
     output: str | list[dict[str, Any]]
@@ -121,7 +121,7 @@ def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _Function(Body):
-    harmless: ClassVar = {"strict": ANY}
+    harmless: ClassVar[Harmless] = {"strict": ANY}
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -129,25 +129,25 @@ class _Function(Body):
 
 
 class _ReasoningConfig(Body):
-    harmless: ClassVar = {"summary": ANY, "generate_summary": ANY}  # what is thought comes whole
+    harmless: ClassVar[Harmless] = {"summary": ANY, "generate_summary": ANY}  # what is thought comes whole
     effort: str | None = None
 
 
 class _Format(Body):
-    harmless: ClassVar = {"name": ANY, "description": ANY, "strict": ANY}
+    harmless: ClassVar[Harmless] = {"name": ANY, "description": ANY, "strict": ANY}
     type: Literal["text", "json_object", "json_schema"] = "text"
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class _TextConfig(Body):
-    harmless: ClassVar = {"verbosity": ("medium",)}
+    harmless: ClassVar[Harmless] = {"verbosity": ("medium",)}
     format: _Format = _Format(schema=None)
 
 
 class ResponsesBody(Body):
     """`/v1/responses`."""
 
-    harmless: ClassVar = {
+    harmless: ClassVar[Harmless] = {
         **dict.fromkeys((
             "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options",
             "prompt_cache_retention", "prompt_cache_options", "max_tool_calls",

@@ -25,7 +25,7 @@ from offload_runtime.server.protocol import Answered, Completions, Wording
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
 
-_Harmless = Mapping[str, tuple[Any, ...]]
+Harmless = Mapping[str, tuple[Any, ...]]
 ANY: tuple[Any, ...] = ()  # whatever the value
 # Values that change nothing, beside null, of fields that OpenAI, vLLM, SGLang and llama.cpp have.
 HARMLESS: dict[str, tuple[Any, ...]] = {
@@ -83,7 +83,7 @@ class Body(BaseModel):
     """A body of a request, or an object in one: its fields are those that are known."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-    harmless: ClassVar[_Harmless] = {}
+    harmless: ClassVar[Harmless] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -148,12 +148,12 @@ def _request_error(error: ValidationError) -> RequestError:
 class StreamOptions(Body):
     """How a stream ends."""
 
-    harmless: ClassVar[_Harmless] = {"include_obfuscation": ()}
+    harmless: ClassVar[Harmless] = {"include_obfuscation": ()}
     include_usage: bool = False
 
 
 class _JsonSchema(Body):
-    harmless: ClassVar[_Harmless] = {"name": (), "description": (), "strict": ()}
+    harmless: ClassVar[Harmless] = {"name": (), "description": (), "strict": ()}
     schema_: dict[str, Any] = Field(alias="schema")
 
 
@@ -189,7 +189,7 @@ class AnswerBody(_Options):
     likeliest tokens are told beside each one's log-probability; None tells neither.
     """
 
-    harmless: ClassVar[_Harmless] = HARMLESS
+    harmless: ClassVar[Harmless] = HARMLESS
     model: str | None = None
     n: int = Field(1, ge=1, le=_MOST_CHOICES)
     stop: str | list[str] | None = None
@@ -278,7 +278,7 @@ class AnswerBody(_Options):
 class ChatBody(AnswerBody):
     """`/v1/chat/completions`."""
 
-    harmless: ClassVar[_Harmless] = {
+    harmless: ClassVar[Harmless] = {
         **{name: values for name, values in HARMLESS.items() if name != "add_generation_prompt"},
         "add_special_tokens": (False,),
     }  # fmt: skip
@@ -401,7 +401,7 @@ class CompletionBody(AnswerBody):
     """`/v1/completions`."""
 
     # max_tokens -1, which is no limit, is not what a completion has where it says nothing.
-    harmless: ClassVar[_Harmless] = {**HARMLESS, "add_special_tokens": (True,), "max_tokens": (None,)}
+    harmless: ClassVar[Harmless] = {**HARMLESS, "add_special_tokens": (True,), "max_tokens": (None,)}
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
     max_tokens: int | None = Field(None, ge=-1)
