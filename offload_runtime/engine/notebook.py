@@ -22,7 +22,7 @@ def is_notebook() -> bool:
 
 
 @contextmanager
-def bars(is_shown: bool, *, in_bytes: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+def bars(*, in_bytes: bool = False) -> Iterator[Callable[[str, int, int], None]]:
     """Yield what shows how far each stage has come: (stage, done, total). A bar of tqdm each, in a notebook one of its
     widgets where `ipywidgets` is there."""
     from tqdm.auto import tqdm
@@ -30,8 +30,6 @@ def bars(is_shown: bool, *, in_bytes: bool = False) -> Iterator[Callable[[str, i
     shown: dict[str, Any] = {}
 
     def update(stage: str, done: int, total: int) -> None:
-        if not is_shown:
-            return
         if stage not in shown:
             unit = {"unit": "B", "unit_scale": True} if in_bytes else {}
             shown[stage] = tqdm(total=total, desc=stage, leave=False, **unit)
