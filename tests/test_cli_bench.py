@@ -4,14 +4,19 @@ how it was asked."""
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.app import app
-from offload_runtime.cli.llama_bench import fewest_on_cpu
+from offload_runtime.cli.llama_bench import LlamaBench, fewest_on_cpu
+from offload_runtime.cli.options import BenchOptions
+from offload_runtime.config import RuntimeConfig
+from offload_runtime.errors import BudgetError
 from tests.helpers.engine import byte_level_tokenizer
 from tests.test_weights_gguf import write
 
@@ -112,6 +117,21 @@ def test_a_llama_bench_of_another_kind_is_told(model: Path, llama_bench: Path, s
     llama_bench.write_text(f"#!/bin/sh\necho '{said}'\n")
     result = bench(model, "--prompt-tokens", 16, "--compare", "--llama-bench", llama_bench)
     assert result.exit_code == 2 and "llama-bench printed" in result.stderr
+
+
+@pytest.mark.parametrize(("fits", "options"), [(99, ["-ngl", "6"]), (2, ["-ngl", "2"])])
+def test_a_run_that_fails_has_too_many_layers_on_the_card(
+    model: Path, llama_bench: Path, fits: int, options: list[str]
+) -> None:
+    failing = f"if int(words['-ngl']) > {fits}: sys.exit('out of memory')\n"
+    llama_bench.write_text(LLAMA_BENCH.replace("tests = []\n", f"{failing}tests = []\n"))
+    runtime: Any = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(num_layers=5))
+    asked = BenchOptions(config=RuntimeConfig(str(model)), prompt_tokens="16", tokens=4)
+    found = LlamaBench.found(llama_bench, str(model)).measure(runtime, asked, 10**9)
+    assert found.about["options"] == options and found.tok_per_s == {16: 10.016}
+    llama_bench.write_text("#!/bin/sh\nexit 1\n")
+    with pytest.raises(BudgetError, match=r"llama\.cpp does not fit 1\.0 GB of device memory"):
+        LlamaBench.found(llama_bench, str(model)).measure(runtime, asked, 10**9)
 
 
 @pytest.mark.parametrize("fixed", [0, 3, 11, 40])
