@@ -10,11 +10,15 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from offload_runtime import GenerationParams, SamplingParams
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, ContextLengthError, OptionError
 from offload_runtime.plan.sizes import RunPlan
+from offload_runtime.speculation.draft import Asked
+from offload_runtime.speculation.ngram import drafting
+from offload_runtime.speculation.tree import ModelDrafter
 from tests.helpers import engine as engines
 
 SAMPLINGS: list[dict[str, Any]] = [
@@ -245,3 +249,24 @@ def test_a_token_enters_few_files(target: Path, draft: Path, tree_nodes: int, mo
     with engines.load(target, draft=draft if tree_nodes else "none", resident_layers=2, **options) as runtime:
         traced(runtime, note, 8)
     assert len(files) <= most, "\n".join(sorted(files))
+
+
+@pytest.mark.parametrize("read", [3, 40, 95, 130])
+def test_a_draft_catches_up_with_what_plain_steps_have_said(read: int, target: Path, draft: Path) -> None:
+    """By steps over trees or by a pass: what it says behind a text is what it says of one that it has read at once."""
+    text, found = [3 + (7 * i * i + i // 5) % 290 for i in range(140)], list[Any]()
+    with engines.load(target, draft=draft, context=400, tree_nodes=16) as runtime:
+        drafter = drafting(runtime.engine.drafter)
+        assert isinstance(drafter, ModelDrafter)
+        steps = drafter.runner
+        steps.join(0, SamplingParams(temperature=0.8, seed=7))
+        for length in (len(text), read):
+            steps.texts.catch_up(0, [])
+            steps.texts.prepare(0, text[:length])
+            with torch.inference_mode():
+                (children,) = steps.expand({0: Asked(text, [(text[-1], ())])})[0]
+                steps.texts.catch_up(0, [])
+                steps.texts.prepare(0, text[:length])
+                found.append((children.tokens, children.scores, steps.chains({0: text}, {0: 5})))
+    assert found[0][0] == found[1][0] and found[0][2] == found[1][2]
+    assert found[0][1] == pytest.approx(found[1][1], abs=1e-4)

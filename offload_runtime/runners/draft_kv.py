@@ -160,6 +160,10 @@ class DraftKVState:
         """Return whether the cache has the keys of exactly these tokens."""
         return self._num_shared(slot, tokens) == len(tokens) == len(self._cached[slot])
 
+    def num_missing(self, slot: int, tokens: Sequence[int]) -> int:
+        """Return how many of a text's last tokens the cache has no keys of."""
+        return len(tokens) - self._num_shared(slot, tokens)
+
     def num_held(self, slot: int, tokens: Sequence[int]) -> int:
         """Return the leading tokens of a text that the cache holds the keys of, all of which it has kept."""
         if self.starts[slot]:

@@ -53,6 +53,8 @@ from offload_runtime.trace import TraceRecorder
 
 # Known tokens that a narrow step over a tree feeds besides the nodes.
 _MOST_FED = 3
+# Steps that feed what a draft has not read while nothing was asked of it; a pass of its own reads more.
+_MOST_FEEDING_STEPS = 4
 # A draft may be anything from useless to certain, and one window of surprises must not settle it.
 _LEAST_SHARPNESS, _MOST_SHARPNESS = 0.02, 50.0
 _MOST_STEP = 0.5  # of the sharpness' logarithm, by one observation
@@ -310,7 +312,7 @@ class DraftRunner:
     def chains(self, texts: Mapping[int, Sequence[int]], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Return so many tokens behind each of some texts, at least one of each and no more than there is `room` for;
         they end where logits are NaN. There are as many steps as the longest has tokens, and one wait for all."""
-        known = {slot: self.texts.catch_up(slot, texts[slot], self._first_rows) for slot in counts}
+        known = {slot: self._catch_up(slot, texts[slot], self._first_rows) for slot in counts}
         lengths = {slot: len(texts[slot]) for slot in counts}
         inputs = {
             slot: WindowInput(known[slot], lengths[slot], lengths[slot] + count, lengths[slot] + count)
@@ -477,13 +479,32 @@ class DraftRunner:
         than these."""
         return width <= graphs.NARROW_ROWS or self._most_fed(width) > 1 + _MOST_FED
 
+    def _catch_up(self, slot: int, text: Sequence[int], most: int) -> Sequence[int]:
+        """Do what `DraftTexts.catch_up` does. What a few steps over trees feed they do, without nodes: they are graphs,
+        where a pass of its own takes the host as long as several, however few its tokens are."""
+        width, state = self.width(1), self.draft_state
+        if state is not None and self.num_places and not (self.rereads or state.is_shifted or self._choosing):
+            while 0 < (missing := state.num_missing(slot, text)) - most <= _MOST_FEEDING_STEPS * width:
+                end = min(len(text) - missing + width, len(text) - most)
+                fed = self.texts.catch_up(slot, text[:end], width)
+                first, tokens = end - len(fed), [min(token, self.texts.last_token) for token in fed]
+                own = list(range(first, end))
+                paths = [own[: row + 1] for row in range(len(own))]
+                line = StepLine(slot, tokens, own, own, paths, fed=len(own), first=len(own) - 1, committed=first)
+                self._runner.cache.begin_window([slot], [len(own)])
+                shape = self._shape([line], width, 0)
+                self._lay_out([line], [[]], shape)
+                self._run_over(self._nodes_step, shape)
+                self.texts.learned(slot, fed)
+        return self.texts.catch_up(slot, text, most)
+
     def _line(self, slot: int, asked: Asked, width: int) -> StepLine:
         """Return the rows of one sequence, after the cache has caught up with most of its text."""
         text, nodes, asks_root = asked.text, asked.nodes, not asked.nodes[0][1]
         fed: Sequence[int] = ()
         if asks_root or (self.rereads and not self.texts.holds(slot, text)):
             # The root's own keys are written in any case, so that it always is the last of these rows.
-            fed = self.texts.catch_up(slot, text, self._most_fed(width))
+            fed = self._catch_up(slot, text, self._most_fed(width))
         is_narrow = asked.greedy_places and len(fed) <= 1 + _MOST_FED
         nodes = nodes[asks_root:][: (min(width, graphs.NARROW_ROWS) if is_narrow else width) - len(fed)]
         paths = [[self._spare[place] for place in places] for _, places in nodes]
