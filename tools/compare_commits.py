@@ -46,7 +46,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "serving-13b": (
         f"bench_serving.py {_WIDENED} --shape llama2-13b --noise 0.05 --draft none --emulate rtx4090 "
-        "--vram 23.8GB --context 320 --requests 16 --minutes 1 --prompt-tokens 64,128,256 --new-tokens 64",
+        "--vram 23.8GB --context 320 --requests 16 --minutes 0.5 --prompt-tokens 64,128,256 --new-tokens 64",
         ("rows.0.tok_per_s",),
     ),
     "cards-13b": (
