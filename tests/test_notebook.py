@@ -31,8 +31,8 @@ def test_bars_are_shown_in_notebooks_and_where_they_are_asked_for(
     with load(two_layer_target, context=256, **options) as runtime:
         runtime.generate(PROMPT, max_new_tokens=9, ignore_eos=True, on_prefill=lambda *layers: told.append(layers))
     shown = capsys.readouterr().err
-    stages = ("target weights", "prompt, in layers", "answer, in tokens")
-    assert [stage in shown for stage in stages] == [where != "elsewhere"] * 3
+    stages = ("target weights: ", "prompt: ", "answer: ", " tokens/s")
+    assert [stage in shown for stage in stages] == [where != "elsewhere"] * 4
     assert told == [(1, 2), (2, 2)]
 
 
@@ -42,11 +42,12 @@ def test_an_answer_shows_itself_and_no_markup_of_the_models() -> None:
     assert "a &lt;script&gt;\nb &amp; c</div>" in shown and "<script" not in shown
     assert "2 tokens (stop) · 12.5 tokens/s · 1.5 tokens a pass · first token 0.25 s · link 20.0 of 25.0 GB/s" in shown
     sure = rt.TokenLogprobs(1, 0.0, ((1, 0.0),), "a <b>", ("a <b>",))
-    unsure = rt.TokenLogprobs(2, -0.6931471805599453, ((2, -0.69), (3, -1.6)), ' "c', (' "c', "<d>"))
+    unsure = rt.TokenLogprobs(2, -0.6931471805599453, ((3, -0.69), (4, -1.6)), ' "c', (" e", "<d>"))
     shown = replace(result, logprobs=(sure, unsure))._repr_html_()
     spans = re.findall(r'<span title="([^"]*)" style="background: rgba\(255, 140, 0, ([\d.]+)\)">(.*?)</span>', shown)
     assert [(float(alpha), html.unescape(text)) for _, alpha, text in spans] == [(0.0, "a <b>"), (0.25, ' "c')]
-    assert html.unescape(spans[1][0]).splitlines() == ["' \"c' 50.0 %", "' \"c' 50.2 %", "'<d>' 20.2 %"]
+    assert html.unescape(spans[1][0]).splitlines() == ["' \"c' 50.0 %", "' e' 50.2 %", "'<d>' 20.2 %"]
+    assert html.unescape(spans[0][0]).splitlines() == ["'a <b>' 100.0 %"]
 
 
 def test_help_and_completion_know_every_option() -> None:

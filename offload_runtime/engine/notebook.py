@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from offload_runtime.sampling import TokenLogprobs
 
 
+_UNITS = {"prompt": " layers", "answer": " tokens"}
+
+
 def is_notebook() -> bool:
     """Return whether a kernel of Jupyter runs this, whose cells show bars."""
     shell = sys.modules.get("IPython")
@@ -31,9 +34,11 @@ def bars(*, in_bytes: bool = False) -> Iterator[Callable[[str, int, int], None]]
 
     def update(stage: str, done: int, total: int) -> None:
         if stage not in shown:
-            unit = {"unit": "B", "unit_scale": True} if in_bytes else {}
+            unit = {"unit": "B", "unit_scale": True} if in_bytes else {"unit": _UNITS[stage]}
             shown[stage] = tqdm(total=total, desc=stage, leave=False, **unit)
         shown[stage].update(done - shown[stage].n)
+        if done >= total:
+            shown[stage].close()
 
     try:
         yield update
@@ -57,6 +62,7 @@ def as_html(result: GenerationResult) -> str:
 
 def _token(one: TokenLogprobs) -> str:
     likely = [(text, logprob) for text, (_, logprob) in zip(one.top_texts, one.top, strict=True)]
-    lines = [f"{text!r} {100 * math.exp(logprob):.1f} %" for text, logprob in [(one.text, one.logprob), *likely]]
+    own = [] if one.token in dict(one.top) else [(one.text, one.logprob)]
+    lines = [f"{text!r} {100 * math.exp(logprob):.1f} %" for text, logprob in [*own, *likely]]
     colour = f"rgba(255, 140, 0, {(1 - math.exp(one.logprob)) / 2:.2f})"
     return f'<span title="{escape(chr(10).join(lines))}" style="background: {colour}">{escape(one.text)}</span>'

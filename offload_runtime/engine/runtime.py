@@ -325,7 +325,7 @@ class Runtime(AbstractContextManager["Runtime"]):
 
             def on_layer(done: int, layers: int) -> None:
                 read = sum(request.new_tokens > 0 for request in requests)
-                show("prompt, in layers", read * layers + done, len(requests) * layers)
+                show("prompt", read * layers + done, len(requests) * layers)
                 if on_prefill is not None:
                     on_prefill(read * layers + done, len(requests) * layers)
 
@@ -333,7 +333,7 @@ class Runtime(AbstractContextManager["Runtime"]):
             most = sum(one.max_new_tokens for one in asked)
             while self.engine.has_requests:
                 self._raise_error(self.engine.step(on_layer if is_told else None), requests)
-                show("answer, in tokens", sum(request.new_tokens for request in requests), most)
+                show("answer", sum(request.new_tokens for request in requests), most)
                 if any(request.result is None and not request.new_tokens for request in requests):
                     continue  # some prompts are still to be read
                 if on_progress is not None:
