@@ -7,7 +7,7 @@ The server of `offload-runtime serve` in this process, over HTTP. Each model is 
 weights, `@` and one of the formats that `widen_model.py --stored` has where it is not bf16. Clients ask for one or
 another, for `--minutes`; some leave in the middle (`--disconnects`). Every answer is set beside the first one to the
 same question, log-probabilities to the last bit. Memory of process and card is looked at every second, and whenever a
-model has been unloaded, which is what it is judged by: from the second turn of each model on it may not grow.
+model has been unloaded, which is what it is judged by: in the second half of the turns it may not grow.
 
 Prints a line a turn, each claim with its verdict, then one JSON line; exit code 1 when a claim is missed.
 """
@@ -171,10 +171,8 @@ def figures(answers: Sequence[dict[str, Any]], notes: Sequence[dict[str, Any]]) 
     first: dict[tuple[str, int], str] = {}
     unlike = sum(first.setdefault((one["model"], one["number"]), one["logprobs"]) != one["logprobs"] for one in whole)
     waited_s = [one["seconds"] - one["own_s"] for one in whole]
-    # The first turn of each model brings what stays: kernels, libraries' own memory.
-    seen = [note["model"] for note in notes]
-    warm = max((seen.index(name) for name in seen), default=0)
-    late = [note["left"] for note in notes[warm + 1 :]]
+    # The first turns bring what stays: kernels, libraries' own memory, what the allocator of made weights keeps.
+    late = [note["left"] for note in notes[len(notes) // 2 :]]
     growth = {name: late[-1][name] - late[0][name] for name in late[0]} if len(late) > 1 else {}
     return {
         "finished": len(whole), "left": sum("left" in one for one in answers), "unlike_first": unlike,
