@@ -187,3 +187,18 @@ def test_a_scheduler_answers_in_an_event_loop_too(runtime: rt.Runtime) -> None:
         answer = asyncio.run(run(scheduler))
         assert scheduler.counters.finished == 3
     assert answer.tokens == runtime.generate(PROMPT, **OPTIONS).tokens
+
+
+def test_closing_a_runtime_ends_what_is_under_way(two_layer_target: Path) -> None:
+    async def run() -> rt.GenerationResult:
+        with load(two_layer_target, context=4096) as runtime:
+            stream = endless(runtime)
+            await anext(stream)
+        with pytest.raises(OptionError, match="closed"):
+            await runtime.agenerate(PROMPT)
+        async for _ in stream:
+            pass
+        return stream.result
+
+    result = asyncio.run(run())
+    assert result.finish_reason == "interrupted" and 0 < len(result.tokens) < ENDLESS

@@ -211,6 +211,7 @@ SAYS = {
     "long_context.py": "tokens read in",
     "batch.py": "== Dear Sir or Madam,",
     "stream.py": "> And in the evening?",
+    "asynchronous.py": "== A good book",
 }
 
 

@@ -400,7 +400,7 @@ def ask(question: str) -> str:
 # Programs that put a text on the clipboard, with the variable of the environment without which they cannot.
 _CLIPBOARDS = (
     (["wl-copy"], "WAYLAND_DISPLAY"), (["xclip", "-selection", "clipboard"], "DISPLAY"),
-    (["xsel", "--input", "--clipboard"], "DISPLAY"), (["pbcopy"], None), (["clip.exe"], None),
+    (["xsel", "--input", "--clipboard"], "DISPLAY"), (["pbcopy"], None),
 )  # fmt: skip
 
 

@@ -541,12 +541,14 @@ class Runtime(AbstractContextManager["Runtime"]):
                 self.engine.cancel_all()
 
     def close(self) -> None:
-        """Stop the copies, give all memory back, and write the trace if there is one. The runtime cannot be used
-        afterwards.
+        """Stop the copies, give all memory back, and write the trace if there is one. Requests of event loops end as
+        they are. The runtime cannot be used afterwards.
 
         Raises:
             StorageError: The trace cannot be written.
         """
+        if self._shared is not None:
+            self._shared.close()
         with self._locked():
             if not self._give_back.alive:
                 return
