@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -160,14 +160,16 @@ class StepGraphs:
         else:
             made = self._graphs.pop(key) or self._captured(step)
             self._keep(key, made)
-            try:
-                self._replay(made.graph)
-                for action, _ in made.actions:
-                    action()
-            except BaseException:
-                for give_up in {give_up for _, give_up in made.actions}:
-                    give_up()
-                raise
+            # What a collection frees may wait for the device, which waits for the host.
+            with without_collections() if made.actions else nullcontext():
+                try:
+                    self._replay(made.graph)
+                    for action, _ in made.actions:
+                        action()
+                except BaseException:
+                    for _, give_up in made.actions:
+                        give_up()
+                    raise
 
     def has(self, key: Hashable) -> bool:
         """Return whether a step is a graph already; on the CPU none need be."""
@@ -224,9 +226,7 @@ class StepGraphs:
         made = _Step(torch.cuda.CUDAGraph(), [])
         with torch.cuda.stream(self._stream), ExitStack() as undo:
             # What a collection frees may need calls that a capture forbids, such as unlocking host memory.
-            if gc.isenabled():
-                gc.disable()
-                undo.callback(gc.enable)
+            undo.enter_context(without_collections())
             self._actions = made.actions
             undo.callback(setattr, self, "_actions", None)
             made.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
@@ -247,6 +247,19 @@ class StepGraphs:
                 yield
             for stream in self._streams:
                 self._stream.wait_stream(stream)
+
+
+@contextmanager
+def without_collections() -> Iterator[None]:
+    """Let nothing be freed by the garbage collector for a while."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _pool_of(device: torch.device) -> torch.cuda.MemPool:

@@ -735,8 +735,8 @@ class CapturedPasses:
 
         There is nothing to do where it has chosen other tokens than one of each sequence, where layers with states wait
         for what is committed, at the end of a context, and as long as passes of the next one's shape are no graphs, so
-        that it does not come late. Where the host acts in passes this takes as long as the next one has layers to go.
-        Returns whether it was launched.
+        that it does not come late. Where the host acts in passes this takes as long as the next one has layers to go,
+        and what that fetches is counted whether it is asked for or not. Returns whether it was launched.
         """
         last, cache = self._last, self._cache
         alone = last is not None and last.sampling is not None and last.shape.width == 1

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from offload_runtime_kernels.copy_words import copy_words
 from offload_runtime_kernels.experts_cpu import HostExperts
-from offload_runtime_kernels.host_choices import ALL, CHOICE_BITS, NOTHING, take_places, tell_choices
+from offload_runtime_kernels.host_choices import ALL, CHOICE_BITS, NOTHING, await_buffers, report_choices
 
 from offload_runtime.errors import DeviceError
 from offload_runtime.stream.copy_engine import CopyEngine
@@ -32,7 +32,7 @@ EXPERTS = "experts"
 # A pass prefetches whole layers if it has so many times as many choices as a layer has experts: at least 1 - e^-2 of
 # them would be chosen.
 _CHOICES_OF_ALL = 2
-# Of looking whether the card has told its choices, after how many it is asked whether it still works.
+# Looks for what the card reports, after which it is asked whether it still works.
 _LOOKS = 4096
 
 
@@ -79,11 +79,11 @@ class ExpertPool:
         self._device, self._on_card = buffers.device, buffers.is_cuda
         self._layers, most_chosen = dict(layers), max(one.chosen for one in layers.values())
         locked, most = buffers.is_cuda and engine is not None, max(one.num_experts for one in layers.values())
-        # By layer and expert the number of the buffer that has it, or -1, for the card to look up; and what a pass was
-        # given that looks nothing up, on the host and on the card.
-        self._places = torch.full((len(layers), most), -1, dtype=torch.int32, pin_memory=locked)
-        self._buffers_of_host = torch.full_like(self._places, -1, pin_memory=locked)
-        self._numbers = [memoryview(row) for row in self._places.numpy()]  # the places by layer, to be written
+        # By layer and expert the number of the buffer that has it, or -1, for the card to look up; and the same as it
+        # was given to a pass that looks nothing up, on the host and on the card.
+        self._table = torch.full((len(layers), most), -1, dtype=torch.int32, pin_memory=locked)
+        self._buffers_of_host = torch.full_like(self._table, -1, pin_memory=locked)
+        self._numbers = [memoryview(row) for row in self._table.numpy()]  # the table by layer, to be written
         self._row_of = {layer: row for row, layer in enumerate(layers)}
         self._whole_layer: int | None = None  # the one whose experts are all in the pool, prefetched
         if engine is None:
@@ -95,13 +95,14 @@ class ExpertPool:
         if engine is None:
             return
         assert len(buffers) >= most_chosen, "there is room for what a row chooses"
-        # By layer what the card has told: NOTHING, until the host looks. The ticket of what it waits for, and what the
-        # host has released.
-        self._told_host = torch.full((len(layers), most_choices), NOTHING, dtype=torch.int64, pin_memory=locked)
-        self._told = self._told_host.numpy()
+        # By layer what the card has reported, NOTHING until it has. The newest ticket of what it waits for and that of
+        # the last layer, and the one that the host has released.
+        self._reported_host = torch.full((len(layers), most_choices), NOTHING, dtype=torch.int64, pin_memory=locked)
+        self._reported = self._reported_host.numpy()
         self._tickets = torch.zeros(2, dtype=torch.int32, device=buffers.device)
         self._released_host = torch.zeros(1, dtype=torch.int32, pin_memory=locked)
         self._released: Any = self._released_host.numpy()
+        self._has_given_up = False
         # Buffers by layer and expert, the least recently used first.
         self._cached: OrderedDict[tuple[int, int], int] = OrderedDict()
         self._free = [*range(len(buffers))]
@@ -179,6 +180,10 @@ class ExpertPool:
         dropped: copies are made in order, so that a buffer's next one cannot overtake it."""
         if self.engine is None:
             return
+        if self._has_given_up:
+            self._wait_for_card()
+            self._reported.fill(NOTHING)
+            self._released[0], self._has_given_up = 0, False
         self._arriving.clear()
         if len(self._free) + len(self._cached) + len(self._prefetched) < len(self.buffers):
             self._free = [*{*range(len(self.buffers))}.difference(self._cached.values(), self._prefetched.values())]
@@ -204,7 +209,7 @@ class ExpertPool:
             self._hold(layer, expert, buffer)
             self._cached.move_to_end((layer, expert), last=False)  # the first to go, once this layer has been computed
         host, buffers = self._buffers_of_layer(layer)
-        host.copy_(self._places[self._row_of[layer], : len(host)])
+        host.copy_(self._table[self._row_of[layer], : len(host)])
         copy_words(host, buffers)
         self._whole_layer = layer
 
@@ -277,17 +282,17 @@ class ExpertPool:
             yield buffers
             return
         row, number = self._row_of[layer], choices.numel()
-        places, told = self._places[row, : len(host)], self._told_host[row, :number]
+        table, reported = self._table[row, : len(host)], self._reported_host[row, :number]
         cpu = self.cpu if len(x) <= MOST_CPU_ROWS else None
         asked = None if cpu is None else cpu.asked(*choices.shape)
         if cpu is not None:
             cpu.fetch_rows(x)
         remaining, fits = list[int](), min(len(host), number) <= self._room
-        action = partial(self._act_on_choices, layer, self._told[row, :number], remaining, asked, fits=fits)
+        action = partial(self._act_on_choices, layer, self._reported[row, :number], remaining, asked, fits=fits)
         try:
-            tell_choices(choices.view(-1), places, self._tickets, told)
+            report_choices(choices.view(-1), table, self._tickets, reported)
             host_action(action, self.give_up)
-            take_places(self._tickets, self._released_host, places if fits else host, buffers)
+            await_buffers(self._tickets, self._released_host, table if fits else host, buffers)
         except BaseException:
             self.give_up()
             raise
@@ -301,16 +306,16 @@ class ExpertPool:
             cpu.give_results(y, self._tickets[1:])
 
     def _act_on_choices(
-        self, layer: int, told: Any, remaining: list[int], asked: AskedRows | None, *, fits: bool
+        self, layer: int, reported: Any, remaining: list[int], asked: AskedRows | None, *, fits: bool
     ) -> None:  # fmt: skip
-        """Act on what rows of a layer have chosen, when it is `told`: have the CPU compute some of what is missing, if
-        it is `asked`, and fetch the first round of the `remaining` experts, which is all of them if they fit.
+        """Act on what rows of a layer have chosen, when it is `reported`: have the CPU compute some of what is missing,
+        if it is `asked`, and fetch the first round of the `remaining` experts, which is all of them if they fit.
 
         Where something is missing the card waits for this, and mostly the link, while the CPU's threads fill the
         caches: an operation of torch takes some ten times as long as it does alone, so that there are none.
         """
         assert self.engine is not None
-        chosen, ticket = self._choices_of(told)
+        chosen, ticket = self._choices_of(reported)
         cpu, new = None if asked is None else self.cpu, None
         if cpu is not None:
             cpu.finish()  # which the card has waited for
@@ -332,34 +337,30 @@ class ExpertPool:
         if computed and cpu is not None and cpu.share is None and self._reserved and not self._prefetched:
             # What the CPU was given is prefetched by the link, which is idle, for later tokens.
             new = {computed[0]: self._free.pop() if self._free else self._drop()}
-        self._released[0] = ticket
+        self._released[0] = ticket  # behind the table, as processors of x86 keep the order of what they write
         if new is not None:  # card and CPU have their work by now
             self._copy(layer, new, self._always_free, self._prefetched_ready)
             self._prefetched = {(layer, expert): buffer for expert, buffer in new.items()}
 
-    def _choices_of(self, told: Any) -> tuple[list[int], int]:
-        """Return what is told, numpy's int64 [N k], when all of it is, and the ticket of a card that waits, or 0. There
-        is nothing then. Raises `DeviceError` where the card has stopped."""
+    def _choices_of(self, reported: Any) -> tuple[list[int], int]:
+        """Return what is `reported`, numpy's int64 [N k], when all of it is, and the ticket of a card that waits, or 0;
+        then there is nothing again. Raises `DeviceError` where the card has stopped."""
         looks = 0
-        while told[-1] == NOTHING or (told == NOTHING).any():
+        while reported[-1] == NOTHING or (reported == NOTHING).any():
             has_stopped = looks > _LOOKS and torch.cuda.current_stream(self._device).query()
-            if has_stopped and (told == NOTHING).any():
+            if has_stopped and (reported == NOTHING).any():
                 raise DeviceError(f"{self._device} has stopped in the middle of a pass: load the runtime again")
             looks = 0 if looks > _LOOKS else looks + 1
             time.sleep(0)  # others may run meanwhile
-        words = told.tolist()
-        told.fill(NOTHING)
+        words = reported.tolist()
+        reported.fill(NOTHING)
         return [word & (1 << CHOICE_BITS) - 1 for word in words], words[0] >> CHOICE_BITS
 
     def give_up(self) -> None:
-        """Let the card go on to the end of a pass in which the host cannot act any more, whatever comes of it."""
+        """Let the card go on to the end of a pass in which the host cannot act any more, whatever comes of it: nothing
+        that is enqueued waits for the host until the next pass begins."""
+        self._has_given_up = True
         self._released[0] = ALL
-        try:
-            if not (self._on_card and torch.cuda.is_current_stream_capturing()):
-                self._wait_for_card()
-        finally:
-            self._told.fill(NOTHING)
-            self._released[0] = 0
 
     def _for_cpu(self, layer: int, missing: list[int], cpu: CpuExperts) -> list[int]:
         """Return which of the missing experts of a layer the CPU is to compute."""

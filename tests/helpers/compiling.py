@@ -35,7 +35,7 @@ from offload_runtime_kernels.experts_decoded import decoding_bytes, expert_rows_
 from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
-from offload_runtime_kernels.host_choices import take_places_triton, tell_choices_triton
+from offload_runtime_kernels.host_choices import await_buffers_triton, report_choices_triton
 from offload_runtime_kernels.host_rows import take_host_rows_triton
 from offload_runtime_kernels.kv_blocks import KVBlocks
 from offload_runtime_kernels.linear import default_tile, linear_triton
@@ -175,8 +175,8 @@ def expert_calls() -> Iterator[tuple[str, Call]]:
     rows = ints(4, gpt_oss.hidden // 2)
     yield "experts of the host", partial(take_host_rows_triton, ints(1), ints(1), ints(4), rows, rows)
     longs = partial(ints, dtype=torch.int64)
-    yield "choices of rows", partial(tell_choices_triton, longs(4), ints(128), ints(2), longs(4))
-    yield "places of experts", partial(take_places_triton, ints(2), ints(1), ints(128), ints(128))
+    yield "choices of rows", partial(report_choices_triton, longs(4), ints(128), ints(2), longs(4))
+    yield "buffers of experts", partial(await_buffers_triton, ints(2), ints(1), ints(128), ints(128))
     for shape, kind in ((gpt_oss, "MXFP4"), (qwen3, "Q4_K"), *((qwen3, how) for how in numbers)):
         scratch = ints(decoding_bytes(shape, 8192, 8, BF16.itemsize), dtype=torch.uint8)
         decoded, name = partial(expert_rows_decoded, scratch=scratch), getattr(kind, "number", kind)
