@@ -117,7 +117,7 @@ def lock_layers(
         return StagedMemory(placement)
     if locked_bytes is not None:
         # Where not even a layer was locked a ring may be: it is smaller.
-        placement = place_staged(plan, max(locked_bytes, with_staging_rings(plan, 0).ring_bytes), "the system")
+        placement = place_staged(plan, max(locked_bytes, with_staging_rings(plan, 0).ring_bytes))
     elif not placement.staged_layers and not placement.staged_kv_layers:
         return StagedMemory(placement, registrar)
     h2d, d2h = HostArena(placement.h2d_ring.nbytes, name="the ring to stage layers through"), None

@@ -8,7 +8,7 @@ page-locked is staged through rings. A plan and a run search here alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, product
@@ -499,24 +499,30 @@ def _stage(plan: RunPlan) -> RunPlan:
     Raises:
         BudgetError: Not even the rings that staging takes may be locked.
     """
-    limit_bytes, name, cards = plan.limits.pinned_bytes, plan.limits.pinned_name, plan.target.cards
-    fixed = +model.Parts(
+    limit_bytes, cards = plan.limits.pinned_bytes, plan.target.cards
+    fixed = {
+        "rows between cards": plan.transfer_bytes,
+        "embedding": plan.target.host_embedding_bytes,
+        "experts in host memory": plan.target.host_expert_bytes,
+    }
+    needed = [_streamed_from_bytes(card) for card in cards]
+    if limit_bytes is None or sum(needed) + sum(fixed.values()) <= limit_bytes:
+        return plan
+    least = [with_staging_rings(card, 0) if n else card.placement for card, n in zip(cards, needed, strict=True)]
+    parts = +model.Parts(
         {
-            "rows between cards": plan.transfer_bytes,
-            "embedding": plan.target.host_embedding_bytes,
-            "experts in host memory": plan.target.host_expert_bytes,
+            "a ring to stage layers through": sum(one.h2d_ring.nbytes for one in least),
+            **fixed,
+            "pieces to write the KV cache through": sum(one.d2h_ring.nbytes for one in least),
         }
     )
-    needed = [_streamed_from_bytes(card) for card in cards]
-    limits: list[int | None] = [None] * len(cards)
-    if limit_bytes is not None and sum(needed) > limit_bytes - fixed.total():
-        least = [with_staging_rings(card, 0) if n else card.placement for card, n in zip(cards, needed, strict=True)]
-        left_bytes = limit_bytes - fixed.total() - sum(one.ring_bytes for one in least)
-        if left_bytes < 0:
-            raise _cannot_stage(least, limit_bytes, name, fixed)
-        limits = [one.ring_bytes + left_bytes * n // sum(needed) for one, n in zip(least, needed, strict=True)]
-    placed = (place_staged(card, limit, name) for card, limit in zip(cards, limits, strict=True))
-    return plan.with_placements(*placed)
+    left_bytes = limit_bytes - parts.total()
+    if left_bytes < 0:
+        why = f"page-locks {format_bytes(limit_bytes)} at most, too little by {format_bytes_up(-left_bytes)}"
+        message = f"{plan.limits.pinned_name} {why} ({model.listed(parts)})"
+        raise ShortageError(message, "page-locked memory", -left_bytes)
+    limits = [one.ring_bytes + left_bytes * n // sum(needed) for one, n in zip(least, needed, strict=True)]
+    return plan.with_placements(*(place_staged(card, limit) for card, limit in zip(cards, limits, strict=True)))
 
 
 def _streamed_from_bytes(target: ModelPlan) -> int:
@@ -541,24 +547,17 @@ def with_staging_rings(target: ModelPlan, available_bytes: int) -> Placement:
     return replace(target.placement, h2d_ring=ring_shape(largest, available_bytes), d2h_ring=d2h)
 
 
-def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Placement:
+def place_staged(target: ModelPlan, limit_bytes: int) -> Placement:
     """Stage as many layers as page-locked memory is short of. A KV cache is locked first, since it is written as well
     as read: layers of it are staged only where it does not fit beside the rings, and then what is left locks weights.
 
     Args:
         target: Its layers placed on the device or the host.
-        limit_bytes: Most page-locked memory; None for no limit.
-        name: Whose limit it is, for the message.
-
-    Raises:
-        BudgetError: Not even what is staged through can be page-locked.
+        limit_bytes: Most page-locked memory: no less than the rings take that are as small as can be.
     """
     placement, streamed, kv_layers = target.placement, target.placement.streamed_layers, target.kv_layers_on_host
-    if limit_bytes is None or _streamed_from_bytes(target) <= limit_bytes:
+    if _streamed_from_bytes(target) <= limit_bytes:
         return replace(placement, staged_layers=(), staged_kv_layers=(), h2d_ring=model.NO_RING, d2h_ring=model.NO_RING)
-    least = with_staging_rings(target, 0)
-    if least.ring_bytes > limit_bytes:
-        raise _cannot_stage([least], limit_bytes, name)
     kv_bytes, staged_kv = target.host_kv_bytes, tuple[int, ...]()
     ringed = with_staging_rings(target, limit_bytes - kv_bytes)
     left_bytes = limit_bytes - ringed.ring_bytes - kv_bytes
@@ -575,20 +574,3 @@ def place_staged(target: ModelPlan, limit_bytes: int | None, name: str) -> Place
     locked = next((layers for layers in choices if target.host_bytes_of_layers(layers) <= left_bytes), [])
     staged = tuple(layer for layer in streamed if layer not in locked)
     return replace(ringed, staged_layers=staged, staged_kv_layers=staged_kv)
-
-
-def _cannot_stage(
-    least: Iterable[Placement], limit_bytes: int, name: str, fixed: model.Parts | None = None
-) -> ShortageError:
-    """Say that not even the least rings of some cards can be page-locked, with what is `fixed`."""
-    rings = [(one.h2d_ring.nbytes, one.d2h_ring.nbytes) for one in least]
-    parts = +model.Parts(
-        {
-            "a ring to stage layers through": sum(h2d for h2d, _ in rings),
-            **(fixed or {}),
-            "pieces to write the KV cache through": sum(d2h for _, d2h in rings),
-        }
-    )
-    missing_bytes = parts.total() - limit_bytes
-    why = f"page-locks {format_bytes(limit_bytes)} at most, too little by {format_bytes_up(missing_bytes)}"
-    return ShortageError(f"{name} {why} ({model.listed(parts)})", "page-locked memory", missing_bytes)
