@@ -538,10 +538,11 @@ def predict_step(plan: RunPlan, machine: MachineProfile, acceptance: float | Non
     proposing_s = drafting_s(plan, machine, gamma=depth, tree_nodes=nodes)
     ahead_s = drafting_ahead_s(plan, machine, verify, tree_nodes=nodes)
     seconds = step_time(verify, proposing_s - ahead_s)
-    bound_by = "drafting" if seconds - verify.seconds > verify.seconds else verify.bound_by
-    hidden_s = ahead_s + min(proposing_s - ahead_s, verify.lookahead_s)
-    tok_per_s = plan.target.batch * tokens / seconds
-    return StepPrediction(acceptance, tokens, proposing_s, hidden_s, seconds, tok_per_s, bound_by)
+    return StepPrediction(
+        acceptance, tokens, proposing_s, ahead_s + min(proposing_s - ahead_s, verify.lookahead_s), seconds,
+        tok_per_s=plan.target.batch * tokens / seconds,
+        bound_by="drafting" if seconds - verify.seconds > verify.seconds else verify.bound_by,
+    )  # fmt: skip
 
 
 def tok_per_s(plan: RunPlan, machine: MachineProfile) -> float:
@@ -629,10 +630,9 @@ def prefill_time(plan: RunPlan, machine: MachineProfile, prompt_tokens: int) -> 
             work = _work(layer, prompt_tokens, prompt_tokens)
             around_s = _attention_s(layer, work.attention_operations, flops, in_prompt=True)
             own_s += count * (work.product_operations / flops + work.expert_operations / expert_flops + around_s)
-        each_s = (
-            batch * (moved_bytes / _hbm(machine) + pieces * bases_s[0]), batch * (own_s + pieces * bases_s[1])
-        )  # fmt: skip
-        hbm_s, arithmetic_s, compute_s = hbm_s + each_s[0], arithmetic_s + each_s[1], compute_s + max(each_s)
+        card_hbm_s = batch * (moved_bytes / _hbm(machine) + pieces * bases_s[0])
+        card_s = batch * (own_s + pieces * bases_s[1])
+        hbm_s, arithmetic_s, compute_s = hbm_s + card_hbm_s, arithmetic_s + card_s, compute_s + max(card_hbm_s, card_s)
         full_tokens = prompt_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         written_bytes = batch * own.kv_bytes_of(own.kv_layers_on_host, full_tokens)
         staged_kv_bytes = batch * own.kv_bytes_of(placement.staged_kv_layers, full_tokens)

@@ -138,22 +138,16 @@ class ModelPlan:
 
     @cached_property
     def placement(self) -> Placement:
-        """Where all of its layers are. Buffers of layers are those of all cards; other rings are as large as the
-        largest."""
+        """Where all of its layers are, and the buffers of all cards; every card has further rings of its own."""
         cards = self.placements
         if len(cards) == 1:
             return cards[0]
         names = ("layers", "resident_layers", "staged_layers", "resident_kv_layers", "staged_kv_layers")
         layers: dict[str, Any] = {name: tuple(sorted(chain(*(getattr(one, name) for one in cards)))) for name in names}
-        pools = [(card.num_experts, card.placement.pool_buffers) for card in self.cards]
-        buffers = sum(every if some is None else some for every, some in pools)
-        return Placement(
-            **layers, num_buffers=sum(one.num_buffers for one in cards),
-            kv_ring_buffers=max(one.kv_ring_buffers for one in cards),
-            h2d_ring=max((one.h2d_ring for one in cards), key=lambda ring: ring.nbytes),
-            d2h_ring=max((one.d2h_ring for one in cards), key=lambda ring: ring.nbytes),
-            pool_buffers=None if all(some is None for _, some in pools) else buffers,
-        )  # fmt: skip
+        pools = [card.num_experts if one.pool_buffers is None else one.pool_buffers
+                 for card, one in zip(self.cards, cards, strict=True)]  # fmt: skip
+        buffers = None if all(one.pool_buffers is None for one in cards) else sum(pools)
+        return Placement(**layers, num_buffers=sum(one.num_buffers for one in cards), pool_buffers=buffers)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -274,8 +268,6 @@ class ModelPlan:
     @property
     def head_parts(self) -> Parts:
         """What lies around the layers takes of the device."""
-        if self.is_copy:
-            return Parts()
         nbytes, own_bytes = self.layout.shared.total_bytes, self.layout.embedding.total_bytes
         parts = {"head": nbytes} if self.embedding_on_host else {"embedding and head": nbytes + own_bytes}
         return Parts(parts if self.has_head else {})
@@ -550,11 +542,9 @@ class ModelPlan:
     @property
     def anchor_bytes(self) -> int:
         """Host memory of the states that sequences can be taken back to, which a copy's are not."""
-        return (
-            0
-            if self.is_copy
-            else self.batch * delta.anchor_bytes(self.config, self.layers, self.dtype, self.context_tokens)
-        )
+        if self.is_copy:
+            return 0
+        return self.batch * delta.anchor_bytes(self.config, self.layers, self.dtype, self.context_tokens)
 
     @property
     def kv_parts(self) -> Parts:
@@ -592,10 +582,7 @@ class ModelPlan:
     @property
     def own_config(self) -> ModelConfig:
         """The model as if it had no other layers than those that it is about."""
-        own = len(self.layers) == self.config.num_layers
-        return (
-            self.config if own else replace(self.config, layers=tuple(self.config.layers[one] for one in self.layers))
-        )
+        return replace(self.config, layers=tuple(map(self.config.layers.__getitem__, self.layers)))
 
     @property
     def recent_tokens(self) -> int:
@@ -621,8 +608,7 @@ class ModelPlan:
 
     def streamed_kv(self, length_tokens: int) -> dict[int, int]:
         """The same of every layer whose cache is on the host, by layer."""
-        each_bytes = self.batch * (length_tokens // BLOCK_TOKENS * BLOCK_TOKENS) * self.dtype.itemsize
-        return {layer: each_bytes * self.config.kv_elements[layer] for layer in self.kv_layers_on_host}
+        return {layer: self.streamed_kv_bytes(layer, length_tokens) for layer in self.kv_layers_on_host}
 
     # --- what passes take
 

@@ -220,21 +220,19 @@ class RunPlan:
         """What each card has of it; the draft is on the first, but a copy where its layers are."""
         if self.num_cards == 1:
             return (self,)
-        draft = self.draft
-        on_cards = [
-            draft.of_card(one) if draft is not None and draft.is_copy else None if one.card else draft
-            for one in self.target.cards
-        ]
-        return tuple(
-            replace(self, target=one, draft=own, limits=self.limits.of_card(one.card))
-            for one, own in zip(self.target.cards, on_cards, strict=True)
-        )
+
+        def card(one: ModelPlan) -> RunPlan:
+            draft = None if one.card else self.draft
+            if self.draft is not None and self.draft.is_copy:
+                draft = self.draft.of_card(one)
+            return replace(self, target=one, draft=draft, limits=self.limits.of_card(one.card))
+
+        return tuple(map(card, self.target.cards))
 
     def with_placements(self, *placements: Placement) -> RunPlan:
         """The same with the target's layers elsewhere, of each card."""
-        target = replace(self.target, placements=placements)
-        copies = self.draft is not None and self.draft.is_copy
-        return replace(self, target=target, draft=self.draft.copying(target) if self.draft and copies else self.draft)
+        target, draft = replace(self.target, placements=placements), self.draft
+        return replace(self, target=target, draft=draft.copying(target) if draft and draft.is_copy else draft)
 
     @property
     def placement(self) -> Placement:
@@ -271,11 +269,10 @@ class RunPlan:
         """CUDA graphs of the target's passes, where all that these need is on the device, with room for them; none yet
         where passes cross from card to card, or a head reads what other machines say."""
         target, head = self.target, self.draft.head if self.draft else None
-        if self.on_cpu or self.num_cards > 1 or len(target.layers) < target.config.num_layers:
-            return 0
-        if target.config.is_part and (head is not None or target.config.num_streams):
-            return 0
-        if self.placement.streamed_layers or target.kv_layers_on_host:
+        crosses = self.num_cards > 1 or len(target.layers) < target.config.num_layers
+        is_read_elsewhere = target.config.is_part and (head is not None or target.config.num_streams)
+        comes_later = self.placement.streamed_layers or target.kv_layers_on_host
+        if self.on_cpu or crosses or is_read_elsewhere or comes_later:
             return 0
         nbytes = graphs.captured_pass_bytes(target.config, target.dtype.itemsize, target.batch)
         limit_bytes = self.limits.device_bytes
