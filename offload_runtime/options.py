@@ -219,13 +219,24 @@ def documented(*kinds: type) -> Callable[[T], T]:
     return add
 
 
+class _Written(str):
+    """An annotation as it is written: `help` would put it in quotes."""
+
+    __repr__ = str.__str__
+
+
 def _with_options(signature: inspect.Signature, kinds: Sequence[Any]) -> inspect.Signature:
     """Return a signature with the options of `kinds` in place of what takes them by name."""
-    named = {name: one for name, one in signature.parameters.items() if one.kind is not inspect.Parameter.VAR_KEYWORD}
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    named = {one.name: one.replace(annotation=_written(one.annotation)) for one in own}
     for one in (one for kind in kinds for one in option_fields(kind) if one.option is not None):
         made = inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=one.hint)
         named.setdefault(one.name, made)
-    return signature.replace(parameters=list(named.values()))
+    return signature.replace(parameters=list(named.values()), return_annotation=_written(signature.return_annotation))
+
+
+def _written(annotation: Any) -> Any:
+    return _Written(annotation) if isinstance(annotation, str) else annotation
 
 
 def require(fine: bool, message: str) -> None:

@@ -53,6 +53,7 @@ def test_an_answer_shows_itself_and_no_markup_of_the_models() -> None:
 def test_help_and_completion_know_every_option() -> None:
     loading = inspect.signature(rt.Runtime.load).parameters
     assert {one.name for one in fields(RuntimeConfig)} <= loading.keys() and loading["vram"].default is None
+    assert "target: str | Path | CheckpointSource, *, " in pydoc.plain(pydoc.render_doc(rt.Runtime.load))
     answering = {"max_new_tokens", "temperature", "seed", "stop", "logprobs", "json_schema", "grammar"}
     calls = (rt.Runtime.generate, rt.Runtime.stream, rt.Runtime.astream, rt.Runtime.agenerate, rt.Conversation.say)
     for call in calls:
