@@ -10,7 +10,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.app import app
-from offload_runtime.cli.chat import COMMANDS, ChatSession
+from offload_runtime.cli.chat_commands import COMMANDS
+from offload_runtime.cli.chat_session import ChatSession
 from offload_runtime.engine import Conversation, GenerationResult, TokenEvent, TokenStream
 from offload_runtime.engine.channels import has_channels
 from offload_runtime.engine.engine import RequestOutput

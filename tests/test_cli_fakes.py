@@ -20,7 +20,8 @@ import typer
 
 from offload_runtime import engine
 from offload_runtime.cli.app import app
-from offload_runtime.cli.chat import ChatSession
+from offload_runtime.cli.chat_commands import COMMANDS
+from offload_runtime.cli.chat_session import ChatSession
 from offload_runtime.cli.options import ChatOptions, with_options
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine import GenerationResult, GenerationStats, TokenEvent
@@ -288,7 +289,7 @@ def at_a_terminal(runtime: FakeRuntime, *answers: str) -> tuple[ChatSession, lis
     asked, given = list[str](), iter(answers)
     options = ChatOptions(config=RuntimeConfig("some/model"), params=GenerationParams(sampling=SamplingParams(0.7)))
     conversation: Any = FakeConversation(runtime, None)
-    session = ChatSession(cast(Any, runtime), conversation, options, sys.stdout)
+    session = ChatSession(cast(Any, runtime), conversation, options, sys.stdout, COMMANDS)
 
     def ask(question: str) -> str:
         asked.append(question)

@@ -18,7 +18,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from offload_runtime.cli.app import app
-from offload_runtime.cli.terminal import MarkdownWriter, answer_writer
+from offload_runtime.cli.markdown import MarkdownWriter, answer_writer
 from offload_runtime.engine import Runtime
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.traces import rows_of

@@ -17,7 +17,7 @@ import typer
 from option_table import with_table
 
 from offload_runtime.cli.app import app
-from offload_runtime.cli.chat import COMMANDS as OF_A_CHAT
+from offload_runtime.cli.chat_commands import COMMANDS as OF_A_CHAT
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.hardware import load_profile
 from offload_runtime.plan.report import forecast

@@ -161,7 +161,7 @@ def _read_file(file: Path | None) -> tuple[Path, Mapping[str, Any]]:
             path = user_directory("config", holds="settings") / "config.toml"
         except StorageError:  # nobody's home: nobody's settings
             return Path(), {}
-        if not path.exists():
+        if not os.path.exists(path):  # False also where nobody may look
             return path, {}
     try:
         return path, tomllib.loads(read_text(path, option="" if file is None else "--config"))
