@@ -84,6 +84,7 @@ def clean(python: str, tmp_path: Path) -> Iterator[Path]:
     shutil.rmtree(tmp_path / "venv")
 
 
+@pytest.mark.installs
 @pytest.mark.parametrize(("python", "kind"), [("3.10", ".gz"), ("3.13", ".whl")], indirect=["python"])
 def test_it_installs_and_answers(
     clean: Path, kind: str, archives: dict[str, Path], two_layer_target: Path, tmp_path: Path
