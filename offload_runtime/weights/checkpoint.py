@@ -80,12 +80,9 @@ class DescribedModel:
         Raises:
             CheckpointError, VocabularyMismatchError: As of `HeadConfig.fitted`.
         """
-        head = self.model_config
-        return (
-            replace(self, model_config=head.fitted(target.model_config.complete))
-            if isinstance(head, HeadConfig)
-            else self
-        )
+        if not isinstance(self.model_config, HeadConfig):
+            return self
+        return replace(self, model_config=self.model_config.fitted(target.model_config.complete))
 
     def layout(self, dtype: torch.dtype, *, coded: bool = False) -> ModelLayout:
         """Return how its weights lie in memory where it computes in `dtype`; with `coded`, those in bf16 in 12 bits."""

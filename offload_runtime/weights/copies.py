@@ -40,14 +40,11 @@ def copied(layout: ModelLayout) -> ModelLayout:
 
     @cache  # layers that are alike are one
     def copy(block: PackedLayout) -> PackedLayout:
-        specs, offset_bytes = list[TensorSpec](), 0
-        for spec in block.tensors:
-            how = spec.encoding
-            if len(spec.shape) == 2:
-                how = Encoding.of(layout.dtype, [(spec.shape[0], Scaled(COPY))])
-            specs.append(replace(spec, offset_bytes=offset_bytes, encoding=how))
-            offset_bytes += aligned(specs[-1].nbytes)
-        return PackedLayout(tuple(specs), offset_bytes)
+        return PackedLayout.packed(
+            replace(spec, encoding=Encoding.of(layout.dtype, [(spec.shape[0], Scaled(COPY))]))
+            if len(spec.shape) == 2 else spec
+            for spec in block.tensors
+        )  # fmt: skip
 
     return replace(layout, layers=tuple(map(copy, layout.layers)))
 
@@ -71,17 +68,16 @@ def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] =
 
     @cache  # layers that are alike are one
     def left(block: PackedLayout, kept: frozenset[str]) -> PackedLayout:
-        specs, offset_bytes = list[TensorSpec](), 0
-        for spec in block.tensors:
-            found = replace(spec, offset_bytes=offset_bytes)
-            if len(spec.shape) == 2 and spec.name not in kept:
-                hows = [(rows, RestOfCopy.of(how)) for rows, how in spec.encoding.formats(spec.shape)]
-                rests = [(rows, how) for rows, how in hows if how is not None]
-                rest = replace(found, encoding=Encoding.of(layout.dtype, rests))
-                found = min(found, rest, key=lambda one: one.nbytes) if len(rests) == len(hows) else found
-            specs.append(found)
-            offset_bytes += aligned(found.nbytes)
-        return PackedLayout(tuple(specs), offset_bytes)
+        plain = {spec for spec in block.tensors if spec.name in kept or len(spec.shape) != 2}
+        return PackedLayout.packed(spec if spec in plain else rest(spec) for spec in block.tensors)
+
+    def rest(spec: TensorSpec) -> TensorSpec:
+        """What is left of a matrix, or all of it where that takes no more, or nothing says what is left."""
+        hows = [(rows, RestOfCopy.of(how)) for rows, how in spec.encoding.formats(spec.shape)]
+        rests = [(rows, how) for rows, how in hows if how is not None]
+        if len(rests) < len(hows):
+            return spec
+        return min(spec, replace(spec, encoding=Encoding.of(layout.dtype, rests)), key=lambda one: one.nbytes)
 
     pairs = enumerate(layout.layers)
     layers = tuple(left(block, frozenset(whole.get(number, ()))) for number, block in pairs)

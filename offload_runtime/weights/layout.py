@@ -83,11 +83,18 @@ class PackedLayout:
         stacks = defaultdict[str, dict[str, Destination]](dict)
         for name, to in placed.items():
             stacks[to.packed][name] = to
+        lasts = ((packed, parts, [*parts.values()][-1]) for packed, parts in stacks.items())
+        return cls.packed(
+            TensorSpec(packed, (to.row_end, *to.shape[1:]), 0, encode(parts)) for packed, parts, to in lasts
+        )
+
+    @classmethod
+    def packed(cls, tensors: Iterable[TensorSpec]) -> PackedLayout:
+        """Lay tensors out one behind the other, wherever they were."""
         specs, offset_bytes = list[TensorSpec](), 0
-        for packed, parts in stacks.items():
-            *_, last = parts.values()
-            specs.append(TensorSpec(packed, (last.row_end, *last.shape[1:]), offset_bytes, encode(parts)))
-            offset_bytes += aligned(specs[-1].nbytes)
+        for spec in tensors:
+            specs.append(replace(spec, offset_bytes=offset_bytes))
+            offset_bytes += aligned(spec.nbytes)
         return cls(tuple(specs), offset_bytes)
 
     @cached_property

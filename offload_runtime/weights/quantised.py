@@ -519,12 +519,8 @@ def _quantised(module: str, shape: tuple[int, ...], scheme: Scheme, own: Mapping
     )  # fmt: skip
 
 
-def refuse_unsaid(where: str, stored: Mapping[str, StoredTensor]) -> None:
-    """Refuse quantised matrices of a checkpoint whose configuration says nothing of them.
-
-    Raises:
-        CheckpointError: There are some.
-    """
+def _refuse_unsaid(where: str, stored: Mapping[str, StoredTensor]) -> None:
+    """Refuse quantised matrices of a checkpoint whose configuration says nothing of them. Raises `CheckpointError`."""
     parts = (*_NUMBERS.values(), *_OF_ALL.values(), "weight_scale_inv")
     parts = tuple(f".{part}" for part in parts if part != "weight")
     named = next((name for name in stored if name.endswith(parts) or EXPERTS.fullmatch(name)), None)
@@ -536,15 +532,19 @@ def refuse_unsaid(where: str, stored: Mapping[str, StoredTensor]) -> None:
 
 
 def gather(
-    stored: Mapping[str, StoredTensor], config: ModelConfig, quantisation: Quantisation
-) -> dict[str, StoredTensor]:
+    where: str, stored: Mapping[str, StoredTensor], config: ModelConfig, quantisation: Quantisation | None
+) -> Mapping[str, StoredTensor]:
     """Return the tensors of a checkpoint, in which one stands for all that is stored of a quantised matrix, and one for
     each matrix of an expert; what else a module has of its own than a bias says how its activations were quantised, and
     is left out.
 
     Raises:
-        CheckpointError: Parts are missing, or of another shape or dtype; the embedding is quantised.
+        CheckpointError: Parts are missing, or of another shape or dtype; the embedding is quantised; or there are some
+            without a configuration that says so.
     """
+    if quantisation is None:
+        _refuse_unsaid(where, stored)
+        return stored
     modules = defaultdict[str, dict[str, StoredTensor]](dict)
     for name, tensor in stored.items():
         module, _, part = name.rpartition(".")

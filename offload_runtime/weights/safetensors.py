@@ -52,7 +52,6 @@ from offload_runtime.weights.quantised import (
     gather,
     quantisation_of,
     read_tensor,
-    refuse_unsaid,
 )
 from offload_runtime.weights.tokenizer import directory_vocabulary, load_tokenizer
 
@@ -356,10 +355,7 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
     in_files = _stored(directory, whole=whole)
     family = family_named(settings["model_type"])
     stored, config = with_head(renamed(where, joined(in_files, family.joined), family), config)
-    if quantisation is None:
-        refuse_unsaid(where, stored)
-    else:  # one stands for all that is stored of a quantised matrix
-        stored = gather(stored, config, quantisation)
+    own = gather(where, stored, config, quantisation)
     log = logging.getLogger(__name__)
     warn = log.warning if whole else log.debug
     if "text_part_of" in settings:
@@ -369,9 +365,9 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
     if quantisation is not None and quantisation.activations:
         message = "%s asks for quantised activations, or keys and values: only its weights are quantised here"
         warn(message, reference)
-    head, behind = mtp_of(settings, config, stored.keys()), MtpNames.behind(config.num_layers).prefix
-    of_mtp = {} if head is None else {n: one for n, one in stored.items() if n.startswith((_OF_DRAFTER, behind))}
-    own = {name: tensor for name, tensor in stored.items() if name not in of_mtp}
+    head, behind = mtp_of(settings, config, own.keys()), MtpNames.behind(config.num_layers).prefix
+    of_mtp = {} if head is None else {n: one for n, one in own.items() if n.startswith((_OF_DRAFTER, behind))}
+    own = {name: tensor for name, tensor in own.items() if name not in of_mtp}
     found = _source(where, settings, config, own, quantisation, whole=whole)
     if whole and quantisation is not None and not found.kinds:
         raise CheckpointError(f"{directory} says that it is quantised, and none of its matrices is: fix config.json")
@@ -383,9 +379,8 @@ def open_safetensors(directory: Path, *, reference: str, whole: bool = True) -> 
             return None
         shared = (f"{behind}embed_tokens.", f"{behind}shared_head.head.")  # which are the target's once more
         of_head = {name: tensor for name, tensor in of_mtp.items() if not name.startswith(shared)}
-        if quantisation is not None:
-            of_head = gather(of_head, head, quantisation)
-        made = _source(f"{where}'s MTP layer", settings, head, of_head, quantisation, whole=whole)
+        gathered = gather(where, of_head, head, quantisation)
+        made = _source(f"{where}'s MTP layer", settings, head, gathered, quantisation, whole=whole)
         return replace(made, stored=(*of_mtp.values(),))
 
     return replace(
@@ -440,18 +435,14 @@ def _open_head(
     except OptionError as error:
         raise CheckpointError(f"{where} describes an impossible head: {error}") from error
     quantisation = quantisation_of(settings, where)
-    if quantisation is None:
-        refuse_unsaid(where, stored)
-    else:
-        stored = gather(stored, config, quantisation)
-    needed = checkpoint_tensors(config)
-    surplus = [name for name in stored if name.endswith((".weight", ".bias")) and name not in needed]
+    own, needed = gather(where, stored, config, quantisation), checkpoint_tensors(config)
+    surplus = [name for name in own if name.endswith((".weight", ".bias")) and name not in needed]
     if surplus:  # guesses would be wrong, which nothing else tells of
         raise CheckpointError(
             f"{where} has {len(surplus)} tensors that {config.title} heads have not ({shortened(surplus)}): it is of "
             "another kind, which does not run; take another head, or --draft auto"
         )
-    found = _source(where, settings, config, stored, quantisation, whole=whole)
+    found = _source(where, settings, config, own, quantisation, whole=whole)
     if D2T in found.fills:
         offsets = read_tensor(stored[D2T])
         ids = offsets + torch.arange(len(offsets))
