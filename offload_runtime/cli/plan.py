@@ -107,10 +107,10 @@ def shared_lines(shared: SharedPlan, alone_tok_per_s: float | None, network: str
     from offload_runtime.plan.report import rounded
 
     plain, best = shared.plain_tok_per_s, max(shared.plain_tok_per_s, shared.usual_tok_per_s)
-    requests = f" of {shared.batch} requests together" if shared.batch > 1 else ""
-    wait, tokens = f"{shared.first_token_s:.2g}", shared.context_tokens
+    requests = f" of {shared.target.batch} requests together" if shared.target.batch > 1 else ""
+    wait, tokens = f"{shared.first_token_s:.2g}", shared.target.context_tokens
     alone = "it does not fit" if alone_tok_per_s is None else f"about {rounded(alone_tok_per_s)} tokens/s"
-    pass_ms, network_ms = 1e3 * shared.pass_s(), 1e3 * shared.network_s(shared.batch, shared.batch)
+    pass_ms, network_ms = 1e3 * shared.pass_s(), 1e3 * shared.network_s(shared.target.batch, shared.target.batch)
     table = _table("machine", "layers", "resident", "streamed a pass", "card", "RAM", "pass, ms")
     each = zip(shared.machines, shared.plans, shared.layers, shared.passes(), strict=True)
     for machine, plan, layers, own in each:
@@ -132,9 +132,9 @@ def shared_record(shared: SharedPlan, alone_tok_per_s: float | None) -> dict[str
     each = zip(shared.machines, shared.plans, shared.layers, shared.passes(), strict=True)
     return {
         "fits": True, "plain_tok_per_s": shared.plain_tok_per_s, "usual_tok_per_s": shared.usual_tok_per_s,
-        "alone_tok_per_s": alone_tok_per_s, "first_token_s": shared.first_token_s, "batch": shared.batch,
-        "context_tokens": shared.context_tokens, "pass_s": shared.pass_s(),
-        "network_s": shared.network_s(shared.batch, shared.batch),
+        "alone_tok_per_s": alone_tok_per_s, "first_token_s": shared.first_token_s, "batch": shared.target.batch,
+        "context_tokens": shared.target.context_tokens, "pass_s": shared.pass_s(),
+        "network_s": shared.network_s(shared.target.batch, shared.target.batch),
         "machines": [
             memory_record(plan)
             | {"profile": machine.name, "pass": _pass_record(own), "model_layers": [layers.start, layers.stop]}

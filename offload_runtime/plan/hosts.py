@@ -19,6 +19,7 @@ from offload_runtime.hardware import MachineProfile
 from offload_runtime.models.part import PartConfig
 from offload_runtime.options import require
 from offload_runtime.plan import cost
+from offload_runtime.plan.model import ModelPlan
 from offload_runtime.plan.search import plan_run
 from offload_runtime.plan.sizes import RunPlan, limits_of, resolve_dtype
 from offload_runtime.sizes import counted
@@ -116,19 +117,13 @@ class SharedPlan:
     network_bytes_per_s: float
 
     @property
-    def batch(self) -> int:
-        """Requests at once."""
-        return self.plans[0].target.batch
-
-    @property
-    def context_tokens(self) -> int:
-        """Of each of them."""
-        return self.plans[0].target.context_tokens
+    def target(self) -> ModelPlan:
+        """What the first machine has of it, with the context and the requests at once that all have."""
+        return self.plans[0].target
 
     def network_s(self, rows: int, rows_back: int) -> float:
         """Seconds in which so many rows go through the network, and so many come back, of each once per machine."""
-        target = self.plans[0].target
-        nbytes = (rows + rows_back) * target.config.hidden_size * target.dtype.itemsize
+        nbytes = (rows + rows_back) * self.target.config.hidden_size * self.target.dtype.itemsize
         return (len(self.plans) - 1) * (2 * _MESSAGE_S + nbytes / self.network_bytes_per_s)
 
     def passes(self, rows: int = 1) -> list[cost.PassTime]:
@@ -138,13 +133,13 @@ class SharedPlan:
 
     def pass_s(self, rows: int = 1) -> float:
         """Return the seconds of a pass over windows of so many rows."""
-        all_rows = rows * self.batch
+        all_rows = rows * self.target.batch
         return sum(one.seconds for one in self.passes(rows)) + self.network_s(all_rows, all_rows)
 
     @property
     def plain_tok_per_s(self) -> float:
         """Tokens per second of all requests, without proposals."""
-        return self.batch / self.pass_s()
+        return self.target.batch / self.pass_s()
 
     @property
     def usual_tok_per_s(self) -> float:
@@ -154,18 +149,18 @@ class SharedPlan:
             return self.plain_tok_per_s
         step = cost.predict_step(first, self.machines[0])
         seconds = self.pass_s(proposed + 1) + max(0.0, step.drafting_s - step.hidden_s)
-        return self.batch * step.tokens / seconds
+        return self.target.batch * step.tokens / seconds
 
     @property
     def first_token_s(self) -> float:
         """Seconds until a prompt that fills the context is read."""
         each = zip(self.plans, self.machines, strict=True)
-        read_s = sum(cost.prefill_time(plan, machine, self.context_tokens).seconds for plan, machine in each)
-        first, abreast = self.plans[0].target, 1.0
+        read_s = sum(cost.prefill_time(plan, machine, self.target.context_tokens).seconds for plan, machine in each)
+        abreast = 1.0
         if not any(plan.streamed_bytes or plan.target.num_experts for plan in self.plans):  # else layer by layer
-            pieces, machines = -(-self.context_tokens // first.chunk_tokens), len(self.plans)
+            pieces, machines = -(-self.target.context_tokens // self.target.chunk_tokens), len(self.plans)
             abreast = machines * pieces / (pieces + machines - 1)
-        return read_s / abreast + self.batch * self.network_s(self.context_tokens, 1)
+        return read_s / abreast + self.target.batch * self.network_s(self.target.context_tokens, 1)
 
 
 def plan_shared(request: RuntimeConfig, machines: Sequence[MachineProfile], network_bytes_per_s: float) -> SharedPlan:

@@ -547,10 +547,6 @@ class Scaled(Format):
         form = self.form._replace(rows=1, columns=self.form.columns if self.form.columns < columns else WHOLE_ROW)
         return self if ScaledRow.of(form, columns) is None else ScaledApart(form)
 
-    @property
-    def expert_encoding(self) -> None:
-        return None
-
     def decode(self, stored: torch.Tensor, rows: int, start: int, out: torch.Tensor) -> None:
         decode_scaled(scaled_rows(stored, self.form, rows, out.shape[1]), self.form, start, out)
 
@@ -625,10 +621,6 @@ class RestOfCopy(Format):
         if self.stored_bytes is not None:
             return self.stored_bytes
         return self._scale_bytes(rows, columns) + rest_bytes(rows, columns, self.of_kind)
-
-    @property
-    def expert_encoding(self) -> None:
-        return None
 
     def decode(self, stored: torch.Tensor, rows: int, start: int, out: torch.Tensor) -> None:
         assert self.base is not None, "it is seen with its copy"

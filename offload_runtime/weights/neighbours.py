@@ -119,6 +119,7 @@ def find_drafts(
         read: Opens what is found, as `open_checkpoint`; None leaves it described.
     """
     own, found, described = _path_of(reference), list[FoundDraft](), 0
+    names = {path: name for name, path in hub_snapshots()}
     sized = sorted((weight_bytes(path), path) for path in dict.fromkeys(_neighbours(own)) if _may_be_model(path))
     own_bytes, parameters = math.inf if own is None else weight_bytes(own), num_parameters(target)
     try:
@@ -140,7 +141,7 @@ def find_drafts(
             shared = share_vocabulary(target, model) if near and share <= _MOST_SHARE else None
             if shared is not None:
                 opened = read(str(path), draft=True).beside(target) if read else model
-                found.append(FoundDraft(_name(path), opened, shared, share))
+                found.append(FoundDraft(names.get(path, path.name), opened, shared, share))
         except Exception as error:  # whatever is wrong with it, nobody has asked for this one
             logging.getLogger(__name__).debug("%s is no draft: %s", path, error)
     return found
@@ -217,10 +218,3 @@ def _may_be_model(path: Path) -> bool:
         named = (one.name == "config.json" or one.suffix.lower() == ".gguf" for one in entries(path, _MOST_ENTRIES))
         return path.is_file() or any(named)
     return False
-
-
-def _name(path: Path) -> str:
-    """Return what a user calls a model: of a snapshot in the hub's cache the repository's name."""
-    if path.parent.name == "snapshots":
-        return path.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return path.name
