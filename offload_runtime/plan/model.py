@@ -26,7 +26,7 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.dflash import DFlashConfig
 from offload_runtime.models.heads import HeadConfig
 from offload_runtime.runners.graphs import MOST_DELTA_DEPTH, MOST_DEPTH, tree_positions
-from offload_runtime.runners.model_runner import workspace_bytes
+from offload_runtime.runners.model_runner import most_prompt_tokens, workspace_bytes
 from offload_runtime.sampling import MOST_FILTERED_ROWS
 from offload_runtime.sizes import counted, format_bytes
 from offload_runtime.speculation.window import MOST_LEVELS
@@ -616,6 +616,11 @@ class ModelPlan:
     def mixes(self) -> bool:
         """Whether its passes read several prompts, and beside windows."""
         return self.step_rows is None and self.batch > 1 and not self.on_host
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest pass: of prompts, and of windows beside them."""
+        return most_prompt_tokens(self.chunk_tokens, self.context_tokens) + self.batch * self.window_tokens
 
     @cached_property
     def workspace_bytes(self) -> int:

@@ -299,8 +299,7 @@ def _spread(count: int, num_layers: int) -> tuple[int, ...]:
 def _evenly(placement: Placement, resident: int, buffers: int) -> Placement:
     """So many of its layers on the device, evenly spread, and the others in buffers."""
     layers = placement.layers
-    num_buffers, same = min(buffers, len(layers) - resident), (placement.kv_ring_buffers, placement.pool_buffers)
-    return Placement(layers, _some(layers, resident), num_buffers, kv_ring_buffers=same[0], pool_buffers=same[1])
+    return replace(placement, resident_layers=_some(layers, resident), num_buffers=min(buffers, len(layers) - resident))
 
 
 def _place(plan: RunPlan, asked: int | None) -> RunPlan:
@@ -500,11 +499,7 @@ def _stage(plan: RunPlan) -> RunPlan:
         BudgetError: Not even the rings that staging takes may be locked.
     """
     limit_bytes, cards = plan.limits.pinned_bytes, plan.target.cards
-    fixed = {
-        "rows between cards": plan.transfer_bytes,
-        "embedding": plan.target.host_embedding_bytes,
-        "experts in host memory": plan.target.host_expert_bytes,
-    }
+    fixed = {name: plan.host[name] for name in ("rows between cards", "embedding", "experts in host memory")}
     needed = [_streamed_from_bytes(card) for card in cards]
     if limit_bytes is None or sum(needed) + sum(fixed.values()) <= limit_bytes:
         return plan

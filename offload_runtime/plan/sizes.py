@@ -21,7 +21,7 @@ from offload_runtime.plan.model import ModelPlan, Parts, Placement, all_resident
 from offload_runtime.runners import graphs
 from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
 from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, hidden_store_rows
-from offload_runtime.runners.model_runner import EXPERT_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS, most_prompt_tokens
+from offload_runtime.runners.model_runner import EXPERT_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS
 from offload_runtime.sizes import format_bytes, format_bytes_up
 from offload_runtime.speculation.ngram import MOST_UNTOLD_TOKENS
 from offload_runtime.speculation.triforce import most_guess_rows, verifier_step_bytes
@@ -347,18 +347,12 @@ class RunPlan:
         their residual streams, of what was accepted and of rows of graphs, what a head is told of together, which is
         joined for that, and what of it steps read."""
         draft, target = self.draft, self.target
-        window_rows = target.batch * target.window_tokens
         if draft is None or draft.head is None:  # twice, as they are joined
-            rows = most_prompt_tokens(target.chunk_tokens, target.context_tokens) + window_rows
-            return 2 * rows * target.config.num_streams * target.config.hidden_size * target.dtype.itemsize
-        rows = (
-            window_rows
-            + graphs.CAPTURED_PARTS * graphs.CAPTURED_ROWS
-            + hidden_store_rows(target.batch, draft.tree_positions)
-        )
-        rows += (target.batch + 1) * MOST_UNTOLD_TOKENS
-        if not draft.head.taps_in_place:
-            rows += most_prompt_tokens(target.chunk_tokens, target.context_tokens) + window_rows
+            streams_bytes = target.config.num_streams * target.config.hidden_size * target.dtype.itemsize
+            return 2 * target.most_rows * streams_bytes
+        rows = target.batch * target.window_tokens + graphs.CAPTURED_PARTS * graphs.CAPTURED_ROWS
+        rows += hidden_store_rows(target.batch, draft.tree_positions) + (target.batch + 1) * MOST_UNTOLD_TOKENS
+        rows += 0 if draft.head.taps_in_place else target.most_rows
         return rows * draft.head.width * target.dtype.itemsize
 
     @property
@@ -422,9 +416,8 @@ class RunPlan:
         target, head = self.target, self.draft.head if self.draft else None
         streams = 1 + target.config.num_streams
         streams += sum(tap >= target.config.num_layers for tap in (head.taps if head else ()))
-        rows = most_prompt_tokens(target.chunk_tokens, target.context_tokens) + target.batch * target.window_tokens
-        row_bytes = target.config.hidden_size * target.dtype.itemsize
-        return 2 * streams * rows * row_bytes if target.config.is_part else 0
+        rows_bytes = target.most_rows * target.config.hidden_size * target.dtype.itemsize
+        return 2 * streams * rows_bytes if target.config.is_part else 0
 
     @property
     def transfer_bytes(self) -> int:
