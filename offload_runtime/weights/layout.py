@@ -13,7 +13,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -258,7 +259,7 @@ class ModelLayout:
 
         @cache  # plain layers that are alike are one: plans make layouts again and again
         def block(layer: DecoderLayer, number: int | None) -> PackedLayout:
-            placed = _placed(layer.tensors(), number, "" if number is None else config.layer_prefix(number))
+            placed = _placed_layer(layer, number, "" if number is None else config.layer_prefix(number))
             found = PackedLayout.of({name: to for name, to in placed.items() if to.expert is None}, encode)
             if not isinstance(layer.mlp, Experts):
                 return found
@@ -417,6 +418,12 @@ def _placed(parts: Iterable[Tensor], layer: int | None = None, prefix: str = "")
     return placed
 
 
+@lru_cache(maxsize=128)  # plans of several formats ask for all experts of all layers again and again
+def _placed_layer(layer: DecoderLayer, number: int | None, prefix: str) -> Mapping[str, Destination]:
+    """Return where each part of a layer goes, by transformers' name."""
+    return MappingProxyType(_placed(layer.tensors(), number, prefix))
+
+
 def _shared(config: ModelConfig) -> dict[str, Destination]:
     """Return where what lies around the layers goes, by transformers' name."""
     placed, tied = _placed(config.shared_tensors()), config.tie_word_embeddings
@@ -433,5 +440,5 @@ def checkpoint_tensors(config: ModelConfig) -> dict[str, Destination]:
     """
     table = _shared(config)
     for number, layer in enumerate(config.layers):
-        table |= _placed(layer.tensors(), number, config.layer_prefix(number))
+        table |= _placed_layer(layer, number, config.layer_prefix(number))
     return table
