@@ -181,8 +181,8 @@ def _serve_in_turns(
         return signals.is_asked_to_stop.is_set()
 
     names = ", ".join(model.names[0] for model in offered)
-    terminal.status_line(f"ready: {names}, each loaded when it is asked for; a page at {server.url}/")
     try:
+        terminal.status_line(f"ready: {names}, each loaded when it is asked for; a page at {server.url}/")
         server.serve_in_turns(load, should_stop)
         _say_stopping(options)
     except KeyboardInterrupt:  # while a model was loaded, of which nothing is left

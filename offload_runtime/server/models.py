@@ -103,8 +103,8 @@ class ServedModels:
 
     def offered(self) -> tuple[OfferedModel, ...]:
         """Return the models that may be asked for. Raises `UnavailableError` while there are none."""
-        state = self.state
-        if state != "ready" or (self.turns is None and self._loaded is None):
+        state, is_there = self.state, self.turns is not None or self._loaded is not None
+        if state not in ("ready", "failed") or not is_there:  # one that has failed says itself why it refuses
             raise UnavailableError(f"the server is {state}: try again later")
         if self.turns is not None:
             return self.turns.models
