@@ -29,6 +29,13 @@ def endless(runtime: rt.Runtime | rt.Scheduler) -> rt.AsyncTokenStream:
     return runtime.astream(PROMPT, max_new_tokens=ENDLESS, ignore_eos=True)
 
 
+async def rest(stream: rt.AsyncTokenStream) -> rt.GenerationResult:
+    """What an answer is, at its end."""
+    async for _ in stream:
+        pass
+    return stream.result
+
+
 def test_an_answer_is_that_of_a_stream_and_more_requests_than_slots_each_have_their_own(runtime: rt.Runtime) -> None:
     async def answer(prompt: str) -> tuple[str, rt.GenerationResult]:
         stream = runtime.astream(prompt, **OPTIONS)
@@ -123,10 +130,7 @@ def test_what_ends_a_task_ends_its_request(
         for _ in range(2):
             streams.append(endless(scheduler))
             await end(streams.pop() if end is left else streams[-1])
-        answer = scheduler.astream(PROMPT, **OPTIONS)
-        async for _ in answer:
-            pass
-        return answer.result
+        return await rest(scheduler.astream(PROMPT, **OPTIONS))
 
     with rt.Scheduler(runtime) as scheduler:
         answered = asyncio.run(run(scheduler))
@@ -139,9 +143,7 @@ def test_a_call_of_a_thread_waits_for_them(runtime: rt.Runtime) -> None:
         stream = runtime.astream(PROMPT, **OPTIONS)
         await anext(stream)
         waiting = asyncio.create_task(asyncio.to_thread(runtime.generate, PROMPT, **OPTIONS))
-        async for _ in stream:
-            pass
-        return [stream.result, await waiting]
+        return [await rest(stream), await waiting]
 
     first, second = asyncio.run(run())
     assert first.tokens == second.tokens
@@ -179,9 +181,7 @@ def test_a_scheduler_answers_in_an_event_loop_too(runtime: rt.Runtime) -> None:
             await stream.aclose()
         answer = scheduler.astream(PROMPT, **OPTIONS)
         assert isinstance(answer, AsyncIterator)
-        async for _ in answer:
-            pass
-        return answer.result
+        return await rest(answer)
 
     with rt.Scheduler(runtime, max_waiting=0) as scheduler:
         answer = asyncio.run(run(scheduler))
@@ -196,9 +196,7 @@ def test_closing_a_runtime_ends_what_is_under_way(two_layer_target: Path) -> Non
             await anext(stream)
         with pytest.raises(OptionError, match="closed"):
             await runtime.agenerate(PROMPT)
-        async for _ in stream:
-            pass
-        return stream.result
+        return await rest(stream)
 
     result = asyncio.run(run())
     assert result.finish_reason == "interrupted" and 0 < len(result.tokens) < ENDLESS

@@ -4,7 +4,6 @@ and deleted."""
 import json
 import os
 import shutil
-import signal
 import struct
 import subprocess
 import sys
@@ -26,7 +25,8 @@ from offload_runtime.errors import CheckpointError
 from offload_runtime.weights.local import local_models
 from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers import engine
-from tests.helpers.server import free_port, is_ready, wait_until
+from tests.helpers.hosts import free_port
+from tests.helpers.server import asked_and_stopped
 from tests.test_weights_gguf import build, write
 
 REVISION = "0" * 40
@@ -251,17 +251,11 @@ def test_a_server_without_a_target_has_all_that_run(home: Path) -> None:
     port = free_port()
     listed = list[Any]()
 
-    def ask_and_stop() -> None:
-        try:
-            wait_until(lambda: is_ready(f"http://127.0.0.1:{port}"))
-            listed.extend(httpx.get(f"http://127.0.0.1:{port}/v1/models", trust_env=False).json()["data"])
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def ask(url: str) -> None:
+        listed.extend(httpx.get(f"{url}/v1/models", trust_env=False).json()["data"])
 
-    asking = threading.Thread(target=ask_and_stop)
-    asking.start()
-    result = told("serve", "--device", "cpu", "--port", str(port))
-    asking.join()
+    with asked_and_stopped(port, ask):
+        result = told("serve", "--device", "cpu", "--port", str(port))
     assert result.exit_code == 0, result.stderr
     assert "org/plain" in [one["id"] for one in listed] and {one["x_status"] for one in listed} == {"unloaded"}
     assert "org/mamba is left out: " in result.stderr

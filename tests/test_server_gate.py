@@ -3,13 +3,11 @@ go, servers that stop."""
 
 import importlib.util
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,7 +23,8 @@ from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
 from offload_runtime.server.app import Server
 from tests.helpers.engine import PROMPT, load
-from tests.helpers.server import MODEL, Served, events_of, free_port, is_ready, serving, wait_until
+from tests.helpers.hosts import free_port
+from tests.helpers.server import MODEL, Served, asked_and_stopped, events_of, is_ready, serving, wait_until
 
 KEY, ORIGIN = "a secret key", "https://chat.example"
 
@@ -286,19 +285,12 @@ def test_a_port_that_is_taken_is_said(short_target: Path) -> None:
 def test_the_command_serves_until_sigterm(short_target: Path) -> None:
     port, models = free_port(), []
 
-    def ask_and_stop() -> None:
-        url = f"http://127.0.0.1:{port}"
-        try:
-            wait_until(lambda: is_ready(url))
-            models.append(httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0])
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def ask(url: str) -> None:
+        models.append(httpx.get(f"{url}/v1/models", trust_env=False).json()["data"][0])
 
-    asking = threading.Thread(target=ask_and_stop)
-    asking.start()
     words = ["serve", "--target", str(short_target), "--device", "cpu", "--port", str(port), "--context", "128"]
-    result = CliRunner().invoke(app, [*words, "--max-requests", "3"])
-    asking.join()
+    with asked_and_stopped(port, ask):
+        result = CliRunner().invoke(app, [*words, "--max-requests", "3"])
     assert result.exit_code == 0, result.stderr
     assert models[0]["id"] == short_target.name and models[0]["max_model_len"] == 128
     assert "3 requests at once" in result.stderr and result.stderr.endswith("stopped\n")

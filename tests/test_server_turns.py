@@ -1,7 +1,6 @@
 """A server of several models, of which one is loaded at a time: the one that is asked for."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -23,7 +22,8 @@ from offload_runtime.cli.app import app
 from offload_runtime.config import ServerConfig
 from offload_runtime.errors import BudgetError, CheckpointError, OptionError
 from tests.helpers.engine import PROMPT, load
-from tests.helpers.server import Turns, free_port, is_ready, wait_until
+from tests.helpers.hosts import free_port
+from tests.helpers.server import Turns, asked_and_stopped, is_ready, wait_until
 
 MESSAGES: Any = [{"role": "user", "content": "the quick brown fox"}]
 # Longer than any test waits.
@@ -219,21 +219,14 @@ def command(targets: dict[str, Path], port: int, *words: str) -> list[str]:
 def test_the_command_serves_models_in_turn_until_sigterm(targets: dict[str, Path], is_loaded: bool) -> None:
     port, answers = free_port(), list[Any]()
 
-    def ask_and_stop() -> None:
-        url = f"http://127.0.0.1:{port}"
-        try:
-            wait_until(lambda: is_ready(url))
-            for name in ("b", "a") if is_loaded else ():
-                body = {"model": name, "prompt": "the fox", "max_tokens": 2}
-                answers.append(httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60).json())
-        finally:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def ask(url: str) -> None:
+        for name in ("b", "a") if is_loaded else ():
+            body = {"model": name, "prompt": "the fox", "max_tokens": 2}
+            answers.append(httpx.post(f"{url}/v1/completions", json=body, trust_env=False, timeout=60).json())
 
-    asking = threading.Thread(target=ask_and_stop)
-    asking.start()
     names = ("--served-model-name", "a", "--served-model-name", "b")
-    result = CliRunner().invoke(app, command(targets, port, *names, "--context", "64"))
-    asking.join()
+    with asked_and_stopped(port, ask):
+        result = CliRunner().invoke(app, command(targets, port, *names, "--context", "64"))
     assert result.exit_code == 0, result.stderr
     assert [answer["model"] for answer in answers] == ["b", "a"] * is_loaded
     assert "ready: a, b, each loaded when it is asked for" in result.stderr and result.stderr.endswith("stopped\n")

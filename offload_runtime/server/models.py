@@ -134,7 +134,7 @@ class ServedModels:
         """Yield what a turn waits for, whenever that is something else, until it has come or cannot. Raises
         `UnavailableError` where that takes too long."""
         assert self.turns is not None, "with one model nobody waits"
-        news, told, loop = asyncio.Event(), "", asyncio.get_running_loop()
+        news, said, loop = asyncio.Event(), "", asyncio.get_running_loop()
         end_s = loop.time() + self._max_seconds
 
         def tell(*_: object) -> None:
@@ -143,9 +143,9 @@ class ServedModels:
         turn.on_news = tell
         turn.loaded.add_done_callback(tell)
         while not turn.loaded.done():
-            if (awaited := self.turns.what_is_awaited()) != told:
+            if (awaited := self.turns.what_is_awaited()) != said:
                 yield awaited
-                told = awaited
+                said = awaited
                 continue
             try:
                 await asyncio.wait_for(news.wait(), end_s - loop.time())

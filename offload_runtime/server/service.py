@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
 
 _GONE, _HAS_LEFT = 499, "the client has left"  # as nginx says
-T = TypeVar("T")
 
 
 class _Body(Protocol):
@@ -129,7 +128,7 @@ class Service:
         loaded: LoadedModel | None = await unless_gone(wait(), request.receive)
         return loaded
 
-    async def _told(
+    async def _answer_with(
         self, request: Request, kind: type[BodyT], tell: Callable[[BodyT, Runtime], dict[str, Any]]
     ) -> Response:
         """Answer with what `tell` makes of a request's body and the runtime of its model, in the reader's thread."""
@@ -168,7 +167,7 @@ class Service:
             (prompt,) = chat.prompts(runtime)
             return {"input_tokens": len(chat.encoded(runtime, prompt))}
 
-        return await self._told(request, anthropic.CountBody, tell)
+        return await self._answer_with(request, anthropic.CountBody, tell)
 
     async def ollama_chat(self, request: Request) -> Response:
         """Answer ollama's `POST /api/chat`."""
@@ -366,7 +365,7 @@ class Service:
             tokens = runtime.encode(body.prompt_once(runtime), template_options=body.chat_template_kwargs)
             return {"tokens": tokens, "count": len(tokens), "max_model_len": runtime.context_tokens}
 
-        return await self._told(request, schema.TokenizeBody, tell)
+        return await self._answer_with(request, schema.TokenizeBody, tell)
 
     async def detokenize(self, request: Request) -> Response:
         """Answer `POST /detokenize` with the text of token ids, control tokens as they are spelled."""
@@ -375,7 +374,7 @@ class Service:
             tokens = runtime.encode(body.tokens)  # judges them
             return {"prompt": str(runtime.tokenizer.decode(tokens, skip_special_tokens=False))}
 
-        return await self._told(request, schema.DetokenizeBody, tell)
+        return await self._answer_with(request, schema.DetokenizeBody, tell)
 
     async def health(self) -> Response:
         """Answer `GET /health` with 200 once requests are answered, 503 before and after."""

@@ -31,7 +31,7 @@ _RETRY_S = 5.0  # for those that found no place to wait in
 
 
 class ModelLoadError(OffloadError):
-    """The model that a request names cannot be loaded now."""
+    """The model that a request names cannot be loaded, and to try again does not help."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,15 +229,13 @@ class Turns:
             self._loading = None
             for turn in [one for one in self._waiting if one.model is model]:
                 self._waiting.remove(turn)
-                self._refuse(turn, error)
+                turn.loaded.set_exception(error)
 
     def is_over(self, timeout_s: float) -> bool:
         """Wait until the model that is loaded is to go: nobody has a turn of it, and somebody waits for another one or
         it was kept for long enough. Then nobody gets another turn of it; False where it stays."""
         with self._changed:
-            if not self._is_over():
-                self._changed.wait(timeout_s)
-            if not self._is_over():
+            if not self._changed.wait_for(self._is_over, timeout_s):
                 return False
             self._loaded = None
             return True
@@ -247,7 +245,7 @@ class Turns:
         with self._changed:
             self._refusal, waiting, self._waiting = refusal, self._waiting, deque()
             for turn in waiting:
-                self._refuse(turn, refusal)
+                turn.loaded.set_exception(refusal)
 
     # --- under the lock
 
@@ -266,13 +264,8 @@ class Turns:
             self._grant(self._waiting.popleft(), self._loaded)
 
     def _grant(self, turn: Turn, loaded: LoadedModel) -> None:
-        if turn.loaded.set_running_or_notify_cancel():
-            self._running.add(turn)
-            turn.loaded.set_result(loaded)
-
-    def _refuse(self, turn: Turn, error: OffloadError) -> None:
-        if turn.loaded.set_running_or_notify_cancel():
-            turn.loaded.set_exception(error)
+        self._running.add(turn)
+        turn.loaded.set_result(loaded)
 
     def _end(self, turn: Turn) -> None:
         with self._changed:

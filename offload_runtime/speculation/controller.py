@@ -383,9 +383,7 @@ class Controller:
             account.probing -= loss
         return choice
 
-    def _best(
-        self, limits: Mapping[str, int], account: _Account, latency: LatencyModel
-    ) -> tuple[DraftBudget, float]:  # fmt: skip
+    def _best(self, limits: Mapping[str, int], account: _Account, latency: LatencyModel) -> tuple[DraftBudget, float]:
         """Return what had better be proposed by modes of these largest windows, and the plain steps that it may lose
         against what looks best."""
         windows = [self._best_of(mode, largest, account, latency) for mode, largest in limits.items()]

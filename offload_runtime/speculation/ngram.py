@@ -223,6 +223,12 @@ class NgramLookup:
                 return
 
 
+def _modes_of(longest: int) -> Sequence[str]:
+    """Return the modes of an ending whose last `longest` tokens occurred before, that of the longest match first."""
+    shorter = () if not longest else (NGRAM,) if longest > 1 else (UNIGRAM,)
+    return (COPY, *shorter) if longest == _SIZES[0] else shorter
+
+
 class NgramDrafter(Drafter):
     """Proposes what an `NgramLookup` for every slot says.
 
@@ -242,18 +248,14 @@ class NgramDrafter(Drafter):
             return NGRAM, UNIGRAM, COPY
         for slot, tokens in texts.items():
             self.prepare(slot, tokens)
-        longest = max(self._lookups[slot].longest() for slot in texts)
-        shorter = () if not longest else (NGRAM,) if longest > 1 else (UNIGRAM,)
-        return (COPY, *shorter) if longest == _SIZES[0] else shorter
+        return _modes_of(max(self._lookups[slot].longest() for slot in texts))
 
     def first_guess(self, slot: int, tokens: Sequence[int]) -> tuple[str, int] | None:
         """Return the first proposal behind a sequence, and its mode; None where there is none."""
         self.prepare(slot, tokens)
         lookup = self._lookups[slot]
         longest = lookup.longest()
-        if not longest:
-            return None
-        return COPY if longest == _SIZES[0] else NGRAM if longest > 1 else UNIGRAM, lookup.latest(longest)
+        return (_modes_of(longest)[0], lookup.latest(longest)) if longest else None
 
     def join(self, slot: int, params: SamplingParams) -> None:
         self._followed.discard(slot)

@@ -169,9 +169,11 @@ class ExpertPool:
         layers = self._layers.values()
         if self.is_whole:
             return True
-        return not self.prefetches_layers(rows) and all(
-            min(one.num_experts, rows * one.chosen) <= self._room for one in layers
-        )
+        return not self.prefetches_layers(rows) and all(self._fits(one, rows * one.chosen) for one in layers)
+
+    def _fits(self, units: ExpertUnits, choices: int) -> bool:
+        """Return whether the pool has room for all experts of a layer that so many choices may name."""
+        return min(units.num_experts, choices) <= self._room
 
     # --- a pass
 
@@ -287,7 +289,7 @@ class ExpertPool:
         asked = None if cpu is None else cpu.asked(*choices.shape)
         if cpu is not None:
             cpu.fetch_rows(x)
-        remaining, fits = list[int](), min(len(host), number) <= self._room
+        remaining, fits = list[int](), self._fits(self._layers[layer], number)
         action = partial(self._act_on_choices, layer, self._reported[row, :number], remaining, asked, fits=fits)
         try:
             report_choices(choices.view(-1), table, self._tickets, reported)

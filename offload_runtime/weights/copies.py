@@ -68,8 +68,9 @@ def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] =
 
     @cache  # layers that are alike are one
     def left(block: PackedLayout, kept: frozenset[str]) -> PackedLayout:
-        plain = {spec for spec in block.tensors if spec.name in kept or len(spec.shape) != 2}
-        return PackedLayout.packed(spec if spec in plain else rest(spec) for spec in block.tensors)
+        return PackedLayout.packed(
+            spec if spec.name in kept or len(spec.shape) != 2 else rest(spec) for spec in block.tensors
+        )
 
     def rest(spec: TensorSpec) -> TensorSpec:
         """What is left of a matrix, or all of it where that takes no more, or nothing says what is left."""

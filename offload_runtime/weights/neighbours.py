@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +120,7 @@ def find_drafts(
     """
     own, found, described = _path_of(reference), list[FoundDraft](), 0
     names = {path: name for name, path in hub_snapshots()}
-    sized = sorted((weight_bytes(path), path) for path in dict.fromkeys(_neighbours(own)) if _may_be_model(path))
+    sized = sorted((weight_bytes(path), path) for path in dict.fromkeys(_neighbours(own, names)) if _may_be_model(path))
     own_bytes, parameters = math.inf if own is None else weight_bytes(own), num_parameters(target)
     try:
         if (mtp := target.read_mtp()) is not None:
@@ -199,9 +199,9 @@ def _path_of(reference: object) -> Path | None:
     return None
 
 
-def _neighbours(own: Path | None) -> Iterator[Path]:
+def _neighbours(own: Path | None, cached: Iterable[Path]) -> Iterator[Path]:
     """Return the files and directories that may be models: what lies beside the target, or beside the directory of its
-    file, and what the hub's cache holds. Not the target itself."""
+    file, and what is `cached` of the hub's. Not the target itself."""
     places = [] if own is None else [own.parent, *([own.parent.parent] if own.is_file() else [])]
     ours = set[Path]() if own is None else {own, own.parent, *gguf_parts(own)}
     for place in places:
@@ -209,7 +209,7 @@ def _neighbours(own: Path | None) -> Iterator[Path]:
             is_model = path.is_dir() or (path.suffix.lower() == ".gguf" and gguf_parts(path)[0] == path)
             if is_model and path not in ours:
                 yield path
-    yield from (path for _, path in hub_snapshots() if path not in ours)
+    yield from (path for path in cached if path not in ours)
 
 
 def _may_be_model(path: Path) -> bool:

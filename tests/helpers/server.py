@@ -1,7 +1,8 @@
 """A server on a small runtime, and clients of it."""
 
 import json
-import socket
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -240,10 +241,22 @@ def wait_until(reached: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
+@contextmanager
+def asked_and_stopped(port: int, ask: Callable[[str], None]) -> Iterator[None]:
+    """Within, a thread asks a server of this process, by its URL, as soon as it is ready, and ends it by SIGTERM."""
+
+    def ask_and_stop() -> None:
+        url = f"http://127.0.0.1:{port}"
+        try:
+            wait_until(lambda: is_ready(url))
+            ask(url)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask_and_stop)
+    asking.start()
+    yield
+    asking.join()
 
 
 def is_ready(url: str) -> bool:

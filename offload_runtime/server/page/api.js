@@ -22,8 +22,8 @@ async function errorOf(response) {
   if (response.status === 401) {
     return new RequestError(key ? "this is not the API key of this server" : "this server needs its API key", 401);
   }
-  const told = await response.json().catch(() => null);
-  const message = told?.error?.message ?? `the server answered ${response.status} ${response.statusText}`.trim();
+  const said = await response.json().catch(() => null);
+  const message = said?.error?.message ?? `the server answered ${response.status} ${response.statusText}`.trim();
   const wait = response.headers.get("Retry-After");
   return new RequestError(wait ? `${message} (again in ${wait} s)` : message, response.status);
 }

@@ -3,7 +3,7 @@
 // HTML in it is text, pictures are links (nothing is loaded from elsewhere), and what marked makes of it goes through
 // DOMPurify, which lets through the elements and attributes below alone.
 
-import { add } from "./elements.js";
+import { add, addButton } from "./elements.js";
 
 const ALLOWED = {
   ALLOWED_TAGS: (
@@ -76,13 +76,10 @@ function decorated(fragment) {
 
 // Adds a button that copies what `textOf` gives, and says whether it has.
 export function addCopy(parent, textOf) {
-  const button = add(parent, "button", "quiet", "Copy");
-  button.type = "button";
-  button.addEventListener("click", async () => {
+  const button = addButton(parent, "Copy", async () => {
     button.textContent = await copied(textOf()) ? "Copied" : "Not copied: the browser refused";
     setTimeout(() => { button.textContent = "Copy"; }, COPIED_MS);
   });
-  return button;
 }
 
 async function copied(text) {

@@ -27,28 +27,28 @@ function makeOptions(model) {
   }, "random");
 }
 
-function addLabel(box, label, help) {
+function addLabel(box, label) {
   const line = add(box, "label");
   add(line, "span", "", label);
-  return { line, explain: () => add(line, "small", "hint", help) };
+  return line;
 }
 
 function addNumber(box, { name, label, help, least, most, step }, usual) {
-  const { line, explain } = addLabel(box, label, help);
+  const line = addLabel(box, label);
   const field = add(line, "input");
   Object.assign(field, { name, type: "number", placeholder: usual, step: step ?? "any", inputMode: "decimal" });
   if (least !== undefined && least !== null) field.min = least;
   if (most !== undefined && most !== null) field.max = most;
-  explain();
+  add(line, "small", "hint", help);
 }
 
 function addChoice(box, name, { label, help, choices }) {
-  const { line, explain } = addLabel(box, label, help);
+  const line = addLabel(box, label);
   const field = add(line, "select");
   field.name = name;
   add(field, "option", "", "by itself").value = "";
   for (const choice of choices) add(field, "option", "", choice).value = choice;
-  explain();
+  add(line, "small", "hint", help);
 }
 
 function fields() {

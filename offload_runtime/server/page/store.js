@@ -3,7 +3,7 @@
 
 const HEADS = "heads";
 const BODIES = "bodies";
-const told = new BroadcastChannel("offload-runtime"); // tabs of one browser
+const tabs = new BroadcastChannel("offload-runtime"); // of one browser
 let opened = null;
 
 function settled(request) {
@@ -32,12 +32,12 @@ async function change(id, work) {
   });
   work(changes.objectStore(HEADS), changes.objectStore(BODIES));
   await whole;
-  told.postMessage(id);
+  tabs.postMessage(id);
 }
 
 // Calls back with an event whose data is the id of a conversation that another tab has changed or deleted.
 export function onChange(callback) {
-  told.onmessage = callback;
+  tabs.onmessage = callback;
 }
 
 // Heads of all conversations: `id`, `title`, `changed` in ms.
