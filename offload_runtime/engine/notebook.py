@@ -25,12 +25,9 @@ def is_notebook() -> bool:
 
 
 @contextmanager
-def bars(*, are_shown: bool, in_bytes: bool = False) -> Iterator[Callable[[str, int, int], None]]:
+def bars(*, in_bytes: bool = False) -> Iterator[Callable[[str, int, int], None]]:
     """Yield what shows how far each stage has come: (stage, done, total). A bar of tqdm each, in a notebook one of its
-    widgets where `ipywidgets` is there; nothing unless they `are_shown`."""
-    if not are_shown:
-        yield lambda stage, done, total: None
-        return
+    widgets where `ipywidgets` is there."""
     from tqdm.auto import tqdm
 
     shown: dict[str, Any] = {}

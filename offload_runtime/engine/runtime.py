@@ -6,7 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,7 +136,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         progress: bool = False,
     ) -> Runtime:  # fmt: skip
         """Load what a configuration asks for. Callbacks, `progress` and errors as of `load`."""
-        with bars(are_shown=progress, in_bytes=True) as show:
+        with bars(in_bytes=True) if progress else nullcontext(_show_nothing) as show:
 
             def on_bytes(stage: str, done: int, total: int) -> None:
                 show(stage, done, total)
@@ -319,7 +319,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         require(fine, f"{len(prompts)} prompts for a runtime loaded for 1 to {most}: raise max_batch when loading it")
         asked = params_of_each(params_once(options, params, kind=Any), noise_ids, len(prompts))
         tokens = self.room.fit_all(prompts, [one.max_new_tokens for one in asked])
-        with bars(are_shown=self._shows_bars) as show, self._locked():
+        with bars() if self._shows_bars else nullcontext(_show_nothing) as show, self._locked():
             pairs = zip(tokens, asked, strict=True)
             requests = self._begin([self.request(*pair, speculate=speculate) for pair in pairs])
 
@@ -581,6 +581,10 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _show_nothing(stage: str, done: int, total: int) -> None:
+    """Stand in for bars where none are shown."""
 
 
 def _results_of(requests: Sequence[Request]) -> list[GenerationResult]:
