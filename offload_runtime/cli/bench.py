@@ -119,9 +119,7 @@ def _python_text() -> str:
     return "\n\n".join(topics.values())
 
 
-def measure(
-    runtime: Runtime, tokens: Sequence[int], options: BenchOptions
-) -> tuple[list[BenchRow], int, int]:  # fmt: skip
+def measure(runtime: Runtime, tokens: Sequence[int], options: BenchOptions) -> tuple[list[BenchRow], int, int]:
     """Answer prompts that are the beginning of some tokens, greedily: of each length plainly, then with who drafts, in
     turns.
 
@@ -162,10 +160,8 @@ def _row(runtime: Runtime, kind: str, length: int, stats: Sequence[GenerationSta
 
     first_s, speed = median([one.time_to_first_token_s for one in stats]), median([one.tok_per_s for one in stats])
     assert first_s is not None and speed is not None
-    per_pass, measured_s = (
-        median([one.tokens_per_pass for one in stats]),
-        median([one.measured_s_per_pass for one in stats]),
-    )
+    per_pass = median([one.tokens_per_pass for one in stats])
+    measured_s = median([one.measured_s_per_pass for one in stats])
     predicted_s = median([one.predicted_s_per_pass for one in stats])
     machine: MachineProfile | None = planned_figures(runtime.plan)
     prompt_s = memory_s = None

@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from offload_runtime.cli.terminal import console, drop_controls, write_text
+from offload_runtime.sizes import counted
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
@@ -83,8 +84,8 @@ class MarkdownWriter:
         """Leave a line of what was thought."""
         if self._thought.strip():
             self._live.update("")
-            words = len(self._thought.split())
-            self._console.print(f"thought {words} word{'s' * (words != 1)}: /thoughts shows them", style="dim italic")
+            words = counted(len(self._thought.split()), "word")
+            self._console.print(f"thought {words}: /thoughts shows them", style="dim italic")
         self._thought = ""
 
     def close(self) -> None:

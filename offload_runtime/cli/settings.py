@@ -114,9 +114,10 @@ def _variable(key: str) -> str:
 
 def _require_option(name: str, key: str, known: Mapping[str, str], where: str) -> None:
     """Refuse what is no option, and name what was perhaps meant: `known` are options with how they are spelled here."""
-    close = difflib.get_close_matches(known.get(key, name.split()[0]), known.values(), n=1)
-    meant = f" (did you mean {close[0]}?)" if close else ""
-    require(key in known, f"{name} is no option of {where}{meant}: correct it, or take it out")
+    if key not in known:
+        close = difflib.get_close_matches(name.split()[0], known.values(), n=1)
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise OptionError(f"{name} is no option of {where}{meant}: correct it, or take it out")
 
 
 _Said = tuple[str, str, Any, bool]  # an option, what it is called in messages, its value, whether it is of this command
