@@ -62,7 +62,8 @@ class Settings:
             OptionError: A file that cannot be read or is no TOML, a name that is no option, or a value that cannot be.
         """
         found, options = cls(), _options(context.command)
-        for key, name, value, is_for_this in [*_in_file(context, file), *_in_environment(context)]:
+        every = {key for command in context.find_root().command.commands.values() for key in _options(command)}
+        for key, name, value, is_for_this in [*_in_file(context, file, every), *_in_environment(every)]:
             param = options.get(key)
             if param is None or not is_for_this:
                 continue
@@ -123,14 +124,10 @@ def _require_option(name: str, key: str, known: Mapping[str, str], where: str) -
 _Said = tuple[str, str, Any, bool]  # an option, what it is called in messages, its value, whether it is of this command
 
 
-def _of_all(context: Any) -> set[str]:
-    return {key for command in context.find_root().command.commands.values() for key in _options(command)}
-
-
-def _in_file(context: Any, file: Path | None) -> Iterator[_Said]:
-    """Return what the file says: what is for all commands first."""
+def _in_file(context: Any, file: Path | None, every: Iterable[str]) -> Iterator[_Said]:
+    """Return what the file says: what is for all commands, which have `every` option among them, first."""
     path, said = _read_file(file)
-    everywhere, commands = {key: key for key in _of_all(context)}, context.find_root().command.commands
+    everywhere, commands = {key: key for key in every}, context.find_root().command.commands
     for written, value in said.items():
         if not isinstance(value, dict):
             key, name = written.replace("_", "-"), f"{written} in {path}"
@@ -144,9 +141,9 @@ def _in_file(context: Any, file: Path | None) -> Iterator[_Said]:
             yield key, name, value, context.command is commands[command]
 
 
-def _in_environment(context: Any) -> Iterator[_Said]:
+def _in_environment(every: Iterable[str]) -> Iterator[_Said]:
     """Return what variables say."""
-    known = {key: _variable(key) for key in _of_all(context)}
+    known = {key: _variable(key) for key in every}
     for variable, value in os.environ.items():
         if variable.startswith(_PREFIX) and variable not in _DIRECTORIES:
             key = variable.removeprefix(_PREFIX).lower().replace("_", "-")
