@@ -91,9 +91,7 @@ def run_llama_bench(program: Path, words: Sequence[object], device: Any, timeout
     return tests, watch.peak_bytes
 
 
-def fewest_on_cpu(
-    probe: Callable[[int], int], most: int, count: int, each_bytes: int, limit_bytes: int
-) -> int | None:  # fmt: skip
+def fewest_on_cpu(probe: Callable[[int], int], most: int, count: int, each_bytes: int, limit_bytes: int) -> int | None:
     """Return how few of `count` layers of about `each_bytes` have to stay on the CPU; None where not even `most` of
     them are enough. `probe` says what the card holds with so many there, in bytes; it is asked a few times."""
     on_cpu = min(most, max(0, -(-(count * each_bytes - limit_bytes) // each_bytes)))
@@ -163,21 +161,19 @@ class LlamaBench:
         threads = options.threads or os.cpu_count() or 1
         common: list[object] = ["-m", self.model, "-t", threads]
         layers = list[object](("-ngl", 0))
-        beside, peak_bytes = "on the CPU", 0
+        beside = "on the CPU"
         if limit_bytes is not None:
             on_cpu, layers = self._placed(runtime, common, max(options.lengths) + options.tokens, limit_bytes)
             what = "layers' experts" if layers[-2] == "-ncmoe" else "layers"
             beside = f"{on_cpu} {what} on the CPU, as {format_bytes(limit_bytes)} of device memory are for either"
         terminal.status_line(f"llama-bench: {beside}")
         repeats = ("-r", options.repeats)
-        prompts, peak = run_llama_bench(
+        prompts, prompts_bytes = run_llama_bench(
             self.program, [*common, *layers, "-p", lengths, "-n", 0, *repeats], device, _TIMEOUT_S
         )
-        peak_bytes = max(peak_bytes, peak)
-        answers, peak = run_llama_bench(
+        answers, answers_bytes = run_llama_bench(
             self.program, [*common, *layers, "-p", 0, "-n", options.tokens, "-d", lengths, *repeats], device, _TIMEOUT_S
         )
-        peak_bytes = max(peak_bytes, peak)
         try:
             prompt_tok_per_s = {int(one["n_prompt"]): float(one["avg_ts"]) for one in prompts}
             tok_per_s = {int(one["n_depth"]): float(one["avg_ts"]) for one in answers}
@@ -189,13 +185,14 @@ class LlamaBench:
             raise OffloadError(f"llama-bench printed nothing for prompts of {missing[0]} tokens: take a newer one")
         about = {
             "program": self.program.name, "version": version, "options": [str(one) for one in layers],
-            "threads": threads, "peak_device_bytes": peak_bytes, "in_words": f"llama.cpp {version}: {beside}",
+            "threads": threads, "peak_device_bytes": max(prompts_bytes, answers_bytes),
+            "in_words": f"llama.cpp {version}: {beside}",
         }  # fmt: skip
         return LlamaFigures(prompt_tok_per_s, tok_per_s, about)
 
     def _placed(
         self, runtime: Runtime, common: Sequence[object], context: int, limit_bytes: int
-    ) -> tuple[int, list[object]]:  # fmt: skip
+    ) -> tuple[int, list[object]]:
         """Return how few layers, or layers' experts of a mixture, have to stay on the CPU, and the options for that: by
         what trying takes, beginning from what the file's size lets expect. Raises `BudgetError`."""
         from offload_runtime.weights.gguf_header import read_gguf_header
