@@ -160,11 +160,10 @@ export class MessageView {
     addButton(row, isQuestion ? "Send" : "Save", () => end(field.value), "main");
     field.addEventListener("keydown", (event) => {
       if (event.key === "Escape") end(null);
-      if (isQuestion && sends(event)) end(field.value);
-      if (event.key === "Escape" || (isQuestion && sends(event))) {
-        event.preventDefault();
-        event.stopPropagation();
-      }
+      else if (isQuestion && sends(event)) end(field.value);
+      else return;
+      event.preventDefault();
+      event.stopPropagation();
     });
     field.focus();
   }

@@ -309,11 +309,12 @@ async function findModel() {
   try {
     await listModels();
   } catch (error) {
-    element(error.status === 401 ? "notice" : "status").textContent = error.message;
     if (error.status === 401) {
+      element("notice").textContent = error.message;
       askForKey();
       return;
     }
+    element("status").textContent = error.message;
     if (error.status === 503) { // no model yet, or no more; no key but the one that it was given
       const { status } = await fetch("/health").then((health) => health.json()).catch(() => ({ status: "gone" }));
       element("status").textContent = `the server is ${status}`;
