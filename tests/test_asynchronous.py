@@ -68,34 +68,29 @@ def test_tokens_come_with_their_texts_and_log_probabilities(runtime: rt.Runtime)
         assert math.exp(logprobs.logprob) <= 1
 
 
-async def cancelled_while_waiting(stream: rt.AsyncTokenStream) -> None:
+async def cancelled(stream: rt.AsyncTokenStream, elsewhere_s: float) -> None:
     has_begun = asyncio.Event()
 
     async def consume() -> None:
         async for _ in stream:
             has_begun.set()
+            if elsewhere_s:
+                await asyncio.sleep(elsewhere_s)
 
     task = asyncio.create_task(consume())
     await has_begun.wait()
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+async def cancelled_while_waiting(stream: rt.AsyncTokenStream) -> None:
+    await cancelled(stream, elsewhere_s=0)
     assert stream.result.finish_reason == "interrupted" and stream.result.tokens
 
 
 async def cancelled_elsewhere(stream: rt.AsyncTokenStream) -> None:
-    has_begun = asyncio.Event()
-
-    async def consume() -> None:
-        async for _ in stream:
-            has_begun.set()
-            await asyncio.sleep(3600)
-
-    task = asyncio.create_task(consume())
-    await has_begun.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    await cancelled(stream, elsewhere_s=3600)
 
 
 async def cancelled_at_once(stream: rt.AsyncTokenStream) -> None:
