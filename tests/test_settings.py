@@ -104,35 +104,40 @@ def test_a_key_is_not_shown(home: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "variables", "message"),
+    ("written", "message"),
     [
-        ("vram = ", {}, "is not TOML: Invalid value (at end of document)"),
-        ("vram = 24", {}, "vram in {file} '24' is 24 bytes: write 24GB"),
-        ("[generate]\nvarm = '1GB'", {}, "varm in [generate] of {file} is no option of generate (did you mean vram?)"),
-        ("[generate]\nport = 80", {}, "port in [generate] of {file} is no option of generate"),
-        ("[serve]\nprompt = 'x'", {}, "prompt in [serve] of {file} is no option of serve"),
-        ("[server]\nport = 80", {}, "[server] in {file} is no command: there are generate, chat"),
-        ("temperature = [1, 2]", {}, "temperature in {file} takes one value, not a list"),
-        ("temperature = true", {}, "temperature in {file} must be a text or a number, not True"),
-        ("stop = [['x']]", {}, "stop in {file} must be a text or a number, not ['x']"),
-        ("target = \"a\\u0000b\"", {}, "target in {file} holds a NUL character"),
-        ("no-progress = 'maybe'", {}, "no-progress in {file} must be true or false, not 'maybe'"),
-        ("kv = 'cpu'", {}, "kv in {file} must be auto, gpu or host, not 'cpu'"),
-        ("", {"OFFLOAD_RUNTIME_TOP_P": "3"}, "OFFLOAD_RUNTIME_TOP_P must be in [0, 1] (1 is off), not 3.0"),
-        ("", {"OFFLOAD_RUNTIME_STOP": "[x"}, "OFFLOAD_RUNTIME_STOP begins with [ and is no list of TOML"),
-        ("", {"OFFLOAD_RUNTIME_VARM": "1GB"}, "OFFLOAD_RUNTIME_VARM is no option of any command (did you mean "
-         "OFFLOAD_RUNTIME_VRAM?)"),
+        ("vram = ", "is not TOML: Invalid value (at end of document)"),
+        ("vram = 24", "vram in {file} '24' is 24 bytes: write 24GB"),
+        ("[generate]\nvarm = '1GB'", "varm in [generate] of {file} is no option of generate (did you mean vram?)"),
+        ("[generate]\nport = 80", "port in [generate] of {file} is no option of generate"),
+        ("[serve]\nprompt = 'x'", "prompt in [serve] of {file} is no option of serve"),
+        ("[server]\nport = 80", "[server] in {file} is no command: there are generate, chat"),
+        ("temperature = [1, 2]", "temperature in {file} takes one value, not a list"),
+        ("temperature = true", "temperature in {file} must be a text or a number, not True"),
+        ("stop = [['x']]", "stop in {file} must be a text or a number, not ['x']"),
+        ("target = \"a\\u0000b\"", "target in {file} holds a NUL character"),
+        ("no-progress = 'maybe'", "no-progress in {file} must be true or false, not 'maybe'"),
+        ("kv = 'cpu'", "kv in {file} must be auto, gpu or host, not 'cpu'"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_named_where_it_was_said(
-    written: str, variables: dict[str, str], message: str, tmp_path: Path
-) -> None:
+def test_what_makes_no_sense_is_named_where_the_file_says_it(written: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "own.toml"
     file.write_text(written)
-    words = ["generate", "--prompt", "Hi", "--target", "x", "--config", str(file)]
-    result = CliRunner().invoke(app, words, env=variables)
-    assert result.exit_code == 2
-    assert message.format(file=file) in error_lines(result)[0]
+    result = CliRunner().invoke(app, ["generate", "--prompt", "Hi", "--target", "x", "--config", str(file)])
+    assert (result.exit_code, message.format(file=file) in error_lines(result)[0]) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("OFFLOAD_RUNTIME_TOP_P", "3", "must be in [0, 1] (1 is off), not 3.0"),
+        ("OFFLOAD_RUNTIME_STOP", "[x", "begins with [ and is no list of TOML"),
+        ("OFFLOAD_RUNTIME_VARM", "1GB", "is no option of any command (did you mean OFFLOAD_RUNTIME_VRAM?)"),
+    ],
+)
+def test_what_makes_no_sense_is_named_by_its_variable(variable: str, value: str, message: str, home: Path) -> None:
+    result = printed("generate", **{variable: value})
+    assert (result.exit_code, f"{variable} {message}" in error_lines(result)[0]) == (2, True)
 
 
 def test_a_file_that_is_not_there_is_named_if_it_was_asked_for(tmp_path: Path) -> None:
