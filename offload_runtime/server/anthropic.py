@@ -16,7 +16,7 @@ from pydantic import Field
 
 from offload_runtime.server.failures import Failure
 from offload_runtime.server.parsers import arguments_of
-from offload_runtime.server.protocol import Answered, Delta, Ending
+from offload_runtime.server.protocol import Answered, Delta, Ending, function_call
 from offload_runtime.server.schema import ANY, Body, BoundedChatBody, Harmless, RequestError, with_plain_texts
 
 if TYPE_CHECKING:
@@ -46,6 +46,10 @@ class _ToolUse(Body):
     name: str
     input: dict[str, Any]
 
+    def chat(self) -> dict[str, Any]:
+        """Return it as OpenAI has it."""
+        return function_call(self.id, self.name, json.dumps(self.input, ensure_ascii=False))
+
 
 class _ToolResult(Body):
     harmless: ClassVar[Harmless] = {**_CACHED, "is_error": ANY}  # models read it in the text
@@ -54,9 +58,10 @@ class _ToolResult(Body):
     content: str | list[dict[str, Any]] = ""
 
 
-_BLOCKS: dict[str, dict[str, type[Body]]] = {
-    "system": {"text": _Text}, "user": {"text": _Text, "tool_result": _ToolResult}, "tool_result": {"text": _Text},
-    "assistant": {"text": _Text, "thinking": _Thinking, "tool_use": _ToolUse},
+_BLOCKS = {
+    "system": {"text": _Text.read}, "user": {"text": _Text.read, "tool_result": _ToolResult.read},
+    "tool_result": {"text": _Text.read},
+    "assistant": {"text": _Text.read, "thinking": _Thinking.read, "tool_use": _ToolUse.read},
 }  # fmt: skip
 
 
@@ -64,17 +69,7 @@ def _blocks(where: str, of: str, content: str | Sequence[dict[str, Any]]) -> lis
     """Read the content of a message, a system prompt or a result of a tool. Raises `RequestError`."""
     if isinstance(content, str):
         return [_Text(type="text", text=content)]
-    found = []
-    for number, block in enumerate(content):
-        known, kind = _BLOCKS[of], block.get("type")
-        if not isinstance(kind, str) or kind not in known:
-            names = ", ".join(known)
-            raise RequestError(f"{where}.{number} has the type {str(kind)[:100]!r}: only {names} can be read", where)
-        try:
-            found.append(known[kind].read(block))
-        except RequestError as error:
-            raise RequestError(f"{where}.{number}: {error}", where) from error
-    return found
+    return Body.read_each(where, content, _BLOCKS[of])
 
 
 class _Message(Body):
@@ -97,13 +92,8 @@ class _Message(Body):
         if thought := "".join(block.thinking for block in blocks if isinstance(block, _Thinking)):
             message["reasoning_content"] = thought
         if calls := [block for block in blocks if isinstance(block, _ToolUse)]:
-            message["tool_calls"] = [_call(one.id, one.name, one.input) for one in calls]
+            message["tool_calls"] = [call.chat() for call in calls]
         return [message]
-
-
-def _call(number: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    function = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
-    return {"id": number, "type": "function", "function": function}
 
 
 class _Tool(Body):
@@ -170,7 +160,10 @@ class CountBody(Body):
             messages.append({"role": "system", "content": texts})
         for number, message in enumerate(self.messages):
             messages += message.chat(f"messages.{number}")
-        fields: dict[str, Any] = {"model": self.model, "messages": with_plain_texts(messages), "tools": self._tools()}
+        why_not = ", which would run at Anthropic: offer a tool of your own, with an input_schema"
+        kinds = dict.fromkeys((None, "custom"), lambda tool: _Tool.read(tool).chat())
+        tools = Body.read_each("tools", self.tools or (), kinds, why_not=why_not) or None
+        fields: dict[str, Any] = {"model": self.model, "messages": with_plain_texts(messages), "tools": tools}
         if self.tool_choice is not None:
             fields["tool_choice"] = self.tool_choice.chat() if self.tools else None
             fields["parallel_tool_calls"] = not self.tool_choice.disable_parallel_tool_use
@@ -182,18 +175,6 @@ class CountBody(Body):
         if config.format is not None:
             fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}}
         return fields
-
-    def _tools(self) -> list[dict[str, Any]] | None:
-        found = []
-        for number, tool in enumerate(self.tools or ()):
-            if tool.get("type") not in (None, "custom"):
-                what = f"tools.{number} has the type {str(tool['type'])[:100]!r}, which would run at Anthropic"
-                raise RequestError(f"{what}: offer a tool of your own, with an input_schema", "tools")
-            try:
-                found.append(_Tool.read(tool).chat())
-            except RequestError as error:
-                raise RequestError(f"tools.{number}: {error}", "tools") from error
-        return found or None
 
     def asked(self, runtime: Runtime) -> BoundedChatBody:
         """Return the chat of OpenAI's that asks the same. Raises `RequestError`."""

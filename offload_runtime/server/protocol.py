@@ -175,8 +175,7 @@ class Completions:
     ) -> None:
         self._answered, self._is_chat, self._spelling = answered, is_chat, answered.spelling
         self._with_usage, self._with_sources = with_usage, with_sources
-        spelling = answered.spelling
-        self._offsets = defaultdict[int, TextOffsets](lambda: TextOffsets(spelling))  # by choice
+        self._offsets = defaultdict[int, TextOffsets](lambda: TextOffsets(answered.spelling))  # by choice
         self._num_shown = Counter[int]()  # by choice, characters of its text
         # By choice, tokens that begin behind the text that is shown, and where.
         self._held = defaultdict[int, list[tuple[TokenLogprobs, int]]](list)
@@ -277,6 +276,10 @@ def _calls(calls: Sequence[ToolCall], first: int | None = None) -> list[dict[str
     found = []
     for number, call in enumerate(calls, start=first or 0):
         index = {} if first is None else {"index": number}
-        function = {"name": call.name, "arguments": call.arguments}
-        found.append({**index, "id": call.id, "type": "function", "function": function})
+        found.append({**index, **function_call(call.id, call.name, call.arguments)})
     return found
+
+
+def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
+    """Return a call as a message has it."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}

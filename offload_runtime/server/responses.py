@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from offload_runtime.server.failures import Failure
-from offload_runtime.server.protocol import Answered, Delta, Ending, logprobs_of
+from offload_runtime.server.protocol import Answered, Delta, Ending, function_call, logprobs_of
 from offload_runtime.server.schema import ANY, Body, BoundedChatBody, Harmless, RequestError, with_plain_texts
 
 if TYPE_CHECKING:
@@ -73,8 +73,7 @@ class _FunctionCall(Body):
 
     def message(self) -> dict[str, Any]:
         """Return it as a chat has it."""
-        function = {"name": self.name, "arguments": self.arguments}
-        call = {"id": self.call_id, "type": "function", "function": function}
+        call = function_call(self.call_id, self.name, self.arguments)
         return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
@@ -89,25 +88,18 @@ class _FunctionOutput(Body):
         return {"role": "tool", "tool_call_id": self.call_id, "content": _parts(self.output) or ""}
 
 
-_Item = _Message | _Reasoning | _FunctionCall | _FunctionOutput
-_ITEMS: dict[str, type[_Item]] = {
-    "message": _Message, "reasoning": _Reasoning, "function_call": _FunctionCall,
-    "function_call_output": _FunctionOutput,
-}  # fmt: skip
+_ITEMS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "message": lambda item: _Message.read(item).message(),
+    "reasoning": lambda item: _Reasoning.read(item).message(),
+    "function_call": lambda item: _FunctionCall.read(item).message(),
+    "function_call_output": lambda item: _FunctionOutput.read(item).message(),
+}
 
 
 def _messages(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a chat that say what items do. Raises `RequestError`."""
     found: list[dict[str, Any]] = []
-    for number, item in enumerate(items):
-        kind = item.get("type", "message")
-        if not isinstance(kind, str) or kind not in _ITEMS:
-            names, said = ", ".join(_ITEMS), str(kind)[:100]
-            raise RequestError(f"input.{number} has the type {said!r}: only {names} can be read", "input")
-        try:
-            message = _ITEMS[kind].read(item).message()
-        except RequestError as error:
-            raise RequestError(f"input.{number}: {error}", "input") from error
+    for message in Body.read_each("input", items, _ITEMS, default="message"):
         last = found[-1] if found and found[-1]["role"] == message["role"] == "assistant" else None
         if last is None:
             found.append(message)
@@ -126,6 +118,11 @@ class _Function(Body):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool as a chat has it. Raises `RequestError`."""
+    return {"type": "function", "function": _Function.read(tool).model_dump(exclude={"type"}, exclude_none=True)}
 
 
 class _ReasoningConfig(Body):
@@ -191,12 +188,14 @@ class ResponsesBody(Body):
             messages.insert(0, {"role": "system", "content": told})
         same = ("model", "stream", "seed", "temperature", "top_p", "top_logprobs", "parallel_tool_calls",
                 "chat_template_kwargs")  # fmt: skip
+        why_not = ", which would run at OpenAI: offer a function of your own"
         choice, form = self.tool_choice, (self.text or _TextConfig()).format
         if isinstance(choice, dict) and choice.get("type") == "function" and isinstance(choice.get("name"), str):
             choice = {"type": "function", "function": {"name": choice["name"]}}
         return BoundedChatBody.read({
             **{name: getattr(self, name) for name in same}, "messages": with_plain_texts(messages),
-            "tools": self._functions(), "tool_choice": choice, "max_tokens": self.max_output_tokens,
+            "tools": Body.read_each("tools", self.tools or (), {"function": _function}, why_not=why_not) or None,
+            "tool_choice": choice, "max_tokens": self.max_output_tokens,
             "logprobs": bool(self.top_logprobs) or _LOGPROBS in (self.include or ()) or None,
             "top_logprobs": self.top_logprobs or None,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
@@ -204,19 +203,6 @@ class ResponsesBody(Body):
                 "type": form.type, **({"json_schema": {"schema": form.schema_}} if form.schema_ is not None else {})
             },
         })  # fmt: skip
-
-    def _functions(self) -> list[dict[str, Any]] | None:
-        found = []
-        for number, tool in enumerate(self.tools or ()):
-            if tool.get("type") != "function":
-                what = f"tools.{number} has the type {str(tool.get('type'))[:100]!r}, which would run at OpenAI"
-                raise RequestError(f"{what}: offer a function of your own", "tools")
-            try:
-                function = _Function.read(tool).model_dump(exclude={"type"}, exclude_none=True)
-            except RequestError as error:
-                raise RequestError(f"tools.{number}: {error}", "tools") from error
-            found.append({"type": "function", "function": function})
-        return found or None
 
     def wording(self, answered: Answered) -> Responses:
         """Return the words of the response."""

@@ -9,7 +9,7 @@ field.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model, model_validator
@@ -109,6 +109,35 @@ class Body(BaseModel):
             return cls.model_validate(_renamed(body) if isinstance(body, dict) else body)
         except ValidationError as error:
             raise _request_error(error) from error
+
+    @staticmethod
+    def read_each(
+        field: str, values: Sequence[dict[str, Any]], kinds: Mapping[Any, Callable[[Any], Any]], *,
+        default: str | None = None, why_not: str = "",
+    ) -> list[Any]:  # fmt: skip
+        """Read the objects in a field.
+
+        Args:
+            field: Its name.
+            values: What it holds.
+            kinds: What reads them, by their `type`.
+            default: The type of those that say none.
+            why_not: Of other types, what to do about them; by itself, which ones can be read.
+
+        Raises:
+            RequestError: One of them cannot be read: which one, and why.
+        """
+        found = []
+        for number, value in enumerate(values):
+            kind = value.get("type", default)
+            if not isinstance(kind, str | None) or kind not in kinds:
+                what = why_not or f": only {', '.join(kinds)} can be read"
+                raise RequestError(f"{field}.{number} has the type {str(kind)[:100]!r}{what}", field)
+            try:
+                found.append(kinds[kind](value))
+            except RequestError as error:
+                raise RequestError(f"{field}.{number}: {error}", field) from error
+        return found
 
 
 def _renamed(given: Mapping[str, Any]) -> dict[str, Any]:
