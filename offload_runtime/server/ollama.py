@@ -83,7 +83,7 @@ class Question(Body):
         said = {"message": {"role": "assistant", "content": ""}} if isinstance(self, ChatRequest) else {"response": ""}
         return {"model": self.model, "created_at": now(), **said, "done": True, "done_reason": "unload"}
 
-    def fields(self, runtime: Runtime) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Return the fields of a request of OpenAI's, but for the prompt. Raises `RequestError`."""
         options = _Options.read(self.options or {}).model_dump(exclude_none=True)
         if options.get("max_tokens", 1) < 0:
@@ -99,7 +99,7 @@ class Question(Body):
 
     def chat(self, runtime: Runtime, messages: list[dict[str, Any]], **others: Any) -> BoundedChatBody:
         """Return a chat of OpenAI's. Raises `RequestError`."""
-        fields = {**self.fields(runtime), "logprobs": self.logprobs, "top_logprobs": self.top_logprobs, **others}
+        fields = {**self.fields(), "logprobs": self.logprobs, "top_logprobs": self.top_logprobs, **others}
         if self.think is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": bool(self.think)}
         if isinstance(self.think, str) and not runtime.chat_template.unread(["reasoning_effort"]):
@@ -184,7 +184,7 @@ class GenerateRequest(Question):
         if self.system or self.think:
             raise RequestError("system and think are for prompts that are not raw", "raw")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        without_limit = {"max_tokens": -1, **self.fields(runtime)}
+        without_limit = {"max_tokens": -1, **self.fields()}
         body: AnswerBody = _RawBody.read({**without_limit, "prompt": self.prompt, "logprobs": logprobs})
         return body
 

@@ -383,10 +383,8 @@ def _ends_in_string(text: str) -> bool:
     """Return whether a text is the beginning of JSON values that break off within a string."""
     try:
         _read_values(text)
-    except json.JSONDecodeError as error:
-        return error.msg.startswith("Unterminated string")
-    except ValueError:
-        pass
+    except ValueError as error:
+        return str(error).startswith("Unterminated string")
     return False
 
 
