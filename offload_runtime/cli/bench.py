@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
@@ -25,7 +24,6 @@ from offload_runtime.sizes import format_bytes, memory_name
 if TYPE_CHECKING:
     from offload_runtime.engine import GenerationResult, GenerationStats, Runtime
     from offload_runtime.engine.request import PromptRoom
-    from offload_runtime.hardware import MachineProfile
     from offload_runtime.plan.sizes import RunPlan
 
 _WARM_UP_TOKENS = 8
@@ -163,7 +161,7 @@ def _row(runtime: Runtime, kind: str, length: int, stats: Sequence[GenerationSta
     per_pass = median([one.tokens_per_pass for one in stats])
     measured_s = median([one.measured_s_per_pass for one in stats])
     predicted_s = median([one.predicted_s_per_pass for one in stats])
-    machine: MachineProfile | None = planned_figures(runtime.plan)
+    machine = planned_figures(runtime.plan)
     prompt_s = memory_s = None
     if machine is not None:
         prompt_s = cost.prefill_time(runtime.plan, machine, length).seconds
@@ -200,7 +198,7 @@ def _screen(rows: Sequence[BenchRow], record: dict[str, Any]) -> list[Table | st
     names = (f"prompt/s{beside}", f"tokens/s{beside}", "tokens\na pass", "link", "memory")
     columns = [Column("prompt", justify="right"), Column("answered by")]
     columns += [Column(name, justify="right") for name in names]
-    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    table = terminal.narrow_table(*columns)
 
     def figure(value: float | None, predicted: float | None = None) -> str:
         found = "" if value is None else _figure(value)

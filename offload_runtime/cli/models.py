@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
@@ -84,9 +83,7 @@ def _screen(records: list[dict[str, Any]], machine: MachineProfile | None) -> li
 
     here = Column("here", no_wrap=True)
     name, size = Column("model", overflow="fold"), Column("size", justify="right")
-    table = Table(
-        name, "in", size, "stored as", "family", here, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False
-    )
+    table = terminal.narrow_table(name, "in", size, "stored as", "family", here)
     troubles = []
     for one in records:
         verdict = "supported" if one["tok_per_s"] is None else f"{rounded(one['tok_per_s'])} tokens/s"

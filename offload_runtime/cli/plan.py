@@ -14,7 +14,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.table import Column, Table
 
 from offload_runtime.cli import terminal
@@ -176,9 +175,8 @@ def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: flo
         share = f"if the model accepts {usual.acceptance:.0%} of what {who} proposes, {how}"
         lines.append(f"That is {share}; {rounded(undrafted_tok_per_s)} tokens/s {without}.")
     if plan.streamed_bytes:
-        plain_pass = predicted.plain
-        brought = {"weights": plain_pass.weight_bytes, "KV cache": plain_pass.kv_bytes,
-                   "experts": plain_pass.expert_bytes}  # fmt: skip
+        one = predicted.plain
+        brought = {"weights": one.weight_bytes, "KV cache": one.kv_bytes, "experts": one.expert_bytes}
         what = " and ".join(name for name, nbytes in brought.items() if nbytes)
         no_room = f"{format_bytes(plan.streamed_bytes)} of {what} from RAM, for which the card has no room"
         lines.append(f"Each pass brings {no_room}.")
@@ -219,9 +217,9 @@ def memory_lines(plan: RunPlan) -> list[Table | str]:
 
     card, ram = by_use(plan.device), by_use(plan.host)
     rows = [(use, card[use], ram[use]) for use in dict.fromkeys([*card, *ram])]
-    sums = [("together", plan.device_bytes, plan.host_bytes)]
-    sums.append(("there is", plan.limits.device_bytes or 0, plan.limits.ram_bytes))
-    for name, *sizes in (*rows, *sums):
+    rows.append(("together", plan.device_bytes, plan.host_bytes))
+    rows.append(("there is", plan.limits.device_bytes or 0, plan.limits.ram_bytes))
+    for name, *sizes in rows:
         if name == "together":
             table.add_section()
         table.add_row(name, *(f"{nbytes / GB:.1f}" if nbytes else "" for nbytes in sizes))
@@ -247,15 +245,12 @@ def refusal_lines(refusal: Refusal) -> list[str]:
 
 
 def _table(*columns: str, title: str | None = None, headed: bool = True) -> Table:
-    """Return a table of figures, as narrow as can be: a terminal of 80 columns must not cut them off."""
+    """Return a table of figures behind a column of names."""
     headers = [
         Column(name, justify="left" if not number or name == "bound by" else "right", no_wrap="," not in name)
         for number, name in enumerate(columns)
     ]
-    return Table(
-        *headers, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
-        show_header=headed,
-    )  # fmt: skip
+    return terminal.narrow_table(*headers, title=title, headed=headed)
 
 
 # --- what --explain adds
@@ -362,8 +357,7 @@ def plan_record(plan: RunPlan, predicted: RunForecast, gains: Sequence[Change]) 
     record["pass"] = {"plain": _pass_record(predicted.plain), "verify": _pass_record(predicted.verify)}
     record["by_acceptance"] = record.pop("steps")
     before = max(predicted.plain_tok_per_s, predicted.usual.tok_per_s)
-    speeds = [{"before_tok_per_s": before, "after_tok_per_s": gain.tok_per_s} for gain in gains]
-    upgrades = [{"what": gain.what, **speed} for gain, speed in zip(gains, speeds, strict=True)]
+    upgrades = [{"what": gain.what, "before_tok_per_s": before, "after_tok_per_s": gain.tok_per_s} for gain in gains]
     return {"fits": True, **record, **memory_record(plan), "batch": plan.target.batch, "upgrades": upgrades}
 
 

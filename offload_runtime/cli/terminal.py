@@ -21,9 +21,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from rich import progress
+from rich import box, progress
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from offload_runtime.errors import OffloadError, OptionError, StorageError
@@ -121,6 +121,14 @@ def print_tables(tables: Iterable[Table | str], output: TextIO) -> None:
         out = console(output)
         out.width = max(out.width, _TABLE_COLUMNS) if isinstance(item, Table) else out.width
         out.print(item)
+
+
+def narrow_table(*columns: Column | str, title: str | None = None, headed: bool = True) -> Table:
+    """Return a table of figures, as narrow as can be: a terminal of 80 columns must not cut them off."""
+    return Table(
+        *columns, title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
+        show_header=headed,
+    )  # fmt: skip
 
 
 def one_line(text: str) -> str:
