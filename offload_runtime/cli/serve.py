@@ -130,13 +130,12 @@ def _offered(options: ServeOptions) -> dict[OfferedModel, RuntimeConfig]:
         OptionError: None is here that runs.
         OffloadError: As of `open_checkpoint`, for one that was named.
     """
-    found = {}
     if options.targets is not None:
-        for names, config in zip(options.names, options.configs, strict=True):
-            found[_opened(names, config)] = config
-        return found
+        named = zip(options.names, options.configs, strict=True)
+        return {_opened(names, config): config for names, config in named}
     from offload_runtime.weights.local import local_models
 
+    found = {}
     for name, path in {model.name: model.path for model in reversed(local_models())}.items():
         config = replace(options.config, target=str(path))
         try:
