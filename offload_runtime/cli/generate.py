@@ -26,7 +26,6 @@ from offload_runtime.cli import interrupt, terminal
 from offload_runtime.cli.hosts import end_with_others, has_layers_for_another
 from offload_runtime.cli.options import AnswerOptions, DemoOptions, GenerateOptions, LoadOptions, refuse_early
 from offload_runtime.cli.plan import print_explanation
-from offload_runtime.cli.terminal import INTERRUPTED_EXIT_CODE, print_tables, status_line, write_text
 from offload_runtime.config import SOURCES, RuntimeConfig
 from offload_runtime.errors import BudgetError
 from offload_runtime.options import require
@@ -307,9 +306,8 @@ def show_stats(stats: GenerationStats, device: str) -> None:
         brought = f"{format_bytes(stats.expert_bytes_per_pass)} of them a pass over the link"
         on_cpu = ""
         if stats.expert_cpu_gbps is not None:
-            on_cpu = (
-                f", {100 * stats.expert_cpu_share:.0f} % of the others on the CPU, {stats.expert_cpu_gbps:.1f} GB/s"
-            )
+            share = f"{100 * stats.expert_cpu_share:.0f} % of the others on the CPU"
+            on_cpu = f", {share}, {stats.expert_cpu_gbps:.1f} GB/s"
         lines.append(f"experts on the device {100 * stats.expert_hit_rate:.1f} % of the time, {brought}{on_cpu}")
     if stats.hidden_draft_share is not None:
         lines.append(f"drafting hidden {100 * stats.hidden_draft_share:.1f} %")
@@ -365,23 +363,23 @@ def demo(options: DemoOptions) -> None:
     from offload_runtime.engine import fetch_demo_model
 
     messages = [{"role": "user", "content": DEFAULT_PROMPT if options.prompt is None else options.prompt}]
-    target = fetch_demo_model(on_progress=status_line, show_download=not options.no_progress)
+    target = fetch_demo_model(on_progress=terminal.status_line, show_download=not options.no_progress)
     results: dict[str, GenerationResult] = {}
     with load_runtime(options, replace(options.config, target=str(target))) as runtime:
-        write_text(f"{machine_line(runtime.device.type)}\n")
+        terminal.write_text(f"{machine_line(runtime.device.type)}\n")
         modes = {"plain": partial(runtime.stream, speculate=False), "speculative": partial(runtime.stream)}
         # A few tokens both ways, so that neither run below pays for compiling and first touches.
-        status_line("warming up")
+        terminal.status_line("warming up")
         few = replace(options.params, max_new_tokens=min(_WARM_UP_TOKENS, options.params.max_new_tokens))
         short = replace(options, params=few, no_progress=True)
         for start in modes.values():
             _finished(stream_answer(start, messages, short, show=None))
         for name, start in modes.items():
-            write_text(f"\n── {name} ──\n")
-            results[name] = _finished(stream_answer(start, messages, options, show=write_text))
-    print_tables([comparison_table(results, memory_name(runtime.device.type))], sys.stdout)
+            terminal.write_text(f"\n── {name} ──\n")
+            results[name] = _finished(stream_answer(start, messages, options, show=terminal.write_text))
+    terminal.print_tables([comparison_table(results, memory_name(runtime.device.type))], sys.stdout)
     identical = results["plain"].tokens == results["speculative"].tokens
-    write_text(f"identical tokens: {'yes' if identical else 'no'}\n")
+    terminal.write_text(f"identical tokens: {'yes' if identical else 'no'}\n")
     if not identical:
         raise typer.Exit(1)
 
@@ -389,7 +387,7 @@ def demo(options: DemoOptions) -> None:
 def _finished(result: GenerationResult) -> GenerationResult:
     """Leave at once when Ctrl-C stopped an answer, because half of one compares with nothing."""
     if result.finish_reason == "interrupted":
-        raise typer.Exit(INTERRUPTED_EXIT_CODE)
+        raise typer.Exit(terminal.INTERRUPTED_EXIT_CODE)
     return result
 
 
