@@ -469,12 +469,11 @@ def _typer_option(one: OptionField) -> inspect.Parameter:
         read_one = partial(read_option, one, context.obj.name(context, param))
         return read_one(given) if isinstance(given, str) else [read_one(text) for text in given] or None
 
+    said: Any = {"metavar": metavar, "help": one.description, "callback": read}
     if about.argument:
-        made = typer.Argument(default, metavar=metavar, help=one.description, callback=read)
-        return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=annotation)
-    made = typer.Option(
-        default, *names, metavar=metavar, help=one.description, rich_help_panel=about.group, callback=read
-    )
+        made = typer.Argument(default, **said)
+    else:
+        made = typer.Option(default, *names, rich_help_panel=about.group, **said)
     return inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=annotation)
 
 
