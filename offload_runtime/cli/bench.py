@@ -201,8 +201,8 @@ def _screen(rows: Sequence[BenchRow], record: dict[str, Any]) -> list[Table | st
     table = terminal.narrow_table(*columns)
 
     def figure(value: float | None, predicted: float | None = None) -> str:
-        found = "" if value is None else _figure(value)
-        return found if predicted is None else f"{found} ({_figure(predicted)})"
+        found = "" if value is None else terminal.figure(value)
+        return found if predicted is None else f"{found} ({terminal.figure(predicted)})"
 
     def share(value: float | None) -> str:
         return "" if value is None else f"{100 * value:.0f} %"
@@ -229,7 +229,3 @@ def _screen(rows: Sequence[BenchRow], record: dict[str, Any]) -> list[Table | st
     if record["differing"]:
         lines.append(f"{record['differing']} answers with a draft differ from plain ones: ask `offload-runtime verify`")
     return [table, "", *lines]
-
-
-def _figure(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -343,8 +343,7 @@ def time_tables(plan: RunPlan, predicted: RunForecast) -> list[Table | str]:
 
 def _ms(seconds: float) -> str:
     """Return milliseconds for a column; nothing where it takes no time."""
-    ms = 1000 * seconds
-    return "" if not ms else f"{ms:.0f}" if ms >= 100 else f"{ms:.1f}" if ms >= 10 else f"{ms:.2f}"
+    return terminal.figure(1000 * seconds) if seconds else ""
 
 
 # --- plain values for JSON: bytes, seconds and tokens, as the names say

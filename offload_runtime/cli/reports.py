@@ -20,7 +20,7 @@ from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.hardware import check_name, profile_to_mapping, profile_toml, save_profile
 from offload_runtime.hosts import started_as_one_of_several
 from offload_runtime.options import require
-from offload_runtime.sizes import format_bytes
+from offload_runtime.sizes import counted, format_bytes
 
 if TYPE_CHECKING:
     from offload_runtime.engine import Runtime
@@ -260,7 +260,7 @@ def identity_table(runs: Sequence[IdentityRun]) -> Table:
         tokens, passes = sum(run.tokens for run in members), sum(run.passes for run in members)
         per_pass = (tokens - len(members)) / passes if passes else 0.0
         counts = Counter(run.finding.verdict for run in members)
-        found = [f"{counts[name]} {name}{'s' * (counts[name] > 1)}" for name in ("defect", "near-tie") if counts[name]]
+        found = [counted(counts[name], name) for name in ("defect", "near-tie") if counts[name]]
         verdict = ", ".join(found) or "identical"
         table.add_row(drafter, setting, str(len(members)), str(tokens), f"{per_pass:.2f}", verdict)
     return table

@@ -136,6 +136,11 @@ def one_line(text: str) -> str:
     return drop_controls(" ".join(text.splitlines())).rstrip()
 
 
+def figure(value: float) -> str:
+    """Return a number of about three digits, without an exponent."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
 def shortened(text: str, most: int = _MOST_SHOWN) -> str:
     """Return the beginning of a text that is longer than a line has room for."""
     return text if len(text) <= most else f"{text[:most]}…"
