@@ -57,18 +57,15 @@ def _record(model: LocalModel, machine: MachineProfile | None) -> dict[str, Any]
         kinds = described.layout(described.native_dtype).bytes_by_kind
         least_bytes = _LEAST_SHARE * sum(kinds.values())
         record["stored_as"] = [kind for kind, nbytes in kinds.items() if nbytes >= least_bytes]
-    except OffloadError as error:  # in its own words
-        return record | {"refusal": str(error)}
-    if machine is None:
-        return record
-    from offload_runtime.plan.report import best_tok_per_s
-    from offload_runtime.plan.search import plan_run
+        if machine is None:
+            return record
+        from offload_runtime.plan.report import best_tok_per_s
+        from offload_runtime.plan.search import plan_run
 
-    try:
         plan = plan_run(RuntimeConfig(described, draft="ngram"), machine)
     except BudgetError as error:
         return record | {"short": str(error)}
-    except OffloadError as error:
+    except OffloadError as error:  # in its own words
         return record | {"refusal": str(error)}
     return record | {"tok_per_s": best_tok_per_s(plan, machine)}
 
