@@ -301,7 +301,7 @@ class Service:
 
     async def _chunks(self, begun: _Begun, answers: Answers) -> AsyncIterator[dict[str, str] | bytes]:
         """Yield the events of a stream; an error is the last one of them."""
-        endings, status, message, wording = dict[int, Ending](), _GONE, _HAS_LEFT, begun.wording
+        endings, ended, status, message, wording = dict[int, Ending](), list[Ending](), _GONE, _HAS_LEFT, begun.wording
         encoded = ollama.encoded if wording.is_lines else _event
         try:
             for value in wording.opening():
@@ -311,20 +311,20 @@ class Service:
                     endings[delta.index] = delta.ending
                 for value in wording.chunk(delta):
                     yield encoded(value)
-            status = 200
-            for value in wording.closing([ending for _, ending in sorted(endings.items())]):
+            status, ended = 200, [ending for _, ending in sorted(endings.items())]
+            for value in wording.closing(ended):
                 yield encoded(value)
             if wording.last_line is not None:
                 yield {"data": wording.last_line}
         except Exception as error:
             failure = failure_of(error)
-            status, message = failure.status, failure.message
+            status, ended, message = failure.status, [], failure.message
             self.metrics.refused.labels(str(status)).inc()
             yield encoded(wording.failed(failure))
             if not isinstance(error, errors.OffloadError):
                 raise
         finally:
-            begun.tell(status, [ending for _, ending in sorted(endings.items())] if status == 200 else [], message)
+            begun.tell(status, ended, message)
 
     # --- what else there is to ask
 
