@@ -186,7 +186,7 @@ class MessagesBody(CountBody):
 
     harmless: ClassVar[Harmless] = {
         **CountBody.harmless, "metadata": ANY, "service_tier": ANY, "inference_geo": ANY, "speed": ("standard",),
-        "container": (), "diagnostics": ANY,
+        "container": ANY, "diagnostics": ANY,
     }  # fmt: skip
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None

@@ -73,6 +73,10 @@ class Question(Body):
         """Return how long the model is to stay, infinite for ever; None where it is not said. Raises `OptionError`."""
         return None if self.keep_alive is None else parse_duration_s(self.keep_alive, "keep_alive")
 
+    def wording(self, answered: Answered) -> Lines:
+        """Return the words of the response."""
+        return Lines(answered, is_chat=isinstance(self, ChatRequest))
+
     @property
     def is_empty(self) -> bool:
         """Return whether nothing is asked: the model is only to be there, or, kept for no time, to go."""
@@ -141,10 +145,6 @@ class ChatRequest(Question):
             messages.append(message)
         return self.chat(runtime, messages, tools=self.tools)
 
-    def wording(self, answered: Answered) -> Lines:
-        """Return the words of the response."""
-        return Lines(answered, is_chat=True)
-
 
 def _function(call: dict[str, Any]) -> Any:
     """Return the function of a call without its place, which ollama's newer clients send."""
@@ -187,10 +187,6 @@ class GenerateRequest(Question):
         without_limit = {"max_tokens": -1, **self.fields()}
         body: AnswerBody = _RawBody.read({**without_limit, "prompt": self.prompt, "logprobs": logprobs})
         return body
-
-    def wording(self, answered: Answered) -> Lines:
-        """Return the words of the response."""
-        return Lines(answered, is_chat=False)
 
 
 class Lines:

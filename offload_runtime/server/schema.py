@@ -177,12 +177,12 @@ def _request_error(error: ValidationError) -> RequestError:
 class StreamOptions(Body):
     """How a stream ends."""
 
-    harmless: ClassVar[Harmless] = {"include_obfuscation": ()}
+    harmless: ClassVar[Harmless] = {"include_obfuscation": ANY}
     include_usage: bool = False
 
 
 class _JsonSchema(Body):
-    harmless: ClassVar[Harmless] = {"name": (), "description": (), "strict": ()}
+    harmless: ClassVar[Harmless] = {"name": ANY, "description": ANY, "strict": ANY}
     schema_: dict[str, Any] = Field(alias="schema")
 
 
