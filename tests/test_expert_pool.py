@@ -223,7 +223,7 @@ def test_a_pass_breaks_off_where_the_host_cannot_act(
     options: dict[str, Any] = {"dtype": "fp32", "device": device, "context": 300, "draft": "none"}
     if device == "cuda":
         options["vram"] = "8GB"
-    with Runtime.load(mixture, expert_pool=2 * COUNT * EXPERT_BYTES, **options) as runtime:
+    with Runtime.load(mixture, expert_pool=2 * COUNT * EXPERT_BYTES, cpu_share=0, **options) as runtime:
         expected, copy = answers(runtime), ExpertPool._copy
         for fails_at in (3, 40, 41):
             copies = iter(range(fails_at))

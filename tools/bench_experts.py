@@ -31,7 +31,7 @@ from widening.made import text_by_topic
 from widening.shapes import SHAPES, MixtureShape, shape_named
 from widening.stored import STORED, stored_model
 
-from offload_runtime.engine import Runtime
+from offload_runtime.engine import GenerationResult, Runtime
 from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.sizes import GB
 from offload_runtime.weights.checkpoint import CheckpointSource
@@ -65,31 +65,37 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def measure(runtime: Runtime, options: argparse.Namespace) -> tuple[dict[str, Any], torch.Tensor]:
-    """Times of prompts and of an answer, and the answer's logits."""
+    """Times of prompts and of an answer as users get it, and its logits when it is given again: with these no pass is
+    launched before the host has read the last one's tokens."""
     draw = random.Random(options.seed)
-    sampling = SamplingParams(1.0, noise_id=1)
 
     def text(tokens: int) -> list[int]:
         if options.routing == "topics":
             return text_by_topic(tokens, options.vocab_size, draw)
         return [draw.randrange(options.vocab_size) for _ in range(tokens)]
 
+    def answered(prompt: list[int], tokens: int, noise_id: int) -> GenerationResult:
+        asked = GenerationParams(tokens, ignore_eos=True, sampling=SamplingParams(1.0, noise_id=noise_id))
+        return runtime.generate(prompt, params=asked, speculate=False)
+
     first = text(64)
-    runtime.replay(first, GenerationParams(options.warm_up, ignore_eos=True, sampling=sampling), drafter=None)
+    answered(first, options.warm_up, 1)
     prompts = []
     for tokens in options.prompts:
-        answer, _ = runtime.replay(text(tokens), GenerationParams(1, ignore_eos=True, sampling=sampling), drafter=None)
-        seconds = answer.stats.time_to_first_token_s
+        seconds = answered(text(tokens), 1, 1).stats.time_to_first_token_s
         prompts.append({"tokens": tokens, "s": seconds, "tok_per_s": tokens / seconds})
-    runtime.replay(first, GenerationParams(options.warm_up, ignore_eos=True, sampling=sampling), drafter=None)
+    answered(first, options.warm_up, 1)
+    last = text(64)
+    answer = answered(last, options.tokens, 2)
     asked = GenerationParams(options.tokens, ignore_eos=True, sampling=SamplingParams(1.0, noise_id=2))
-    answer, logits = runtime.replay(text(64), asked, drafter=None)
+    again, logits = runtime.replay(last, asked, drafter=None)
     stats = answer.stats
     peak_gbps = stats.link_peak_gbps
     bound_s = stats.bytes_per_pass / (peak_gbps * GB) if peak_gbps else None
     token_s = 1 / stats.tok_per_s if stats.tok_per_s else 0.0
     row = {
-        "prompts": prompts, "tokens": answer.tokens, "token_s": token_s, "tok_per_s": stats.tok_per_s,
+        "prompts": prompts, "tokens": answer.tokens, "tokens_again": again.tokens, "token_s": token_s,
+        "tok_per_s": stats.tok_per_s,
         "predicted_s": stats.predicted_s_per_pass, "bytes_per_pass": stats.bytes_per_pass, "bound_s": bound_s,
         "expert_hit_rate": stats.expert_hit_rate, "expert_cpu_share": stats.expert_cpu_share,
         "expert_cpu_gbps": stats.expert_cpu_gbps,
@@ -141,7 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             report |= provenance(*runtime.devices, commit=options.commit)
         if first is None:
             first = row["tokens"], logits
-        differing = int(row["tokens"] != first[0]) + int((logits != first[1]).any(-1).sum())
+        differing = sum(row[name] != first[0] for name in ("tokens", "tokens_again"))
+        differing += int((logits != first[1]).any(-1).sum())
         claim = f"tokens that differ from the first row's, pool {pool}, CPU {share}"
         checks.append(Check(claim, differing, 0, at_least=False))
         write_unfinished(report | {"pools": rows}, options.out)

@@ -37,12 +37,10 @@ _LOOKS = 4096
 
 
 class ExpertUnits(NamedTuple):
-    """Has the experts of a layer: how many there are, how many of them a row chooses, and uint8 [E, bytes of one],
-    host; None where all are in the pool, and until they are added."""
+    """Says how many experts a layer has, and how many of them a row chooses."""
 
     num_experts: int
     chosen: int
-    host: torch.Tensor | None = None
 
 
 class PoolCounts(NamedTuple):
@@ -77,7 +75,9 @@ class ExpertPool:
     ) -> None:  # fmt: skip
         self.buffers, self.engine, self.cpu, self._counts = buffers, engine, cpu, PoolCounts()
         self._device, self._on_card = buffers.device, buffers.is_cuda
-        self._layers, most_chosen = dict(layers), max(one.chosen for one in layers.values())
+        self._layers, most_chosen = layers, max(one.chosen for one in layers.values())
+        # By layer the bytes of each expert, host; not where all are in the pool, and until they are added.
+        self._units = dict[int, tuple[torch.Tensor, ...]]()
         locked, most = buffers.is_cuda and engine is not None, max(one.num_experts for one in layers.values())
         # By layer and expert the number of the buffer that has it, or -1, for the card to look up; and the same as it
         # was given to a pass that looks nothing up, on the host and on the card.
@@ -124,7 +124,7 @@ class ExpertPool:
 
     def add(self, layer: int, host: torch.Tensor, on_cpu: HostExperts | None = None) -> None:
         """Let a layer's experts be fetched from host memory, uint8 [E, bytes of one], or computed on the CPU there."""
-        self._layers[layer] = self._layers[layer]._replace(host=host)
+        self._units[layer] = host.unbind()
         if self.cpu is not None and on_cpu is not None:
             self.cpu.add(layer, on_cpu, host)
 
@@ -137,8 +137,7 @@ class ExpertPool:
     @property
     def host_unit(self) -> torch.Tensor | None:
         """Return one of the experts in host memory; None where there are none yet."""
-        host = next(iter(self._layers.values())).host
-        return None if host is None else host[0]
+        return next((units[0] for units in self._units.values()), None)
 
     @property
     def counts(self) -> PoolCounts:
@@ -248,10 +247,10 @@ class ExpertPool:
 
     def _copy(self, layer: int, buffers: Mapping[int, int], free: Any, ready: Any) -> None:
         """Begin to copy experts into a buffer each."""
-        units, counts = self._layers[layer].host, self._counts
-        assert self.engine is not None and units is not None
-        size = units.shape[1]
-        copies = [(self.buffers[buffer][:size], units[expert]) for expert, buffer in buffers.items()]
+        assert self.engine is not None
+        units, counts = self._units[layer], self._counts
+        size = len(units[0])
+        copies = [(self.buffers[buffer, :size], units[expert]) for expert, buffer in buffers.items()]
         self.engine.enqueue_all(copies, free=free, ready=ready, label=(EXPERTS, (layer,)))
         self._counts = counts._replace(bytes_begun=counts.bytes_begun + len(copies) * size)
 
@@ -328,11 +327,6 @@ class ExpertPool:
         computed = self._for_cpu(layer, missing, cpu) if cpu is not None and missing else []
         if asked is not None and cpu is not None:
             cpu.begin(layer, asked, chosen, computed)
-        counts = self._counts
-        self._counts = PoolCounts(
-            counts.wanted + wanted, counts.found + wanted - len(missing), counts.bytes_begun,
-            counts.computed + len(computed),
-        )  # fmt: skip
         if computed:
             remaining[:] = [expert for expert in remaining if expert not in computed]
         self._fetch_round(layer, remaining, writes=not fits)
@@ -340,6 +334,11 @@ class ExpertPool:
             # What the CPU was given is prefetched by the link, which is idle, for later tokens.
             new = {computed[0]: self._free.pop() if self._free else self._drop()}
         self._released[0] = ticket  # behind the table, as processors of x86 keep the order of what they write
+        counts = self._counts
+        self._counts = PoolCounts(
+            counts.wanted + wanted, counts.found + wanted - len(missing), counts.bytes_begun,
+            counts.computed + len(computed),
+        )  # fmt: skip
         if new is not None:  # card and CPU have their work by now
             self._copy(layer, new, self._always_free, self._prefetched_ready)
             self._prefetched = {(layer, expert): buffer for expert, buffer in new.items()}

@@ -146,12 +146,12 @@ class _IntervalTimer:
     def around(self, stream: torch.cuda.Stream) -> Iterator[tuple[torch.cuda.Event, torch.cuda.Event]]:
         """Time what a stream is given meanwhile. Gives the events before and behind it, which a trace may have as well:
         no pair is recorded a second time."""
-        self.harvest()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record(stream)
         yield start, end
         end.record(stream)
         self._open.append((start, end))
+        self.harvest()  # behind what was given, which may be waited for
 
     def harvest(self) -> float:
         """Add what has finished to the total and return it, in seconds."""
