@@ -262,22 +262,24 @@ def package_versions(names: Sequence[str] = REPORTED_PACKAGES) -> dict[str, str]
     return versions
 
 
-def git_commit(directory: Path | None = None) -> str:
-    """The commit of the checkout that holds `directory` (default: this file), `+changes` when it was edited since.
+def git_commit() -> str:
+    """The commit of the checkout that this file belongs to, `+changes` when it was edited since.
 
-    `unknown` where there is no git or no checkout: copies of the tree are measured on machines without either.
+    `unknown` where there is no git or no checkout, or one that does not know this file: copies of the tree are measured
+    on machines without either, and in other checkouts.
     """
-    where = str(directory or Path(__file__).resolve().parent)
+
+    def git(*words: str) -> str:
+        asked = ["git", "-C", str(Path(__file__).resolve().parent), *words]
+        return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        head = subprocess.run(["git", "-C", where, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
-        if head.returncode != 0:
-            return "unknown"
-        changed = subprocess.run(
-            ["git", "-C", where, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True
+        git("ls-files", "--error-unmatch", ".")
+        return git("rev-parse", "--short=12", "HEAD") + (
+            "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
         )
-    except OSError:
+    except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return head.stdout.strip() + ("+changes" if changed.stdout.strip() else "")
 
 
 def provenance(*devices: torch.device, commit: str | None = None) -> dict[str, Any]:
