@@ -96,7 +96,7 @@ def _attend_split(
     MASKED: tl.constexpr, WINDOWED: tl.constexpr,
 ):  # fmt: skip
     """Attend to keys `begin` to `end` of the split that begins at position `first`: best [ROWS], total [ROWS], acc
-    [ROWS, D]. In a tree, keys behind the `committed` ones lie in the slots of the query's ancestors."""
+    [ROWS, D]. In a tree, keys behind the `committed` ones lie at the positions of the query's ancestors."""
     best = tl.full([q.shape[0]], float("-inf"), dtype=tl.float32)
     total = tl.zeros([q.shape[0], _SUM_COLUMNS], dtype=tl.float32)
     acc = tl.zeros([q.shape[0], q.shape[1]], dtype=tl.float32)

@@ -14,10 +14,10 @@ class QueryRows:
     """Which keys each query sees. Tensors on the compute device.
 
     `positions` [B, T] int32: the query's absolute position, negative for padding (its output is zero).
-    `sequences` [B] int32: the cache's batch row. `max_length`: at least the largest position + 1.
-    For a tree: `committed` [B] int32, tokens in the cache at their own slots, and `ancestors` [B, T, A] int32: the slot
-    of the query's ancestor at position committed + i (itself included). Without a tree every key lies in the slot of
-    its position.
+    `slots` [B] int32: each sequence's row of the cache. `max_length`: at least the largest position + 1.
+    For a tree: `committed` [B] int32, tokens in the cache at their own positions, and `ancestors` [B, T, A] int32:
+    where in the cache the key of the query's ancestor at position committed + i lies (itself included). Without a tree
+    every key lies at its position.
     `used` [B] int32: how many of each sequence's rows count where whole sequences may be padding; None for all. None of
     them are more than `most_used`; None for any number.
     """

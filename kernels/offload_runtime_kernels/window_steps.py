@@ -2,12 +2,12 @@
 
 All of it works on *windows*, the newest tokens of B sequences in one int32 tensor, a row for each:
 
-    window[b] = [end, base, stop, last, committed, tokens...]        token of slot s = window[b, 5 + s - base]
+    window[b] = [end, base, stop, last, committed, tokens...]        token of position p = window[b, 5 + p - base]
 
 `end` is how many tokens of the sequence are known, `base` the position of the first token here, and the first
 `committed` are in the target's cache for good. Behind `end` lie proposals: a chain, or a tree whose nodes take the next
-slots in their order, wherever in the text they stand. A sequence stands still once `end` reaches `stop`, and proposes
-nothing at position `last` or behind it: its rows are padding then, and nothing of it is written.
+positions of the cache in their order, wherever in the text they stand. A sequence stands still once `end` reaches
+`stop`, and proposes nothing at position `last` or behind it: its rows are padding then, and nothing of it is written.
 
 These are a handful of integers each, but as torch operations about forty launches a step, which at two microseconds is
 as long as the pass of a small draft.
@@ -36,10 +36,10 @@ class StepRotation:
 class StepLayout:
     """Which T rows a step has of each sequence, counted from where the step starts; int32 on the windows' device.
 
-    `slots` [T]: where a row's token lies in the window, and its keys in the cache. `positions` [T]: where it stands in
-    the text; the slots where all of it is a chain. The first `counted` rows say which keys matter.
-    Of a tree `ancestors` [T, A]: the slots on the way to each row, itself included, one for each position from `first`
-    on; before that all rows see every key.
+    `cache_positions` [T]: where a row's token lies in the window, and its keys in the cache. `positions` [T]: where it
+    stands in the text; the same where all of it is a chain. The first `counted` rows say which keys matter.
+    Of a tree `ancestors` [T, A]: the cache positions on the path to each row, itself included, one for each position
+    from `first` on; before that all rows see every key.
     """
 
     cache_positions: torch.Tensor
@@ -164,7 +164,7 @@ def accept_reference(
     accepted = (links.paths & ~found == 0) & goes_on[:, None]  # [B, n]
     depths = torch.zeros_like(first), links.depths.long() * accepted
     depth, last = torch.cat(depths, dim=1).max(1, keepdim=True)  # the newest known token has depth 0 and row 0
-    for node in nodes.tolist():  # a node never stands behind its own slot
+    for node in nodes.tolist():  # a node never stands behind its own cache position
         index = first + int(links.depths[node]) - 1
         _put(window, index, proposals[:, node : node + 1], accepted[:, node : node + 1])
         second = second_samples[:, links.parents[node], None]
@@ -362,15 +362,16 @@ def step_rows(
     """The rows of each sequence that a layout names, counted from `start`; one launch.
 
     Args:
-        window: [B, W] int32, see above; holds all of these slots. Those before `base` are padding.
+        window: [B, W] int32, see above; holds all of these positions. Those before `base` are padding.
         start: [B] int32, device, of any stride. Where it is not before `last`, or `end` not before `stop`, all rows
             are padding.
         layout: Of T rows.
         rotation: Of the model that the rows go through, for at least B sequences.
         last_token: Tokens are cut to 0 .. `last_token`: -1 marks NaN logits and is no row of an embedding.
         skip_committed: Rows of tokens that are committed are padding, too: their keys stay as they are.
-        place: [at least B, 2] int32, device, of caches that hold a part of the sequence: positions and slots are so
-            much smaller there, and rotated as if they were so much larger than that. None: the sequence's own.
+        place: [at least B, 2] int32, device, of caches that hold a part of the sequence: positions are so much
+            smaller there, those in the cache, too, and rotated as if they were so much larger than that. None: the
+            sequence's own.
     """
     _check_windows(window, start)
     batch, count, frequencies, paths = len(window), len(layout.positions), rotation.frequencies, layout.ancestors
@@ -394,7 +395,7 @@ def put_tokens(
         window: [B, W] int32, see above.
         start: [B] int32, device, of any stride; may be `cursor` itself.
         tokens: [B, n] int64, device.
-        offset: The first goes into slot `start` + `offset`, the others behind it.
+        offset: The first goes to position `start` + `offset`, the others behind it.
         cursor: [B] int32, device, which is moved behind `start` by as many; None for none.
     """
     _check_windows(window, start, *(() if cursor is None else (cursor,)))
@@ -415,13 +416,13 @@ def accept(
     proposals are of no use any more. Sequences that stand still stay as they are, and so do their counts.
 
     Args:
-        window: [B, W] int32, see above; its n nodes lie in the slots from `end` on.
+        window: [B, W] int32, see above; its n nodes lie at the positions from `end` on.
         samples: [B, at least n + 1] int64, device: of the newest known token and of every node the token behind it.
         second_samples: Of the same rows the token that would have been sampled if the one in `samples` were excluded.
         counts: [at least B, 2] int64, device: steps and accepted proposals of each sequence so far.
         links: Of the nodes, fewer than 64.
-        runners_up: [at least B, W - 5] int32: in place s - base, what would have been sampled instead of the token of
-            slot s, of those that become known here.
+        runners_up: [at least B, W - 5] int32: in place p - base, what would have been sampled instead of the token of
+            position p, of those that become known here.
     """
     _check_windows(window)
     _check_windows(runners_up)

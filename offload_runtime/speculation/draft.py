@@ -47,7 +47,7 @@ from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, HeadKVState
 from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_residual
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
-from offload_runtime.speculation.window import MOST_LEVELS, WINDOW_CAPACITY_TOKENS, DeviceWindow, Level, WindowInput
+from offload_runtime.speculation.window import MOST_LEVELS, WINDOW_CAPACITY_TOKENS, DeviceWindow, Level, SlotUpdate
 from offload_runtime.stream.device import overwrite, packed_words, unpack
 from offload_runtime.trace import TraceRecorder
 
@@ -315,7 +315,7 @@ class DraftRunner:
         known = {slot: self._catch_up(slot, texts[slot], self._first_rows) for slot in counts}
         lengths = {slot: len(texts[slot]) for slot in counts}
         inputs = {
-            slot: WindowInput(known[slot], lengths[slot], lengths[slot] + count, lengths[slot] + count)
+            slot: SlotUpdate(known[slot], lengths[slot], lengths[slot] + count, lengths[slot] + count)
             for slot, count in counts.items()
         }
         self.window.upload(inputs)

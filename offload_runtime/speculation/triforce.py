@@ -35,7 +35,7 @@ from offload_runtime.speculation.window import (
     WINDOW_CAPACITY_TOKENS,
     DeviceWindow,
     GuessTree,
-    WindowInput,
+    SlotUpdate,
     WindowOutput,
 )
 from offload_runtime.trace import TraceRecorder
@@ -239,7 +239,7 @@ class TriForceDrafter(Drafter):
         beyond = {slot: stop + len(self.tree) for slot, stop in stops.items()}
         refresh = self.verifier.begin(lengths, {s: beyond[s] + 1 - length for s, length in lengths.items()})
         inputs = {
-            slot: WindowInput(self._newest(slot, texts[slot]), length, stops[slot], beyond[slot])
+            slot: SlotUpdate(self._newest(slot, texts[slot]), length, stops[slot], beyond[slot])
             for slot, length in lengths.items()
         }
         self._window.upload(inputs)
@@ -283,7 +283,7 @@ class TriForceDrafter(Drafter):
             room = min(room, self._draft.room(length))
         return room - len(self.tree) - 1  # the last step may write the keys of proposals beyond what is asked for
 
-    def _agree(self, inputs: Mapping[int, WindowInput], *, refresh: bool) -> Mapping[int, WindowOutput]:
+    def _agree(self, inputs: Mapping[int, SlotUpdate], *, refresh: bool) -> Mapping[int, WindowOutput]:
         """Enqueue steps until at most half of the sequences have not reached their stops, at a time as many as that
         takes in any case; return what the window holds then.
         """
@@ -304,7 +304,7 @@ class TriForceDrafter(Drafter):
             if len(ends) <= len(inputs) // 2:
                 return outputs
 
-    def _proposal(self, inputs: WindowInput, outputs: WindowOutput, extra_nodes: int) -> TokenTree:
+    def _proposal(self, inputs: SlotUpdate, outputs: WindowOutput, extra_nodes: int) -> TokenTree:
         """Return what was agreed on for a sequence, and as branches what the retrieval verifier would
         have said instead, `extra_nodes` at most."""
         stop = min(inputs.stop, outputs.end)

@@ -20,7 +20,7 @@ WINDOW_CAPACITY_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class WindowInput:
+class SlotUpdate:
     """Says what the host tells the device about a sequence.
 
     Attributes:
@@ -78,7 +78,7 @@ class DeviceWindow:
     """
 
     def __init__(self, device: torch.device, *, batch: int = 1) -> None:
-        self.inputs: Mapping[int, WindowInput] = {}
+        self.inputs: Mapping[int, SlotUpdate] = {}
         words = WINDOW_HEADER_WORDS + WINDOW_CAPACITY_TOKENS
         self._state = torch.zeros(batch, words, dtype=torch.int32, device=device)
         self.runners_up = torch.full((batch, WINDOW_CAPACITY_TOKENS), -1, dtype=torch.int32, device=device)
@@ -101,7 +101,7 @@ class DeviceWindow:
         self.rows = self._state[: self.num_rows]
         self.end = self.rows[:, 0]
 
-    def upload(self, inputs: Mapping[int, WindowInput]) -> None:
+    def upload(self, inputs: Mapping[int, SlotUpdate]) -> None:
         """Begin anew with the last known tokens of some sequences, on the current stream; never waits.
 
         Args:
@@ -161,8 +161,9 @@ _MOST_POSITIONS = 64
 class GuessTree:
     """Describes a tree of guesses behind the newest known token, as the steps that grow and verify it need it.
 
-    Nodes lie in the slots behind the known tokens, level by level. What was accepted of the tree before stands in
-    slots of nodes, in both caches: its keys are written anew, where they belong, by the rows of the newest tokens.
+    Nodes lie at the cache positions behind the known tokens, level by level. What was accepted of the tree before
+    stands at positions of nodes, in both caches: its keys are written anew, where they belong, by the rows of the
+    newest tokens.
 
     Args:
         parents: Of each node, -1 for the newest known token; in order of levels, the likeliest child of a node first.
@@ -187,7 +188,7 @@ class GuessTree:
         paths: list[list[int]] = []
         for node, parent in enumerate(parents):
             paths.append([*(paths[parent] if parent >= 0 else ()), node])
-        # The newest known token is in slot -1, what follows it in the slots from 0 on.
+        # The newest known token is at position -1, what follows it at the positions from 0 on.
         self.levels = list[Level]()
         for level in range(self.num_levels):
             nodes = [node for node in range(count) if depths[node] == level + 1]
