@@ -690,8 +690,8 @@ class CapturedPasses:
         self._hidden = decoder.final_norm.new_empty(CAPTURED_PARTS, CAPTURED_ROWS, 0 if taps is None else taps.width)
         self._chosen = torch.zeros(CAPTURED_ROWS, dtype=torch.int32, device=rope.device)  # by the last pass
         self._done = [torch.cuda.Event() if rope.device.type == "cuda" else None for _ in range(CAPTURED_PARTS)]
-        self._last: _Launched | None = None  # the pass that was run last, and the tokens that it has told
-        self._told: list[int] = []
+        self._last: _Launched | None = None  # the pass that was run last, and the tokens that the host has been shown
+        self._shown: list[int] = []
         self._ahead: _Launched | None = None
 
     def run(
@@ -713,7 +713,7 @@ class CapturedPasses:
         plain = sampling if chooses else None
         part = _OF_WINDOWS if shape.width > 1 else 0 if ahead is None else ahead.part
         wanted = _Launched(batch.slots, [*committed], shape, plain, part)
-        if ahead != wanted or self._told != [tree.tokens[0] for tree in trees]:
+        if ahead != wanted or self._shown != [tree.tokens[0] for tree in trees]:
             if ahead is not None and shape.width == 1:
                 wanted = wanted._replace(part=1 - ahead.part)  # what nobody asks for may still be running
             with recorder.span("all layers", row=COMPUTE, layer=None, streamed=False) if recorder else nullcontext():
@@ -739,18 +739,15 @@ class CapturedPasses:
         and what that fetches is counted whether it is asked for or not. Returns whether it was launched.
         """
         last, cache = self._last, self._cache
-        alone = last is not None and last.sampling is not None and last.shape.width == 1
-        if not alone or cache.step_tokens is not None:
+        if last is None or last.sampling is None or last.shape.width != 1 or cache.step_tokens is not None:
             return False
-        assert last is not None
         committed = [count + 1 for count in last.committed]
         if max(committed) >= min(cache.max_tokens_with_draft, cache.capacity_tokens):
             return False
         trees = [TokenTree((-1,))] * len(committed)
         shape = captured_pass_shape(BatchShape.of(trees, committed), cache.max_tokens_with_draft)
         ahead = last._replace(committed=committed, shape=shape, part=1 - last.part)
-        can_follow = self._streamer.can_capture(shape.num_rows)
-        if not can_follow or not self.graphs.has((shape, last.sampling, last.part)):
+        if not self._streamer.can_capture(shape.num_rows) or not self.graphs.has((shape, last.sampling, last.part)):
             return False
         self.graphs.capture((shape, last.sampling, ahead.part), partial(self._pass, shape, last.sampling, ahead.part))
         cache.begin_window(last.slots, [2] * len(committed))
@@ -809,8 +806,8 @@ class CapturedPasses:
         """Return those that a pass has chosen. Waits for it."""
         self._wait(launched.part)
         first, count = launched.part * CAPTURED_ROWS, launched.shape.num_rows
-        self._told = self.graphs.outputs_host.view(np.int64)[first : first + count].tolist()
-        return self._told
+        self._shown = self.graphs.outputs_host.view(np.int64)[first : first + count].tolist()
+        return self._shown
 
 
 def _run_layers(
@@ -853,9 +850,9 @@ def _together(
     found = list[tuple[torch.Tensor, Rows]]()
     for residual, rows in zip(residuals, pieces, strict=True):
         before, first = found[-1] if found else (residual, rows)
-        beside = before.data_ptr() + before.nbytes == residual.data_ptr()
+        adjacent = before.data_ptr() + before.nbytes == residual.data_ptr()
         size = len(before) + len(residual)
-        if beside and first.prompt is not None and rows.prompt is not None and size <= most_tokens:
+        if adjacent and first.prompt is not None and rows.prompt is not None and size <= most_tokens:
             found[-1] = before.as_strided((size, before.shape[1]), before.stride()), first
         else:
             found.append((residual, rows))
