@@ -55,7 +55,7 @@ class Made:
         model = family_model("llama", 0)
         stated = dflash.settings(model_config_from_transformers(model.config), **KINDS[kind])
         tensors = dflash.random_tensors(dflash.config_of(stated))
-        source = open_checkpoint(dflash.write_dflash(directory, stated, tensors), draft=True).beside(in_memory(model))
+        source = open_checkpoint(dflash.write_dflash(directory, stated, tensors), draft=True).fitted(in_memory(model))
         on: Any = {"device": torch.device(device)}
         runner = make_runner(source, target=make_runner(model, **on).runner, batch=2, **on).runner
         drafter, generator = DFlashRunner(runner, batch=2), torch.Generator().manual_seed(7)
@@ -128,7 +128,7 @@ def test_its_context_is_the_text_however_that_has_grown(tmp_path: Path) -> None:
     stated = dflash.settings(model_config_from_transformers(model.config), **KINDS["causal windows"])
     tensors = dflash.random_tensors(dflash.config_of(stated))
     target = make_runner(model, capacity_tokens=400).runner
-    source = open_checkpoint(dflash.write_dflash(tmp_path, stated, tensors), draft=True).beside(in_memory(model))
+    source = open_checkpoint(dflash.write_dflash(tmp_path, stated, tensors), draft=True).fitted(in_memory(model))
     head = make_runner(source, target=target, capacity_tokens=400).runner
     assert isinstance(head.decoder, HeadDecoder)
     target.taps = HiddenTaps(head.decoder.head_config.taps, stated["hidden_size"], head.decoder.tap)
@@ -268,7 +268,7 @@ def test_others_are_refused(stated: dict[str, Any], error: type[Exception], mess
     with pytest.raises(error, match=message):
         found |= stated
         dflash.write_dflash(tmp_path, found, dflash.random_tensors(dflash.config_of(found)))
-        open_checkpoint(tmp_path, draft=True).beside(in_memory(model))
+        open_checkpoint(tmp_path, draft=True).fitted(in_memory(model))
 
 
 def test_a_head_with_an_embedding_of_masks_is_refused(tmp_path: Path) -> None:

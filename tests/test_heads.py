@@ -104,7 +104,7 @@ def test_mtp_layers_of_gguf_files_are_the_same(family: str, layout: str, tmp_pat
 def test_eagle3_heads_say_what_their_definition_does(options: dict[str, Any], tmp_path: Path) -> None:
     model = family_model("llama", 0)
     eagle = Eagle3.of(model, **options)
-    source = open_checkpoint(eagle.write(tmp_path / "e"), draft=True).beside(in_memory(model))
+    source = open_checkpoint(eagle.write(tmp_path / "e"), draft=True).fitted(in_memory(model))
     target = make_runner(model)
     head = make_runner(source, target=target.runner)
     hidden = eagle.joined(model, TOKENS)
@@ -179,7 +179,7 @@ def test_heads_of_other_models_are_refused(
 ) -> None:
     head = Eagle3.of(family_model("llama", 0), draft_vocab=90, **of_head).write(tmp_path / "e")
     with pytest.raises(error, match=message):
-        open_checkpoint(head, draft=True).beside(in_memory(family_model("llama", 0, **of_target)))
+        open_checkpoint(head, draft=True).fitted(in_memory(family_model("llama", 0, **of_target)))
 
 
 def test_damaged_heads_are_refused(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_layer_ids_of_either_convention_are_the_same(tmp_path: Path) -> None:
     eagle = Eagle3.of(model, taps=(1, 2, 3))
     del eagle.settings["eagle_aux_hidden_state_layer_ids"]
     eagle.settings["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
-    head = open_checkpoint(eagle.write(tmp_path / "e"), draft=True).beside(in_memory(model)).config()
+    head = open_checkpoint(eagle.write(tmp_path / "e"), draft=True).fitted(in_memory(model)).config()
     assert isinstance(head, Eagle3Config) and head.taps == (1, 2, 3)
 
 

@@ -65,7 +65,7 @@ from offload_runtime.trace import LINK, LINK_BACK, REMEDY, CopyLog, TraceRecorde
 from offload_runtime.weights.checkpoint import CheckpointSource, share_vocabulary
 from offload_runtime.weights.loader import MatricesNotCodable
 from offload_runtime.weights.neighbours import FoundDraft, find_drafts
-from offload_runtime.weights.sources import draft_beside, open_checkpoint
+from offload_runtime.weights.sources import open_checkpoint, open_draft
 
 # With these words torch begins the names of graphics cards.
 _MAKERS = ("NVIDIA", "AMD", "Intel")
@@ -220,7 +220,7 @@ def _opened_draft(config: RuntimeConfig, target: CheckpointSource, name: object)
     """Open the draft that a user has named beside a target of this name; None where that is none."""
     if config.proposed_by != "the draft" or config.drafts_itself:
         return None
-    found = draft_beside(config.draft, target, open_checkpoint, name)
+    found = open_draft(config.draft, target, open_checkpoint, name)
     assert isinstance(found, CheckpointSource), "what a checkpoint carries is read as it is"
     return found
 

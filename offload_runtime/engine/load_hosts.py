@@ -23,7 +23,7 @@ from offload_runtime.hardware.bench import read_host_info
 from offload_runtime.hosts.group import HostGroup, own_card
 from offload_runtime.hosts.link import DONE, FAILED, LOAD, Link, Orders
 from offload_runtime.hosts.shares import Shares, require_same
-from offload_runtime.hosts.stage import RemoteStage, serve_passes, streams_for, told
+from offload_runtime.hosts.stage import RemoteStage, error_text, serve_passes, streams_for
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.part import PartConfig
 from offload_runtime.options import require
@@ -33,7 +33,7 @@ from offload_runtime.sizes import counted
 from offload_runtime.stream.device import device_memory_in_use, resolve_device
 from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.part import part_of
-from offload_runtime.weights.sources import draft_beside, open_checkpoint
+from offload_runtime.weights.sources import open_checkpoint, open_draft
 
 # What has to be the same in all ranks for the bits of one machine, and what it is called.
 _SAME = {
@@ -127,7 +127,7 @@ def _first_bytes(config: RuntimeConfig, source: CheckpointSource, dtype: torch.d
     """Return the bytes of weights that the first rank has besides layers: what lies around these, and a draft."""
     layout = source.layout(dtype)
     named = config.proposed_by == "the draft"
-    draft = draft_beside(config.draft, source, open_checkpoint, config.target) if named else None
+    draft = open_draft(config.draft, source, open_checkpoint, config.target) if named else None
     draft_bytes = 0 if draft is None else draft.layout(dtype).total_bytes
     return layout.shared.total_bytes + layout.embedding.total_bytes + draft_bytes
 
@@ -171,14 +171,14 @@ def _load_before(
 ) -> Engine:  # fmt: skip
     """Load a rank's layers, and let the ranks behind do so, as soon as these are planned; wait for them, too. The
     `order` is the first rank's; None: this is the first, and makes it."""
-    told_plan = dict[str, Any]()
+    first_plan = dict[str, Any]()
 
     def planned(plan: RunPlan) -> None:
         own = order or sizes_of(plan)
-        if not told_plan:  # and not planned again, without what cannot be coded
-            told_plan.update(own)
+        if not first_plan:  # and not planned again, without what cannot be coded
+            first_plan.update(own)
             orders.ask(LOAD, own)
-        assert told_plan == own
+        assert first_plan == own
         if on_plan is not None:
             on_plan(plan)
 
@@ -227,13 +227,13 @@ def _load_behind(
 ) -> Engine:
     """Load the layers of a rank that is not the first, as that has ordered, and tell the rank before when they are
     planned, and what has failed. Raises `OffloadError`."""
-    is_told = False
+    was_said = False
 
     def planned(plan: RunPlan) -> None:
-        nonlocal is_told
-        if not is_told:
+        nonlocal was_said
+        if not was_said:
             before.send(DONE, {})
-        is_told = True
+        was_said = True
 
     try:
         with before.beats(), before.at_work():
@@ -241,5 +241,5 @@ def _load_behind(
                 return load(shares.config, on_plan=planned, in_use=shares.in_use)
             return _load_before(shares, load, orders, planned, order)
     except OffloadError as error:
-        before.send(FAILED, {"error": told(before, error)})
+        before.send(FAILED, {"error": error_text(before, error)})
         raise

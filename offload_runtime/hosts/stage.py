@@ -76,14 +76,14 @@ def serve_passes(link: Link, runner: ModelRunner) -> None:
                 link.send(DONE, {})
                 continue
             except (OffloadError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
-                link.send(FAILED, {"error": told(link, error)})
+                link.send(FAILED, {"error": error_text(link, error)})
                 raise
             link.send(DONE, {}, found)
     assert order.kind == QUIT
     link.send(DONE, {})
 
 
-def told(link: Link, error: BaseException) -> str:
+def error_text(link: Link, error: BaseException) -> str:
     """Return what the rank before is told of an error here; of one of a rank behind, as it was told."""
     return str(error) if isinstance(error, HostError) else f"{link.own_name} has failed: {error}"
 

@@ -32,7 +32,7 @@ from offload_runtime.weights.copies import COPY_BITS, MAKING_BYTES, copied, left
 from offload_runtime.weights.expert_hits import PUBLISHED_EXPONENT
 from offload_runtime.weights.layout import ModelLayout
 from offload_runtime.weights.loader import passing_bytes
-from offload_runtime.weights.sources import describe_model, draft_beside
+from offload_runtime.weights.sources import describe_model, open_draft
 
 # Sizes of trees for which room is planned unasked: a pass verifies them at hardly any cost where everything is on the
 # device, and beside what is streamed, the more of it the more.
@@ -60,7 +60,7 @@ def describe_models(config: RuntimeConfig) -> RuntimeConfig:
     request = replace(config, target=describe_model(config.target), draft=config.drafter)
     if request.draft != "the draft":
         return request
-    draft = draft_beside(config.draft, request.target, describe_model, config.target)
+    draft = open_draft(config.draft, request.target, describe_model, config.target)
     share_vocabulary(request.target, draft)
     return replace(request, draft=draft)
 

@@ -74,7 +74,7 @@ class DescribedModel:
         """Return what its token ids mean; None where nothing says so."""
         return self.read_vocabulary()
 
-    def beside(self, target: DescribedModel) -> Self:
+    def fitted(self, target: DescribedModel) -> Self:
         """Return the same draft as it is beside a target, which a head has to be made for.
 
         Raises:

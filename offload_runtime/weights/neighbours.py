@@ -134,13 +134,13 @@ def find_drafts(
         if described == _MOST_HEADERS or len(found) >= _MOST_DRAFTS:
             break
         try:
-            model = describe_model(path, draft=True).beside(target)
+            model = describe_model(path, draft=True).fitted(target)
             described += 1
             share = num_parameters(model) / parameters
             near = abs(model.config().vocab_size - target.config().vocab_size) <= MOST_PADDING
             shared = share_vocabulary(target, model) if near and share <= _MOST_SHARE else None
             if shared is not None:
-                opened = read(str(path), draft=True).beside(target) if read else model
+                opened = read(str(path), draft=True).fitted(target) if read else model
                 found.append(FoundDraft(names.get(path, path.name), opened, shared, share))
         except Exception as error:  # whatever is wrong with it, nobody has asked for this one
             logging.getLogger(__name__).debug("%s is no draft: %s", path, error)

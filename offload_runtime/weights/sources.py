@@ -177,7 +177,7 @@ def describe_model(reference: str | Path, *, draft: bool = False) -> DescribedMo
     )  # fmt: skip
 
 
-def draft_beside(
+def open_draft(
     draft: Any, target: DescribedModel, read: Callable[..., DescribedModel], reference: object
 ) -> DescribedModel:
     """Return a draft as it is beside its target.
@@ -201,8 +201,8 @@ def draft_beside(
             f"--draft mtp: {reference} carries no MTP layers, which copies of models often leave out: take one that "
             "has them, or --draft auto"
         )
-    beside: DescribedModel = found.beside(target)
-    return beside
+    fitted: DescribedModel = found.fitted(target)
+    return fitted
 
 
 def refuse_early(reference: str | Path) -> None:
