@@ -194,8 +194,8 @@ def _record(runtime: Runtime, options: BenchOptions, peak_bytes: int) -> dict[st
 
 def _screen(rows: Sequence[BenchRow], record: dict[str, Any]) -> list[Table | str]:
     """Return the table, and below it what the figures are of."""
-    beside = "" if record["profile"] is None else "\n(predicted)"
-    names = (f"prompt/s{beside}", f"tokens/s{beside}", "tokens\na pass", "link", "memory")
+    prediction_note = "" if record["profile"] is None else "\n(predicted)"
+    names = (f"prompt/s{prediction_note}", f"tokens/s{prediction_note}", "tokens\na pass", "link", "memory")
     columns = [Column("prompt", justify="right"), Column("answered by")]
     columns += [Column(name, justify="right") for name in names]
     table = terminal.narrow_table(*columns)

@@ -187,10 +187,10 @@ _SHOWN_OF_RECAP = 4  # messages
 
 def _recap(session: ChatSession) -> None:
     """Show the last messages, a line each."""
-    told = [message for message in session.conversation.messages if message["role"] != "system"]
-    if (earlier := len(told) - _SHOWN_OF_RECAP) > 0:
+    shown_messages = [message for message in session.conversation.messages if message["role"] != "system"]
+    if (earlier := len(shown_messages) - _SHOWN_OF_RECAP) > 0:
         terminal.status_line(f"  … {counted(earlier, 'earlier message')}")
-    for message in told[-_SHOWN_OF_RECAP:]:
+    for message in shown_messages[-_SHOWN_OF_RECAP:]:
         name = {"user": "you", "assistant": "model"}.get(message["role"], message["role"])
         terminal.status_line(f"  {name}: {terminal.shortened(terminal.one_line(_said(session, message)), most=160)}")
 

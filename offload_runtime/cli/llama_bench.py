@@ -161,12 +161,12 @@ class LlamaBench:
         threads = options.threads or os.cpu_count() or 1
         common: list[object] = ["-m", self.model, "-t", threads]
         layers = list[object](("-ngl", 0))
-        beside = "on the CPU"
+        placement = "on the CPU"
         if limit_bytes is not None:
             on_cpu, layers = self._placed(runtime, common, max(options.lengths) + options.tokens, limit_bytes)
             what = "layers' experts" if layers[-2] == "-ncmoe" else "layers"
-            beside = f"{on_cpu} {what} on the CPU, as {format_bytes(limit_bytes)} of device memory are for either"
-        terminal.status_line(f"llama-bench: {beside}")
+            placement = f"{on_cpu} {what} on the CPU, as {format_bytes(limit_bytes)} of device memory are for either"
+        terminal.status_line(f"llama-bench: {placement}")
         repeats = ("-r", options.repeats)
         prompts, prompts_bytes = run_llama_bench(
             self.program, [*common, *layers, "-p", lengths, "-n", 0, *repeats], device, _TIMEOUT_S
@@ -186,7 +186,7 @@ class LlamaBench:
         about = {
             "program": self.program.name, "version": version, "options": [str(one) for one in layers],
             "threads": threads, "peak_device_bytes": max(prompts_bytes, answers_bytes),
-            "in_words": f"llama.cpp {version}: {beside}",
+            "in_words": f"llama.cpp {version}: {placement}",
         }  # fmt: skip
         return LlamaFigures(prompt_tok_per_s, tok_per_s, about)
 

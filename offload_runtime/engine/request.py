@@ -412,9 +412,9 @@ class PromptRoom:
         require(not reserved, f"{', '.join(sorted(reserved))} cannot be an option of the chat template")
         hidden = given if self.allow_special_tokens else self._spelled.hide(given)
         try:
-            told, begun = (hidden[0][:-1], hidden[0][-1]) if continue_final_message else (hidden[0], None)
-            text = self.chat_template.render(told, hidden[1])
-            self.chat_template.require_shown(told, hidden[1], text)
+            complete, begun = (hidden[0][:-1], hidden[0][-1]) if continue_final_message else (hidden[0], None)
+            text = self.chat_template.render(complete, hidden[1])
+            self.chat_template.require_shown(complete, hidden[1], text)
         except MessageError:
             raise
         except Exception as error:  # templates raise whatever they like about the messages

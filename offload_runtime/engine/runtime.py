@@ -329,10 +329,10 @@ class Runtime(AbstractContextManager["Runtime"]):
                 if on_prefill is not None:
                     on_prefill(read * layers + done, len(requests) * layers)
 
-            is_told = self._shows_bars or on_prefill is not None
+            reports_progress = self._shows_bars or on_prefill is not None
             most = sum(one.max_new_tokens for one in asked)
             while self.engine.has_requests:
-                self._raise_error(self.engine.step(on_layer if is_told else None), requests)
+                self._raise_error(self.engine.step(on_layer if reports_progress else None), requests)
                 show("answer", sum(request.new_tokens for request in requests), most)
                 if any(request.result is None and not request.new_tokens for request in requests):
                     continue  # some prompts are still to be read

@@ -107,8 +107,8 @@ class _Tool(Body):
 
     def chat(self) -> dict[str, Any]:
         """Return it as OpenAI has it."""
-        told = {} if self.description is None else {"description": self.description}
-        return {"type": "function", "function": {"name": self.name, **told, "parameters": self.input_schema}}
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
 
 
 class _ToolChoice(Body):

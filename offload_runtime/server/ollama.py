@@ -179,8 +179,8 @@ class GenerateRequest(Question):
         if self.is_empty:
             return None
         if not self.raw:
-            told = [{"role": "system", "content": self.system}] if self.system else []
-            return self.chat(runtime, [*told, {"role": "user", "content": self.prompt}])
+            system = [{"role": "system", "content": self.system}] if self.system else []
+            return self.chat(runtime, [*system, {"role": "user", "content": self.prompt}])
         if self.system or self.think:
             raise RequestError("system and think are for prompts that are not raw", "raw")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None

@@ -174,18 +174,18 @@ class ResponsesBody(Body):
         """Return the chat that asks the same. Raises `RequestError`."""
         for name in ("previous_response_id", "conversation"):
             if getattr(self, name) is not None:
-                way_out = "send all of the conversation as input (most clients do with store false)"
-                raise RequestError(f"{name}: this server keeps no responses: {way_out}", name)
+                remedy = "send all of the conversation as input (most clients do with store false)"
+                raise RequestError(f"{name}: this server keeps no responses: {remedy}", name)
         others = set(self.include or ()) - {_LOGPROBS, "reasoning.encrypted_content"}
         if others:
             raise RequestError(f"include has {sorted(others)[0][:100]!r}, which no answer here has", "include")
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
         messages = _messages(items)
-        told: list[dict[str, Any]] = [{"type": "text", "text": self.instructions}] if self.instructions else []
+        instructions: list[dict[str, Any]] = [{"type": "text", "text": self.instructions}] if self.instructions else []
         while messages and messages[0]["role"] in ("system", "developer"):
-            told += messages.pop(0)["content"]
-        if told:  # one message, as some templates have no other place for instructions
-            messages.insert(0, {"role": "system", "content": told})
+            instructions += messages.pop(0)["content"]
+        if instructions:  # one message, as some templates have no other place for instructions
+            messages.insert(0, {"role": "system", "content": instructions})
         same = ("model", "stream", "seed", "temperature", "top_p", "top_logprobs", "parallel_tool_calls",
                 "chat_template_kwargs")  # fmt: skip
         why_not = ", which would run at OpenAI: offer a function of your own"
@@ -220,14 +220,14 @@ class Responses:
 
     Args:
         answered: What is answered.
-        told: What a response says again of its request.
+        echoed: What a response says again of its request.
     """
 
     last_line: ClassVar[str | None] = None
     is_lines: ClassVar[bool] = False
 
-    def __init__(self, answered: Answered, told: dict[str, Any]) -> None:
-        self._answered, self._told, self._id = answered, told, f"resp_{secrets.token_hex(12)}"
+    def __init__(self, answered: Answered, echoed: dict[str, Any]) -> None:
+        self._answered, self._echoed, self._id = answered, echoed, f"resp_{secrets.token_hex(12)}"
         self._created_s, self._number = int(time.time()), -1
         self._output: list[dict[str, Any]] = []  # items that are complete
         self._item: dict[str, Any] | None = None  # the one that is being written
@@ -239,7 +239,7 @@ class Responses:
         return {
             "id": self._id, "object": "response", "created_at": self._created_s, "status": status, "error": None,
             "incomplete_details": None, "model": self._answered.model, "output": self._output, "usage": None,
-            **self._told, **changed,
+            **self._echoed, **changed,
         }  # fmt: skip
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:

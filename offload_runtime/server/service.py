@@ -355,8 +355,8 @@ class Service:
 
     async def embeddings(self) -> Response:
         """Refuse `POST /v1/embeddings`, and ollama's routes for the same."""
-        way_out = "run a model that does at another port, with llama-server --embeddings or sentence-transformers"
-        raise errors.OptionError(f"this server answers with text and makes no embeddings: {way_out}")
+        remedy = "run a model that does at another port, with llama-server --embeddings or sentence-transformers"
+        raise errors.OptionError(f"this server answers with text and makes no embeddings: {remedy}")
 
     async def tokenize(self, request: Request) -> Response:
         """Answer `POST /tokenize` with token ids of a text or of messages."""
