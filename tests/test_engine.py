@@ -244,7 +244,9 @@ def test_the_first_kernel_is_close_to_generate(target: Path, draft: str) -> None
     assert len(callers) <= most("calls in front of a layer's first kernel"), "\n".join(callers)
 
 
-@pytest.mark.parametrize(("tree_nodes", "by"), [(0, "plain decoding, kernels included"), (16, "a tree")])
+@pytest.mark.parametrize(
+    ("tree_nodes", "by"), [(0, "plain decoding, kernels included"), (16, "a tree")], ids=["plain", "tree"]
+)
 def test_a_token_enters_few_files(target: Path, draft: Path, tree_nodes: int, by: str) -> None:
     """Kernels are counted, as a CPU computes them; a layer is streamed."""
     files = set[str]()

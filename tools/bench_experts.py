@@ -74,29 +74,30 @@ def measure(runtime: Runtime, options: argparse.Namespace) -> tuple[dict[str, An
             return text_by_topic(tokens, options.vocab_size, draw)
         return [draw.randrange(options.vocab_size) for _ in range(tokens)]
 
-    def answered(prompt: list[int], tokens: int, noise_id: int) -> GenerationResult:
-        asked = GenerationParams(tokens, ignore_eos=True, sampling=SamplingParams(1.0, noise_id=noise_id))
-        return runtime.generate(prompt, params=asked, speculate=False)
+    def asked(tokens: int, noise_id: int) -> GenerationParams:
+        return GenerationParams(tokens, ignore_eos=True, sampling=SamplingParams(1.0, noise_id=noise_id))
 
-    first = text(64)
-    answered(first, options.warm_up, 1)
+    def answered(prompt: list[int], params: GenerationParams) -> GenerationResult:
+        return runtime.generate(prompt, params=params, speculate=False)
+
+    first, warm_up = text(64), asked(options.warm_up, 1)
+    answered(first, warm_up)
     prompts = []
     for tokens in options.prompts:
-        seconds = answered(text(tokens), 1, 1).stats.time_to_first_token_s
+        seconds = answered(text(tokens), asked(1, 1)).stats.time_to_first_token_s
         prompts.append({"tokens": tokens, "s": seconds, "tok_per_s": tokens / seconds})
-    answered(first, options.warm_up, 1)
-    last = text(64)
-    answer = answered(last, options.tokens, 2)
-    asked = GenerationParams(options.tokens, ignore_eos=True, sampling=SamplingParams(1.0, noise_id=2))
-    again, logits = runtime.replay(last, asked, drafter=None)
+    answered(first, warm_up)
+    last, timed = text(64), asked(options.tokens, 2)
+    answer = answered(last, timed)
+    again, logits = runtime.replay(last, timed, drafter=None)
     stats = answer.stats
     peak_gbps = stats.link_peak_gbps
     bound_s = stats.bytes_per_pass / (peak_gbps * GB) if peak_gbps else None
     token_s = 1 / stats.tok_per_s if stats.tok_per_s else 0.0
     row = {
         "prompts": prompts, "tokens": answer.tokens, "tokens_again": again.tokens, "token_s": token_s,
-        "tok_per_s": stats.tok_per_s,
-        "predicted_s": stats.predicted_s_per_pass, "bytes_per_pass": stats.bytes_per_pass, "bound_s": bound_s,
+        "tok_per_s": stats.tok_per_s, "predicted_s": stats.predicted_s_per_pass,
+        "bytes_per_pass": stats.bytes_per_pass, "bound_s": bound_s,
         "expert_hit_rate": stats.expert_hit_rate, "expert_cpu_share": stats.expert_cpu_share,
         "expert_cpu_gbps": stats.expert_cpu_gbps,
         "link_peak_gbps": peak_gbps, "placement": runtime.placement,

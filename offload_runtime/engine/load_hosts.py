@@ -227,13 +227,13 @@ def _load_behind(
 ) -> Engine:
     """Load the layers of a rank that is not the first, as that has ordered, and tell the rank before when they are
     planned, and what has failed. Raises `OffloadError`."""
-    was_said = False
+    has_reported = False
 
     def planned(plan: RunPlan) -> None:
-        nonlocal was_said
-        if not was_said:
+        nonlocal has_reported
+        if not has_reported:
             before.send(DONE, {})
-        was_said = True
+        has_reported = True
 
     try:
         with before.beats(), before.at_work():

@@ -59,8 +59,8 @@ def local_models() -> list[LocalModel]:
         for publisher in entries(place):
             for directory in entries(publisher):
                 found += _models_in(f"{publisher.name}/{directory.name}", LM_STUDIO, directory)
-    stated = os.environ.get("OLLAMA_MODELS")
-    for place in _directories((stated,) if stated else _OF_OLLAMA):
+    named = os.environ.get("OLLAMA_MODELS")
+    for place in _directories((named,) if named else _OF_OLLAMA):
         for name, blob in ollama_models(place).values():
             if blob.is_file():
                 found.append(LocalModel(name, OLLAMA, blob, weight_bytes(blob)))
