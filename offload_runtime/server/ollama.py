@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -73,9 +73,13 @@ class Question(Body):
         """Return how long the model is to stay, infinite for ever; None where it is not said. Raises `OptionError`."""
         return None if self.keep_alive is None else parse_duration_s(self.keep_alive, "keep_alive")
 
+    def said(self, text: str, **others: Any) -> dict[str, Any]:
+        """Return the fields of a response that say something: a text, and what comes with it."""
+        raise NotImplementedError
+
     def wording(self, answered: Answered) -> Lines:
         """Return the words of the response."""
-        return Lines(answered, is_chat=isinstance(self, ChatRequest))
+        return Lines(answered, self.said)
 
     @property
     def is_empty(self) -> bool:
@@ -84,8 +88,7 @@ class Question(Body):
 
     def unloaded(self) -> dict[str, Any]:
         """Return the response that says that the model has gone."""
-        said = {"message": {"role": "assistant", "content": ""}} if isinstance(self, ChatRequest) else {"response": ""}
-        return {"model": self.model, "created_at": now(), **said, "done": True, "done_reason": "unload"}
+        return {"model": self.model, "created_at": now(), **self.said(""), "done": True, "done_reason": "unload"}
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a request of OpenAI's, but for the prompt. Raises `RequestError`."""
@@ -120,6 +123,9 @@ class ChatRequest(Question):
     @property
     def is_empty(self) -> bool:
         return not self.messages
+
+    def said(self, text: str, **others: Any) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, **others}}
 
     def asked(self, runtime: Runtime) -> AnswerBody | None:
         """Return the chat of OpenAI's that asks the same; None where nothing is asked. Raises `RequestError`."""
@@ -174,6 +180,9 @@ class GenerateRequest(Question):
     def is_empty(self) -> bool:
         return not self.prompt
 
+    def said(self, text: str, **others: Any) -> dict[str, Any]:
+        return {"response": text, **others}
+
     def asked(self, runtime: Runtime) -> AnswerBody | None:
         """Return the request of OpenAI's that asks the same; None where nothing is asked. Raises `RequestError`."""
         if self.is_empty:
@@ -194,26 +203,23 @@ class Lines:
 
     Args:
         answered: What is answered.
-        is_chat: `/api/chat`, or `/api/generate`.
+        said: As of the `Question`.
     """
 
     last_line: ClassVar[str | None] = None
     is_lines: ClassVar[bool] = True
 
-    def __init__(self, answered: Answered, *, is_chat: bool) -> None:
-        self._answered, self._is_chat = answered, is_chat
+    def __init__(self, answered: Answered, said: Callable[..., dict[str, Any]]) -> None:
+        self._answered, self._said = answered, said
 
     def _line(self, delta: Delta, **ended: Any) -> dict[str, Any]:
-        said: dict[str, Any] = {"thinking": delta.reasoning} if delta.reasoning else {}
+        others: dict[str, Any] = {"thinking": delta.reasoning} if delta.reasoning else {}
         if delta.calls:
-            said["tool_calls"] = [
+            others["tool_calls"] = [
                 {"id": call.id, "function": {"index": at, "name": call.name, "arguments": arguments_of(call)}}
                 for at, call in enumerate(delta.calls, start=delta.first_call)
             ]
-        said = (
-            {"message": {"role": "assistant", "content": delta.text, **said}}
-            if self._is_chat else {"response": delta.text, **said}
-        )  # fmt: skip
+        said = self._said(delta.text, **others)
         if delta.logprobs:
             said["logprobs"] = logprobs_of(self._answered.spelling, delta.logprobs)
         return {"model": self._answered.model, "created_at": now(), **said, "done": False, **ended}

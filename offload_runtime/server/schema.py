@@ -219,6 +219,7 @@ class AnswerBody(_Options):
     """
 
     harmless: ClassVar[Harmless] = HARMLESS
+    is_chat: ClassVar[bool] = False
     model: str | None = None
     n: int = Field(1, ge=1, le=_MOST_CHOICES)
     stop: str | list[str] | None = None
@@ -238,9 +239,7 @@ class AnswerBody(_Options):
     def wording(self, answered: Answered) -> Wording:
         """Return the words of the response."""
         with_usage = self.stream_options is not None and self.stream_options.include_usage
-        return Completions(
-            answered, is_chat=isinstance(self, ChatBody), with_usage=with_usage, with_sources=self.x_sources
-        )
+        return Completions(answered, is_chat=self.is_chat, with_usage=with_usage, with_sources=self.x_sources)
 
     def params(self, defaults: Mapping[str, Any], room_tokens: int, limit_tokens: int | None) -> GenerationParams:
         """Return what one answer is asked for.
@@ -311,6 +310,7 @@ class ChatBody(AnswerBody):
         **{name: values for name, values in HARMLESS.items() if name != "add_generation_prompt"},
         "add_special_tokens": (False,),
     }  # fmt: skip
+    is_chat: ClassVar[bool] = True
     messages: list[dict[str, Any]] = Field(min_length=1)
     continue_final_message: bool = False
     add_generation_prompt: bool | None = None
