@@ -217,7 +217,7 @@ class BatchShape(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of all sequences."""
+        """Return how many rows all sequences have."""
         return self.batch * self.width
 
     @property

@@ -42,7 +42,8 @@ def shortened(names: list[str]) -> str:
 
 
 class Fields:
-    """What a file says, by name. What it leaves out, or calls null, is the default; where there is none, it is refused.
+    """Holds what a file says, by name. What it leaves out, or calls null, is the default; where there is none, it is
+    refused.
 
     Args:
         where: The file, for messages.

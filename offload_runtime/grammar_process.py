@@ -83,7 +83,7 @@ class GrammarFactory:
 
 
 def reason_of(matcher: LLMatcher) -> str:
-    """What llguidance says is wrong, without the lines in which it shows where, and what helps."""
+    """Return what llguidance says is wrong, without the lines in which it shows where, and what helps."""
     reason = str(matcher.get_error()).split("\n<")[0].split("\n   1 |")[0]
     return reason + next((f": {remedy}" for part, remedy in _REMEDIES.items() if part in reason), "")
 

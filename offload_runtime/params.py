@@ -42,7 +42,7 @@ _KEYED_BY_NAME = frozenset({"properties", "patternProperties", "dependentSchemas
 @documented()
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is chosen from logits: a pure function of (logits, the sequence's own tokens, seed, noise_id,
+    """Says how a token is chosen from logits: a pure function of (logits, the sequence's own tokens, seed, noise_id,
     position).
 
     Logits are worked on in vLLM's order: bias, repetition (CTRL, arXiv 1909.05858, section 4.1), frequency, presence,

@@ -69,7 +69,7 @@ class LogitAdjustments:
         self._new_tokens: dict[int, list[int]] = {}
 
     def assign(self, slot: int, params: SamplingParams) -> None:
-        """From here on a slot has these; what is counted of it stays until it begins anew. Enqueued on the current
+        """Give these to a slot from here on; what is counted of it stays until it begins anew. Enqueued on the current
         stream."""
         self._of_slots[slot] = params
         self._look_at_slots()
@@ -92,7 +92,7 @@ class LogitAdjustments:
         self.first_ends[slot] = before, upload(torch.tensor(sorted(tokens), dtype=torch.int64), self._device)
 
     def release(self, slot: int) -> None:
-        """Nobody holds a slot any more."""
+        """Note that nobody holds a slot any more."""
         self._of_slots.pop(slot, None)
         self.first_ends.pop(slot, None)
         for kept in (self._num_seen, self._new_prompts, self._new_tokens):
@@ -275,7 +275,7 @@ def _filtered(logits: Tensor, params: SamplingParams) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """How likely the model took a token to be: of its own distribution, the logits as they are, in fp32. Bias,
+    """Says how likely the model took a token to be: of its own distribution, the logits as they are, in fp32. Bias,
     penalties, temperature and filters, which decide the token, do not count.
 
     Attributes:
@@ -298,8 +298,8 @@ class TokenLogprobs:
 
 
 def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[TokenLogprobs]:
-    """Of each row of logits [R, V] the log-probabilities of its token and of the `count` likeliest. Waits for the
-    device."""
+    """Return of each row of logits [R, V] the log-probabilities of its token and of the `count` likeliest. Waits for
+    the device."""
     last, found = logits.shape[1] - 1, list[TokenLogprobs]()
     count = min(count, last + 1)
     for at in range(0, len(tokens), MOST_FILTERED_ROWS):
@@ -320,7 +320,7 @@ def token_logprobs(logits: Tensor, tokens: Sequence[int], count: int) -> list[To
 
 
 class SlotSampling:
-    """How the tokens of every slot are chosen: a slot is a batch row of the caches, held by one request at a time.
+    """Says how the tokens of every slot are chosen: a slot is a batch row of the caches, held by one request at a time.
 
     Temperature, seed and noise id lie in a device tensor that never moves, so that CUDA graphs may hold it, and so does
     a logit bias; only `graph_key` decides which kernels run.
@@ -356,8 +356,8 @@ class SlotSampling:
         return slots
 
     def assign(self, slot: int, params: SamplingParams, matcher: GrammarMatcher | None = None) -> None:
-        """From here on a slot chooses its tokens this way, as far as `matcher` allows them; the others go on as before.
-        Enqueued on the current stream.
+        """Let a slot choose its tokens this way from here on, as far as `matcher` allows them; the others go on as
+        before. Enqueued on the current stream.
 
         `filters` then holds the different filters of the slots that are held, each with its temperature. It is empty
         where no token is ever excluded.
@@ -373,7 +373,7 @@ class SlotSampling:
             self.matchers[slot] = matcher
 
     def release(self, slot: int) -> None:
-        """Nobody holds a slot any more, if anybody did: its filters are not run for the others."""
+        """Note that nobody holds a slot any more, if anybody did: its filters are not run for the others."""
         if self._kinds.pop(slot, None) is not None:
             self._number_filters()
             self.adjustments.release(slot)
@@ -389,12 +389,12 @@ class SlotSampling:
 
     @property
     def graph_key(self) -> Hashable:
-        """What a captured graph of a step that samples depends on."""
+        """Return what a captured graph of a step that samples depends on."""
         return self.filters, self.adjustments.biased
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but temperature and noise stands between logits and tokens, of all slots."""
+        """Return whether nothing but temperature and noise stands between logits and tokens, of all slots."""
         adjusted = self.adjustments.biased or self.adjustments.penalised or self.adjustments.first_ends
         return not (self.filters or adjusted or self.matchers)
 

@@ -68,12 +68,12 @@ class CudaClock:
         self._base = self._last
 
     def is_past(self, mark: torch.cuda.Event) -> bool:
-        """Whether the moment has come; never waits."""
+        """Return whether the moment has come; never waits."""
         return mark.query()
 
     def to_host(self, *, wait: bool = True) -> Callable[[float], float]:
-        """What turns this clock's seconds into those of `time.perf_counter`. Waits for the current stream; without
-        `wait` it goes by the clock's beginning, for a device that answers no more."""
+        """Return what turns this clock's seconds into those of `time.perf_counter`. Waits for the current stream;
+        without `wait` it goes by the clock's beginning, for a device that answers no more."""
         started_s, rate = self._started_s, 1.0
         if wait:
             event, ended_s = self._now()
@@ -124,7 +124,7 @@ class HostClock:
 
 
 class Span(NamedTuple):
-    """Something that took its time. `start_s` and `end_s` are on the device's clock or else on the host's."""
+    """Is something that took its time. `start_s` and `end_s` are on the device's clock or else on the host's."""
 
     row: str
     name: str
@@ -175,8 +175,8 @@ class TraceRecorder:
         self._others: list[TraceRecorder] = []
 
     def of_card(self, number: int, device: torch.device) -> TraceRecorder:
-        """Who is told what happens on one of several cards, by its own clock: for the first this one, for each of the
-        others one whose rows this one has as well. To be asked for in the order of the numbers."""
+        """Return who is told what happens on one of several cards, by its own clock: for the first this one, for each
+        of the others one whose rows this one has as well. To be asked for in the order of the numbers."""
         if number:
             assert number == len(self._others) + 1
             self._others.append(TraceRecorder(device, most_spans=self._most_spans))
@@ -222,7 +222,7 @@ class TraceRecorder:
         self._passes += 1
 
     def decided(self, **outcome: Any) -> None:
-        """What came of the last pass, whose tokens the host has just read."""
+        """Note what came of the last pass, whose tokens the host has just read."""
         self._pass_args |= outcome
         self.add_host("wait and accept", self._launched_s, time.perf_counter(), {"pass": self._pass_args["pass"]})
         self.settle()
@@ -238,7 +238,7 @@ class TraceRecorder:
             other.settle()
 
     def position(self) -> tuple[int, ...]:
-        """How many spans there are of each card so far, those included whose marks are past; never waits."""
+        """Return how many spans there are of each card so far, those included whose marks are past; never waits."""
         self.settle()
         return tuple(len(one.spans) for one in (self, *self._others))
 
@@ -281,7 +281,7 @@ def _on_host(spans: Iterable[Span], to_host: Callable[[float], float]) -> list[S
 
 
 def row_of_card(row: str, number: int) -> str:
-    """What a row is called that is of one of several cards: its plain name is of the first."""
+    """Return what a row is called that is of one of several cards: its plain name is of the first."""
     return f"{row}{OF_CARD}{number}" if number else row
 
 
@@ -292,7 +292,7 @@ _KEYS = ("layer", "sequence", "block")
 
 @dataclass(frozen=True)
 class CopyLog:
-    """Where the spans of one copy queue go: its copies into `row`, and what waits for them into that of stalls."""
+    """Says where the spans of one copy queue go: its copies into `row`, and what waits for them into that of stalls."""
 
     recorder: TraceRecorder
     row: str
@@ -325,7 +325,7 @@ Interval = tuple[float, float]
 
 
 def union_seconds(intervals: Iterable[Interval]) -> float:
-    """Seconds that are in any of the intervals (start, end)."""
+    """Return the seconds that are in any of the intervals (start, end)."""
     seconds, reached = 0.0, -math.inf
     for start, end in sorted(intervals):
         seconds += max(0.0, end - max(start, reached))
@@ -334,7 +334,7 @@ def union_seconds(intervals: Iterable[Interval]) -> float:
 
 
 def covered_seconds(intervals: Iterable[Interval], by: Iterable[Interval]) -> float:
-    """Seconds that are in any of `intervals` and in any of `by`."""
+    """Return the seconds that are in any of `intervals` and in any of `by`."""
     left, right = list(intervals), list(by)
     return union_seconds(left) + union_seconds(right) - union_seconds([*left, *right])
 

@@ -184,7 +184,7 @@ class DeltaStates:
 
     @property
     def pinned_bytes(self) -> int:
-        """What of it is page-locked."""
+        """Return what of it is page-locked."""
         return sum(arena.pinned_bytes for arena in self._arenas)
 
     def take_over(self, source: DeltaStates, slot: int) -> None:
@@ -212,8 +212,8 @@ class DeltaStates:
                 card.steps.append(memory.view(count, rows, elements))
 
     def of_layer(self, layer: int, rows: Rows, *, in_step: bool) -> DeltaPass:
-        """What `LayerCache.delta` says. Rows `in_step` are guesses, whose paths are read again from the committed
-        tokens."""
+        """Return what `LayerCache.delta` says. Rows `in_step` are guesses, whose paths are read again from the
+        committed tokens."""
         card, memory = self._of_layers[layer]
         prompt = rows.prompt
         if card.running is None or card.running[0] is not rows:
@@ -349,7 +349,7 @@ class DeltaStates:
                         fold(self._of_layers[layer][1], at, self._shape)
 
     def saves(self, slot: int, length: int) -> int:
-        """How many of the first `length` tokens of a sequence have a state behind them."""
+        """Return how many of the first `length` tokens of a sequence have a state behind them."""
         anchors = (one.length for one in self._anchors[slot])
         return max(one for one in (0, self._base(slot), *anchors) if one <= length)
 

@@ -146,7 +146,7 @@ class KVCache:
 
     @property
     def step_lag(self) -> int:
-        """What steps of the announced window depend on besides device memory, where layers have states."""
+        """Return what steps of the announced window depend on besides device memory, where layers have states."""
         return 0 if self._states is None else self._states.lag
 
     def anchors_within(self, start: int, end: int) -> list[int]:
@@ -276,7 +276,7 @@ class KVCache:
             self._states.take_steps(budgets, name, each_layer=False)
 
     def delta(self, layer: int, rows: Rows, *, in_step: bool = False) -> DeltaPass:
-        """As of a `LayerCache`; of a step that writes guesses, or of any other pass."""
+        """Return what `LayerCache.delta` says, of a step that writes guesses, or of any other pass."""
         assert self._states is not None, "the model has such layers"
         return self._states.of_layer(layer, rows, in_step=in_step)
 
@@ -317,7 +317,7 @@ class KVCache:
         return range(kept_from(self._lengths[slot]), num_blocks(self._ends[slot]))
 
     def block_table(self, layer: int) -> BlockTable:
-        """Where the layer's blocks lie."""
+        """Return where the layer's blocks lie."""
         if layer not in self._tables:
             data = self._of_layers[layer]
             table = BlockTable.empty(data.shape[0], data.shape[1], data.device)
@@ -400,7 +400,7 @@ def block_shapes(config: ModelConfig, batch: int, blocks: Mapping[int, int]) -> 
 
 
 def block_bytes(config: ModelConfig, dtype: torch.dtype, layer: int) -> int:
-    """Bytes of a layer's block."""
+    """Return the bytes of a layer's block."""
     return config.attentions[layer].kv_elements(BLOCK_TOKENS) * dtype.itemsize
 
 
@@ -503,7 +503,8 @@ class StreamingDraftCache(KVCache):
 
 
 def streaming_capacity_tokens(sink_tokens: int, recent_tokens: int, window_tokens: int) -> int:
-    """Tokens of a sequence that a `StreamingDraftCache` holds: what it keeps at most, and a window, in whole blocks.
+    """Return how many tokens of a sequence a `StreamingDraftCache` holds: what it keeps at most, and a window, in
+    whole blocks.
 
     Moving takes as much as one layer's share of it on top, for a moment.
     """

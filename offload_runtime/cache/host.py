@@ -44,8 +44,8 @@ from offload_runtime.stream.queue import KV, CopySchedule
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Which host blocks a pass streams: the first `blocks[s]` of sequence s. It is about the sequences `chosen`, and
-    streams nothing of the others."""
+    """Says which host blocks a pass streams: the first `blocks[s]` of sequence s. It is about the sequences `chosen`,
+    and streams nothing of the others."""
 
     epoch: int
     chosen: tuple[int, ...]
@@ -137,15 +137,15 @@ class HostKVCache(KVCache):
     # --- what the streamer asks
 
     def snapshot(self) -> Snapshot:
-        """Which blocks a pass that is planned now streams."""
+        """Return which blocks a pass that is planned now streams."""
         self.writes.collect()
         chosen = self._chosen
         blocks = (count if slot in chosen else 0 for slot, count in enumerate(self.writes.arrived))
         return Snapshot(self._epoch, chosen, tuple(blocks))
 
     def is_valid(self, snapshot: Snapshot) -> bool:
-        """Whether a pass may go by this snapshot: it is about the same sequences, and what it does not stream of them
-        must be in the ring."""
+        """Return whether a pass may go by this snapshot: it is about the same sequences, and what it does not stream of
+        them must be in the ring."""
         fits = snapshot.epoch == self._epoch and snapshot.chosen == self._chosen
         return fits and all(snapshot.blocks[slot] >= self._ring_from[slot] for slot in snapshot.chosen)
 
@@ -313,7 +313,7 @@ class HostKVCache(KVCache):
         return range(first, num_blocks(self._ends[slot]))
 
     def block_table(self, layer: int) -> BlockTable:
-        """Where the layer's blocks lie, for kernels that read them from there."""
+        """Return where the layer's blocks lie, for kernels that read them from there."""
         assert not self.blocks.is_staged, "kernels reach page-locked memory only"
         batch = len(self._lengths)
         if not self._tables:

@@ -38,7 +38,7 @@ _PIECE_BYTES, _PIECE_BYTES_OF_CARDS = 32 << 20, 128 << 20
 
 @dataclass(frozen=True)
 class HostKVCard:
-    """What a card brings to a cache in host memory.
+    """Holds what a card brings to a cache in host memory.
 
     `budget` is the ledger of its memory, and `writeback` a copy queue of its own for blocks on their way to the host. A
     buffer of its ring on the link has `piece_bytes`. `workspace_bytes` are allocated for prefills; 0 where they will
@@ -99,7 +99,7 @@ class HostBlocks:
 
     @property
     def is_staged(self) -> bool:
-        """Whether some of it may not be page-locked."""
+        """Return whether some of it may not be page-locked."""
         return bool(self._pageable)
 
     @property
@@ -194,8 +194,8 @@ class HostBlocks:
             pageable.settle()
 
     def memory(self, layer: int, slot: int, blocks: range) -> torch.Tensor:
-        """Where blocks of a sequence are, which must lie in one extent: uint8 [len(blocks) * block_bytes], host. Waits
-        until they may be used.
+        """Return where blocks of a sequence are, which must lie in one extent: uint8 [len(blocks) * block_bytes], host.
+        Waits until they may be used.
 
         Raises:
             BudgetError: The system does not let us lock them.
@@ -297,7 +297,7 @@ class HostWrites:
 
 @dataclass(eq=False)
 class HostPrefill:
-    """What a prefill in progress has on one card, whose layers it takes one by one.
+    """Holds what a prefill in progress has on one card, whose layers it takes one by one.
 
     Attributes:
         slot: Of the sequence that is prefilled.
@@ -382,8 +382,8 @@ class HostPrefill:
 
 
 def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int, *, overlapped: bool = False) -> int:
-    """Bytes of a buffer of the ring on the link: whole blocks of any layer, of which a long sequence makes pieces of
-    about the same size; `overlapped` where the links of several cards are busy at once."""
+    """Return the bytes of a buffer of the ring on the link: whole blocks of any layer, of which a long sequence makes
+    pieces of about the same size; `overlapped` where the links of several cards are busy at once."""
     blocks, most = num_blocks(context_tokens), _PIECE_BYTES_OF_CARDS if overlapped else _PIECE_BYTES
 
     def piece_bytes(block: int) -> int:

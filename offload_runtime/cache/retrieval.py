@@ -94,7 +94,7 @@ class RetrievalCache:
         self._far_blocks = self._recent_blocks = 0  # of the sequence that has the most
 
     def on_blocks(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
-        """As of a `BlockObserver`: summarise every block of a sequence's far context."""
+        """Summarise every block of a sequence's far context."""
         one = KVBlocks(kv.data[row : row + 1], kv.first_block)
         chunk_summaries(one, blocks, self._summaries[layer].rows(slot, slot + 1), chunk_size=self._chunk_size)
 
@@ -132,7 +132,7 @@ class RetrievalCache:
         return largest.view(-1).view(torch.uint8)[:nbytes]
 
     def announce(self, rows: range, counts: Mapping[int, int]) -> bool:
-        """As of `begin_steps`, once the target's cache knows."""
+        """Begin steps as `begin_steps` says, once the target's cache knows."""
         self._rows, grown = rows, False
         recent = [range(0)] * len(rows)
         for slot in counts:
@@ -170,7 +170,7 @@ class RetrievalCache:
         return self._rows, first, *sizes
 
     def forget(self, slot: int) -> None:
-        """Another sequence begins in this place: what was retrieved is of no use."""
+        """Let another sequence begin in this place: what was retrieved is of no use."""
         self.cut(slot, 0)
         self.recent[slot] = range(0)
 
@@ -269,7 +269,7 @@ class RetrievedDraftCache(KVCache):
         self.begin_step(first=True)
 
     def begin_steps(self, rows: range, counts: Mapping[int, int]) -> bool:
-        """As of a `RetrievalCache`."""
+        """Begin steps as a `RetrievalCache` does."""
         super().begin_window(list(counts), list(counts.values()))
         grown, self._whole = self._retrieved.announce(rows, counts), False
         for slot in counts:

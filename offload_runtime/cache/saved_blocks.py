@@ -60,7 +60,7 @@ _STAGING_BYTES, _MOST_STAGED = 256 << 20, 8
 
 
 def block_names(kind: str, tokens: Sequence[int]) -> list[str]:
-    """What the blocks of a text are called, the open one at its end included.
+    """Return what the blocks of a text are called, the open one at its end included.
 
     Args:
         kind: Of its keys and values: those of another kind have other names.
@@ -76,7 +76,7 @@ def block_names(kind: str, tokens: Sequence[int]) -> list[str]:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """What a block is on its way.
+    """Says what a block is on its way.
 
     Attributes:
         tensors: By layer the shape and the dtype of each tensor that its state saves.
@@ -95,7 +95,7 @@ class BlockLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a block."""
+        """Return the bytes of a block."""
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in chain(*self.tensors.values()))
 
     def views(self, memory: torch.Tensor) -> SavedBlock:
@@ -129,24 +129,24 @@ class BlockStore:
         return name in self._sizes
 
     def snapshot(self) -> BlockStore:
-        """What is read of it is what it holds now, whatever goes meanwhile."""
+        """Let what is read of it be what it holds now, whatever goes meanwhile."""
         now = copy_of(self)
         now._memory = dict(self._memory)
         return now
 
     def holds(self, name: str, layout: BlockLayout) -> bool:
-        """Whether a block is here, with as much as a layout has of it."""
+        """Return whether a block is here, with as much as a layout has of it."""
         return self._sizes.get(name, 0) >= layout.nbytes + self.more_bytes
 
     def find(self, names: Sequence[str]) -> int:
-        """How many leading ones of these are here; this uses them."""
+        """Return how many leading ones of these are here; this uses them."""
         count = next((index for index, name in enumerate(names) if name not in self), len(names))
         for name in reversed(names[:count]):
             self._sizes[name] = self._sizes.pop(name)
         return count
 
     def num_fitting(self, blocks: Mapping[str, BlockLayout]) -> int:
-        """How many leading ones of some blocks there would be room for beside nothing else."""
+        """Return how many leading ones of some blocks there would be room for beside nothing else."""
         sizes = accumulate(layout.nbytes + self.more_bytes for layout in blocks.values())
         return sum(1 for _ in takewhile(lambda nbytes: nbytes <= self._most_bytes, sizes))
 

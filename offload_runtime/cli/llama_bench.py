@@ -111,7 +111,7 @@ def fewest_on_cpu(probe: Callable[[int], int], most: int, count: int, each_bytes
 
 @dataclass(frozen=True)
 class LlamaFigures:
-    """What llama-bench has measured: tokens a second by the length of the prompt, and how it was asked."""
+    """Says what llama-bench has measured: tokens a second by the length of the prompt, and how it was asked."""
 
     prompt_tok_per_s: dict[int, float]
     tok_per_s: dict[int, float]

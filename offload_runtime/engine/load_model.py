@@ -253,7 +253,7 @@ class LoadedCard:
         return [self.engine] if demand is None else [self.engine, demand]
 
     def end_copies(self) -> None:
-        """Before anything that is copied, or computed with, is let go of."""
+        """End the copies, before anything that is copied, or computed with, is let go of."""
         for engine in self.engines:
             engine.close()
         if self.pool is not None and self.pool.cpu is not None:
@@ -303,8 +303,8 @@ class LoadedModel:
         return self.cards[0].pool if head.placement.pool_buffers == 0 else None
 
     def end_copies(self) -> None:
-        """Before anything that is copied is let go of, or that passes read or write: one that was launched ahead of an
-        answer's end may be running."""
+        """End the copies, before anything that is copied is let go of, or that passes read or write: one that was
+        launched ahead of an answer's end may be running."""
         for card in self.cards:
             card.end_copies()
         for device in self.runner.decoder.partition.devices:

@@ -123,7 +123,7 @@ class SavedCache:
 
     @cached_property
     def layouts(self) -> list[BlockLayout]:
-        """Of a block that has what every longer text needs alone, and of one that is whole."""
+        """Return the layouts of a block that has what every longer text needs alone, and of one that is whole."""
         config, dtype = self.model.config, self.model.plan.dtype
         return [BlockLayout.of(config, dtype, whole=whole, locks=self.locks) for whole in (False, True)]
 

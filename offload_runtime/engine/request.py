@@ -316,7 +316,7 @@ class PromptRoom:
 
     @cached_property
     def sampling_defaults(self) -> Mapping[str, float]:
-        """As of `Runtime`."""
+        """Return what `Runtime.sampling_defaults` says."""
         return sampling_defaults(self.generation)
 
     def check(self, params: GenerationParams) -> GrammarMatcher | None:

@@ -101,7 +101,7 @@ class Runtime(AbstractContextManager["Runtime"]):
 
     @property
     def lost_rank(self) -> str | None:
-        """Which other machine has ended that has layers of the target, and why; None as long as none has."""
+        """Return which other machine has ended that has layers of the target, and why; None as long as none has."""
         return None if self.engine.shares is None else self.engine.shares.group.lost
 
     @classmethod
@@ -179,7 +179,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True,
         on_prefill: OnLayer | None = None, **options: Any,
     ) -> GenerationResult:  # fmt: skip
-        """Like `stream`, but returns when everything is there.
+        """Answer as `stream` does, but return when everything is there.
 
         Raises:
             BudgetError: Memory ran out; once there were tokens, with the answer as far as it had come.
@@ -219,7 +219,7 @@ class Runtime(AbstractContextManager["Runtime"]):
     async def agenerate(
         self, prompt: Prompt, *, params: GenerationParams | None = None, speculate: bool = True, **options: Any
     ) -> GenerationResult:
-        """Like `astream`, but returns when everything is there: `await runtime.agenerate(prompt)`."""
+        """Answer as `astream` does, but return when everything is there: `await runtime.agenerate(prompt)`."""
         stream = self.astream(prompt, params=params, speculate=speculate, **options)
         async for _ in stream:
             pass

@@ -23,7 +23,7 @@ class Rope:
     channels: int
 
     def rotation(self, *, first: int = 0, interleaved: bool = False) -> Rotation:
-        """How a layer rotates by it, whose angles of a row begin with this one."""
+        """Return how a layer rotates by it, whose angles of a row begin with this one."""
         return Rotation(first, self.channels // 2, interleaved)
 
 
@@ -92,7 +92,7 @@ class ModelConfig:
 
     @property
     def attention(self) -> Attention:
-        """That of the first layer that has keys and values."""
+        """Return the attention of the first layer that has keys and values."""
         return next(iter(self.attentions.values()))
 
     @property
@@ -112,18 +112,18 @@ class ModelConfig:
 
     @cached_property
     def kv_elements(self) -> tuple[int, ...]:
-        """Elements of the keys and values that each layer's cache keeps of a token."""
+        """Return the elements of the keys and values that each layer's cache keeps of a token."""
         return tuple(layer.attention.kv_elements(1) for layer in self.layers)
 
     @cached_property
     def attentions(self) -> dict[int, Attention]:
-        """By their numbers the layers that keep keys and values: their attentions."""
+        """Return the attentions of the layers that keep keys and values, by their numbers."""
         found = ((number, layer.attention) for number, layer in enumerate(self.layers))
         return {number: one for number, one in found if isinstance(one, Attention)}
 
     @cached_property
     def deltas(self) -> dict[int, GatedDelta]:
-        """By their numbers the gated delta layers."""
+        """Return the gated delta layers by their numbers."""
         found = ((number, layer.attention) for number, layer in enumerate(self.layers))
         return {number: one for number, one in found if isinstance(one, GatedDelta)}
 
@@ -134,12 +134,13 @@ class ModelConfig:
 
     @cached_property
     def row_elements(self) -> int:
-        """Elements that a row of a pass takes on its way through the largest layer, but for the residual stream."""
+        """Return the elements that a row of a pass takes on its way through the largest layer, but for the residual
+        stream."""
         return max(layer.row_elements for layer in set(self.layers))
 
     @cached_property
     def prompt_row_elements(self) -> int:
-        """Elements that a row of a prompt takes in experts that many go through together, at most."""
+        """Return the elements that a row of a prompt takes in experts that many go through together, at most."""
         return max((one.prompt_row_elements for one in self.mixtures), default=0)
 
     @cached_property
@@ -149,7 +150,8 @@ class ModelConfig:
 
     @cached_property
     def crossing_bytes(self) -> int:
-        """Bytes that a pass takes for each sequence whose rows go over the end of a gated delta layer's chunk."""
+        """Return the bytes that a pass takes for each sequence whose rows go over the end of a gated delta layer's
+        chunk."""
         return max((one.crossing_bytes for one in self.deltas.values()), default=0)
 
     def layer_prefix(self, number: int) -> str:
@@ -157,12 +159,12 @@ class ModelConfig:
         return f"model.layers.{number}."
 
     def kv_bytes_per_token(self, element_bytes: int) -> int:
-        """Bytes of keys and values that one token holds over all layers."""
+        """Return the bytes of keys and values that one token holds over all layers."""
         return sum(self.kv_elements) * element_bytes
 
     def shared_tensors(self) -> Iterator[Tensor]:
-        """What lies around the layers, by whole names: `embedding` [V, H], `final_norm` [H], `lm_head` [V, H] unless it
-        is the embedding."""
+        """Return what lies around the layers, by whole names: `embedding` [V, H], `final_norm` [H], `lm_head` [V, H]
+        unless it is the embedding."""
         vocabulary = (self.vocab_size, self.hidden_size)
         yield Tensor("embedding", "model.embed_tokens.weight", vocabulary)
         yield Tensor("final_norm", "model.norm.weight", vocabulary[1:])

@@ -53,7 +53,7 @@ class BlockAttention(Attention):
     causal: bool = False
 
     def forward(self, layer: int, x: torch.Tensor, weights: Weights, rows: Rows, cache: LayerCache) -> torch.Tensor:
-        """As of all attention; with the context that the rows bring, if any, in one product."""
+        """Compute what all attention does; with the context that the rows bring, if any, in one product."""
         together = x if rows.hidden is None else torch.cat((x, rows.hidden))
         q = self.store(layer, together, weights, rows.rope, cache)[: rows.num_rows]
         q = q.view(*rows.query.positions.shape, self.num_heads, self.head_dim)
@@ -61,7 +61,7 @@ class BlockAttention(Attention):
         return cache.attend(layer, q, self._seen(rows.query), params).reshape(rows.num_rows, -1)
 
     def tensors(self) -> Iterator[Tensor]:
-        """As of all attention; checkpoints have another name for sinks."""
+        """Return what all attention has; checkpoints have another name for sinks."""
         for part in super().tensors():
             yield part._replace(name="self_attn.attention_sink_bias") if part.packed == "sinks" else part
 
@@ -136,18 +136,18 @@ class ConvolvedLayer(DecoderLayer):
     around_mlp: BlockConvolution = field(kw_only=True)
 
     def tensors(self) -> Iterator[Tensor]:
-        """Those of the layer, and of its convolutions."""
+        """Return the tensors of the layer, and of its convolutions."""
         yield from super().tensors()
         yield from self.around_attention.tensors()
         yield from self.around_mlp.tensors()
 
     @property
     def row_elements(self) -> int:
-        """Elements that a row takes on its way: the kernels of both, and what they make."""
+        """Return the elements that a row takes on its way: the kernels of both, and what they make."""
         return super().row_elements + 6 * self.around_mlp.kernel_size * self.attention.hidden_size
 
     def forward(self, layer: int, residual: torch.Tensor, weights: LayerWeights, rows: Rows, cache: LayerCache) -> None:
-        """As of `DecoderLayer`, of whole blocks."""
+        """Compute what a `DecoderLayer` does, of whole blocks."""
         (norm, _, mlp_norm, _), width = self.norms, rows.query.positions.shape[1]
         assert norm is not None and mlp_norm is not None
         x = self.attention.norm(residual, weights[norm].dense)
@@ -161,7 +161,7 @@ class ConvolvedLayer(DecoderLayer):
 
 
 class Selector(NamedTuple):
-    """How version 2 chooses: among so many `candidates` of each place, by factors of so many channels (`rank`)."""
+    """Says how version 2 chooses: among so many `candidates` of each place, by factors of so many channels (`rank`)."""
 
     candidates: int
     rank: int
@@ -185,7 +185,8 @@ class DFlashConfig(HeadConfig):
     target_layers: int | None = None
 
     def fitted(self, target: ModelConfig) -> Self:
-        """As of all heads."""
+        """Return the head as it is beside its target, which must have as many layers as the one that it was made
+        for."""
         found = super().fitted(target)
         if self.target_layers not in (None, target.num_layers):
             raise CheckpointError(

@@ -41,7 +41,7 @@ class FirstLayer(DecoderLayer):
 
     @property
     def row_elements(self) -> int:
-        """Elements that a row takes on its way: as in every layer, and both inputs, normed and joined."""
+        """Return the elements that a row takes on its way: as in every layer, and both inputs, normed and joined."""
         return super().row_elements + 4 * self.attention.hidden_size
 
     def attention_input(self, residual: torch.Tensor, weights: LayerWeights, rows: Rows) -> torch.Tensor:
@@ -102,8 +102,8 @@ class Eagle3Config(HeadConfig):
         return self.draft_vocab_size
 
     def fitted(self, target: ModelConfig) -> Self:
-        """As of all heads; what its configuration leaves out are the taps that EAGLE-3 was published with, or where
-        there is no `fc` the target's last rows."""
+        """Return the head as it is beside its target; what its configuration leaves out are the taps that EAGLE-3 was
+        published with, or where there is no `fc` the target's last rows."""
         count = target.num_layers
         usual = (2, count // 2, count - 3) if self.fused else (count,)
         return super(Eagle3Config, replace(self, taps=self.taps or usual)).fitted(target)

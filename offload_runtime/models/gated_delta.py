@@ -23,7 +23,7 @@ from offload_runtime.models.layers import (
 
 
 class DeltaModules(NamedTuple):
-    """What checkpoints call the modules of a layer.
+    """Says what checkpoints call the modules of a layer.
 
     Attributes:
         inputs: Makes what the convolution reads: queries, keys and values, or each of them.
@@ -85,20 +85,21 @@ class GatedDelta:
 
     @property
     def row_elements(self) -> int:
-        """Elements that a row takes on its way: inputs, gates, results, and what kernels pass on, much of it fp32."""
+        """Return the elements that a row takes on its way: inputs, gates, results, and what kernels pass on, much of it
+        fp32."""
         shape = self.shape
         wide = 2 * shape.value_heads * (CHUNK_TOKENS + 1) + self.crossing_bytes // (4 * CHUNK_TOKENS)
         return 2 * shape.channels + 4 * self.out_size + 2 * wide
 
     @property
     def crossing_bytes(self) -> int:
-        """Bytes that a pass takes for each chunk whose end it goes over: the state there, and what the chunk's inverse
-        makes of its keys and values."""
+        """Return the bytes that a pass takes for each chunk whose end it goes over: the state there, and what the
+        chunk's inverse makes of its keys and values."""
         dims, shape = self.shape.key_dim + self.shape.value_dim, self.shape
         return 4 * shape.value_heads * (shape.key_dim * shape.value_dim + CHUNK_TOKENS * dims)
 
     def work(self, rows: int, context: int) -> Work:
-        """What is done for the last `rows` of a sequence, however many tokens come before them."""
+        """Return what is done for the last `rows` of a sequence, however many tokens come before them."""
         shape = self.shape
         state = shape.value_heads * shape.key_dim * shape.value_dim
         of_chunk = shape.value_heads * CHUNK_TOKENS * (shape.key_dim + shape.value_dim)

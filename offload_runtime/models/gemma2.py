@@ -17,7 +17,7 @@ DEFAULTS = {
 
 
 def layer_of(fields: Fields) -> DecoderLayer:
-    """What Gemma 3 has too."""
+    """Return a decoder layer of Gemma 2, of which Gemma 3's is made."""
     refuse_set(fields, "use_bidirectional_attention", "see what comes behind a token")
     bias, cap = fields.flag("attention_bias"), "attn_logit_softcapping"
     attention = replace(
@@ -42,7 +42,7 @@ def _model(fields: Fields) -> ModelConfig:
 
 
 def gguf_scalar(fields: Fields, largest: int) -> float:
-    """What llama.cpp takes for the root of in attention: of the largest model, of so many layers, another."""
+    """Return what llama.cpp takes for the root of in attention: of the largest model, of so many layers, another."""
     if fields.integer("block_count") == largest:
         return fields.integer("embedding_length") / fields.integer("attention.head_count")
     return fields.integer("attention.key_length")

@@ -18,7 +18,8 @@ from offload_runtime.models.layers import Tensor, Weights
 
 
 class MtpNames(NamedTuple):
-    """What the tensors of MTP layers are called, but for their suffix; `prefix` stands before those of the layer."""
+    """Says what the tensors of MTP layers are called, but for their suffix; `prefix` stands before those of the
+    layer."""
 
     prefix: str
     fc: str

@@ -12,7 +12,7 @@ DEFAULTS = {"max_position_embeddings": 2048, "eos_token_id": 50279, "rms_norm_ep
 
 
 def layer_of(fields: Fields) -> DecoderLayer:
-    """What OLMo 3 has too."""
+    """Return a decoder layer of OLMo 2, which is OLMo 3's, too."""
     bias = fields.flag("attention_bias")
     attention = replace(attention_of(fields, norm_offset=0.0), qk_norm="all", qkv_bias=bias, o_bias=bias)
     norms = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")

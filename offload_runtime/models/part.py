@@ -12,10 +12,10 @@ from offload_runtime.models.layers import Attention, Tensor
 
 @dataclass(frozen=True)
 class PartConfig(ModelConfig):
-    """Some layers of a `whole` model, from its layer `first` on. The part with the first of them has what lies around
-    the layers, too; in the others rows come from another machine and go back there, so that in place of logits they
-    have channels of the residual stream. A head, which is where the first part is, reads the streams below the layers
-    `taps`, by their numbers here, and those of the parts behind."""
+    """Describes some layers of a `whole` model, from its layer `first` on. The part with the first of them has what
+    lies around the layers, too; in the others rows come from another machine and go back there, so that in place of
+    logits they have channels of the residual stream. A head, which is where the first part is, reads the streams below
+    the layers `taps`, by their numbers here, and those of the parts behind."""
 
     whole: ModelConfig | None = None
     first: int = 0
@@ -61,5 +61,5 @@ class PartConfig(ModelConfig):
         return super().layer_prefix(self.first + number)
 
     def shared_tensors(self) -> Iterator[Tensor]:
-        """What lies around the layers, if that is here."""
+        """Return what lies around the layers, if that is here."""
         return super().shared_tensors() if self.has_ends else iter(())

@@ -10,7 +10,7 @@ from offload_runtime.models.registry import Family
 
 
 def attention(fields: Fields) -> Attention:
-    """That of all layers, but for windows."""
+    """Return the attention of all layers, but for windows."""
     bias = fields.flag("attention_bias")
     return replace(attention_of(fields), qkv_bias=bias, o_bias=bias, qk_norm="head")
 

@@ -31,7 +31,7 @@ _ROPE_FACTORS = {"factor": 1.0} | dict.fromkeys(
 
 
 def num_layers(fields: Fields) -> int:
-    """How many layers there are."""
+    """Return how many layers there are."""
     return fields.integer("num_hidden_layers", at_most=MOST_LAYERS)
 
 
@@ -70,8 +70,8 @@ def experts_of(fields: Fields, *, size: str = "moe_intermediate_size", **how: An
 
 
 def experts_of_gguf(fields: Fields, name: str) -> dict[str, int]:
-    """How many experts there are, by a family's `name` for it, and are chosen, of the metadata of a GGUF file: what is
-    wrong there is said by its own keys."""
+    """Return how many experts there are, by a family's `name` for it, and are chosen, of the metadata of a GGUF file:
+    what is wrong there is said by its own keys."""
     number = fields.integer("expert_count", at_most=_MOST_EXPERTS)
     return {name: number, "num_experts_per_tok": _chosen_of(fields, "expert_used_count", "expert_count", number)}
 

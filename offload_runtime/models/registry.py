@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class FamilyNames(NamedTuple):
-    """What a family is called by people, by transformers (its class) and by llama.cpp (its architectures), and whether
-    it has experts."""
+    """Says what a family is called by people, by transformers (its class) and by llama.cpp (its architectures), and
+    whether it has experts."""
 
     title: str
     architecture: str
@@ -84,13 +84,13 @@ def _nothing(fields: Fields, names: Collection[str]) -> dict[str, Any]:
 
 
 def less_one(weight: torch.Tensor) -> torch.Tensor:
-    """What llama.cpp's converter has added to the weights of norms, taken off."""
+    """Return the weights of norms without what llama.cpp's converter has added to them."""
     return weight - 1
 
 
 @dataclass(frozen=True)
 class Family:
-    """What a file of this folder says, as its `FAMILY`.
+    """Says what a file of this folder says, as its `FAMILY`.
 
     Attributes:
         model: From what a configuration says, defaults included, to the model.
@@ -130,7 +130,7 @@ def family_named(model_type: str) -> Family:
 
 @dataclass(frozen=True)
 class Head:
-    """What a file of this folder says of heads that are checkpoints of their own, as its `HEAD`.
+    """Says what a file of this folder says of heads that are checkpoints of their own, as its `HEAD`.
 
     Attributes:
         config: From what a configuration says, and the names of the tensors that are there (none where it is all that
@@ -166,14 +166,14 @@ def gguf_family(arch: str, *, slides: bool, experts: bool) -> str | None:
 
 
 def has_gguf(architecture: str) -> bool:
-    """Whether llama.cpp has models of one of transformers' classes."""
+    """Return whether llama.cpp has models of one of transformers' classes."""
     family, known = next(item for item in FAMILIES.items() if item[1].architecture == architecture)
     return bool(known.gguf) or family in {*_SLIDING.values(), *_MIXED.values()}
 
 
 def language_settings(settings: dict[str, Any], where: str) -> dict[str, Any]:
-    """What `config.json` says of the language model: all of it, or of a model that reads images or sounds too the part
-    about text, where that is of a family that runs."""
+    """Return what `config.json` says of the language model: all of it, or of a model that reads images or sounds too
+    the part about text, where that is of a family that runs."""
     fields = Fields(where, settings)
     part, outer = fields.mapping("text_config"), fields.text("model_type", "")
     if not part and outer in _TEXT_PARTS:

@@ -83,7 +83,8 @@ class RopeTable:
         return angle.cos() * self.scaling, angle.sin() * self.scaling
 
     def frequency_set(self, length: int) -> int:
-        """Which frequencies a prompt of `length` tokens is rotated with: equal numbers mean equal frequencies."""
+        """Return which frequencies a prompt of `length` tokens is rotated with: equal numbers mean equal
+        frequencies."""
         if self._fixed_length is not None:
             return 0
         longer = {one.kind for one in self._each if one.short_length is not None and length > one.short_length}
@@ -126,15 +127,15 @@ class RowFrequencies:
         self.tensor = rope.frequencies(1).repeat(rows, 1)
 
     def set(self, row: int, length: int) -> None:
-        """From now on a row is rotated as a sequence of `length` tokens is. Enqueued on the current stream."""
+        """Rotate a row from now on as a sequence of `length` tokens is. Enqueued on the current stream."""
         chosen = self._rope.frequency_set(length)
         if chosen != self._sets[row]:
             self.tensor[row].copy_(self._rope.frequencies(length))
             self._sets[row] = chosen
 
     def set_rows(self, positions: Sequence[int]) -> None:
-        """From now on the first rows are rotated as the last ones of sequences that end at these positions; negative
-        ones are padding."""
+        """Rotate the first rows from now on as the last ones of sequences that end at these positions; negative ones
+        are padding."""
         if not self._rope.frequency_set(max(positions, default=0) + 1) and not any(self._sets):
             return  # as of all texts that are not long
         for row, position in enumerate(positions):

@@ -161,7 +161,7 @@ def _staging(machine: MachineProfile) -> float:
 
 
 def transfers_s(plan: RunPlan, machine: MachineProfile, *, rows: int) -> float:
-    """Seconds in which `rows` go from card to card on their way through the layers; 0 on one card."""
+    """Return the seconds in which `rows` go from card to card on their way through the layers; 0 on one card."""
     target, gbps = plan.target, machine.transfer_gbps or machine.link_gbps
     assert gbps is not None
     nbytes = rows * target.config.hidden_size * target.dtype.itemsize
@@ -181,8 +181,8 @@ def _links_s(machine: MachineProfile, nbytes: int, busiest_s: float) -> float:
 
 @dataclass(frozen=True)
 class PassTime:
-    """Seconds of a pass by cause, and which of them binds: `link`, `staging`, `experts`, `HBM`, `arithmetic` or
-    `launches`.
+    """Holds the seconds of a pass by cause, and says which of them binds: `link`, `staging`, `experts`, `HBM`,
+    `arithmetic` or `launches`.
 
     `compute_s` sums over the layers the longer of HBM and arithmetic, with the time in which rows cross from card to
     card. `lookahead_s` of the copies fit the rings while nothing of the pass computes. In `exposed_s`, of one card
@@ -207,27 +207,27 @@ class PassTime:
 
     @property
     def bytes_streamed(self) -> int:
-        """Bytes over the link."""
+        """Return the bytes that go over the link."""
         return self.weight_bytes + self.kv_bytes + self.expert_bytes
 
     @property
     def copies_s(self) -> float:
-        """Seconds until everything has arrived: staging and link work side by side."""
+        """Return the seconds until everything has arrived: staging and link work side by side."""
         return max(self.link_s, self.staging_s)
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the device works, or the host that launches its work, if that takes longer."""
+        """Return the seconds that the device works, or the host that launches its work, if that takes longer."""
         return max(self.compute_s, self.launch_s)
 
     @property
     def seconds(self) -> float:
-        """Seconds from pass to pass."""
+        """Return the seconds from pass to pass."""
         return max(self.copies_s, self.busy_s) + self.demand_s
 
     @property
     def bound_by(self) -> str:
-        """What takes all of it."""
+        """Return what takes all of it."""
         causes = {"link": self.link_s, "staging": self.staging_s, "launches": self.launch_s}
         causes["experts"] = self.demand_s
         causes["HBM" if self.hbm_s >= self.arithmetic_s else "arithmetic"] = self.compute_s
@@ -367,7 +367,8 @@ def _filled_up(layer: DecoderLayer, rows: int) -> float:
 
 
 def draft_step_s(plan: RunPlan, machine: MachineProfile, *, rows: int = 1) -> float:
-    """Seconds of one step of the draft, for all sequences of a batch together, of at least `rows`; 0 without one."""
+    """Return the seconds of one step of the draft, for all sequences of a batch together, of at least `rows`; 0 without
+    one."""
     draft = plan.draft
     if draft is None:
         return 0.0
@@ -384,8 +385,8 @@ def draft_step_s(plan: RunPlan, machine: MachineProfile, *, rows: int = 1) -> fl
 
 
 def verifier_step_s(plan: RunPlan, machine: MachineProfile) -> float:
-    """Seconds of one step of the retrieval verifier that a plan has, for all sequences of a batch together, with its
-    share of choosing and fetching chunks."""
+    """Return the seconds of one step of the retrieval verifier that a plan has, for all sequences of a batch together,
+    with its share of choosing and fetching chunks."""
     target, batch, options = plan.target, plan.target.batch, plan.target.options
     refresh_steps = options.steps_between_choices(on_host=target.on_host)
     rows = batch * (1 + len(guess_parents(plan, batch)))
@@ -410,7 +411,8 @@ def _step_s(
 
 
 def drafting_s(plan: RunPlan, machine: MachineProfile, *, gamma: int, tree_nodes: int = 0) -> float:
-    """Seconds of proposing for one pass `gamma` tokens in a row, or a tree of `tree_nodes`; n-grams take none."""
+    """Return the seconds of proposing for one pass `gamma` tokens in a row, or a tree of `tree_nodes`; n-grams take
+    none."""
     if plan.draft is not None and plan.draft.block_rows:
         return draft_step_s(plan, machine, rows=plan.draft.batch * plan.draft.block_rows)
     draft_s = draft_step_s(plan, machine)
@@ -427,8 +429,8 @@ def drafting_s(plan: RunPlan, machine: MachineProfile, *, gamma: int, tree_nodes
 
 
 def drafting_ahead_s(plan: RunPlan, machine: MachineProfile, verify: PassTime, *, tree_nodes: int) -> float:
-    """Seconds of that which pass beside the pass before, while that waits for the link: trees grow there, but on a CPU,
-    or where steps bring experts themselves."""
+    """Return the seconds of that which pass beside the pass before, while that waits for the link: trees grow there,
+    but on a CPU, or where steps bring experts themselves."""
     draft = plan.draft
     if draft is None or draft.block_rows or plan.on_cpu or plan.target.pool_share < 1:
         return 0.0
@@ -466,7 +468,7 @@ def tree_nodes(plan: RunPlan) -> int:
 
 
 def gamma(plan: RunPlan) -> int:
-    """Tokens proposed for a pass in a row, at most what the context has room for."""
+    """Return how many tokens are proposed for a pass in a row, at most what the context has room for."""
     request, who = plan.request, "n-grams" if plan.draft is None else "draft"
     if plan.drafter == "none" and not plan.has_verifier:
         return 0
@@ -502,7 +504,8 @@ class StepPrediction:
 
 
 def step_time(verify: PassTime, drafting_s: float) -> float:
-    """Seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill and delay no copy."""
+    """Return the seconds of a step that proposes for `drafting_s`, some of which pass while the rings fill and delay no
+    copy."""
     planned_s = max(verify.copies_s + max(0.0, drafting_s - verify.lookahead_s), verify.busy_s + drafting_s)
     return planned_s + verify.demand_s
 
@@ -510,7 +513,8 @@ def step_time(verify: PassTime, drafting_s: float) -> float:
 def predicted_step_s(
     plan: RunPlan, machine: MachineProfile, budget: DraftBudget, num_sequences: int, length_tokens: int
 ) -> float:
-    """Seconds of a step of so many sequences of `length_tokens` each, to each of which so much is proposed."""
+    """Return the seconds of a step of so many sequences of `length_tokens` each, to each of which so much is
+    proposed."""
     draft, rows = plan.draft and replace(plan.draft, batch=num_sequences), 1 + budget.size
     plan = replace(plan, target=replace(plan.target, batch=num_sequences), draft=draft)
     length_tokens = max(0, min(length_tokens, plan.target.context_tokens - rows))
@@ -526,7 +530,7 @@ def full_pass(plan: RunPlan, machine: MachineProfile, *, rows: int = 1) -> PassT
 
 
 def predict_step(plan: RunPlan, machine: MachineProfile, acceptance: float | None = None) -> StepPrediction:
-    """How fast tokens come at the full context, all sequences of a batch together, where the target accepts each
+    """Return how fast tokens come at the full context, all sequences of a batch together, where the target accepts each
     proposal with a probability of `acceptance`, None for what is usual of who proposes."""
     if acceptance is None:
         acceptance = USUAL_ACCEPTANCE["verifier"] if plan.has_verifier else usual_acceptance(plan.draft)
@@ -546,7 +550,7 @@ def predict_step(plan: RunPlan, machine: MachineProfile, acceptance: float | Non
 
 
 def tok_per_s(plan: RunPlan, machine: MachineProfile) -> float:
-    """Tokens per second at the usual acceptance: what plans are compared by.
+    """Return the tokens per second at the usual acceptance: what plans are compared by.
 
     Who proposes decides as much as the bytes of a pass do, since every proposal that is accepted saves one. Where rows
     bring experts of their own that may cost more than it brings, and nothing is proposed.
@@ -558,7 +562,7 @@ def tok_per_s(plan: RunPlan, machine: MachineProfile) -> float:
 
 
 def link_slack(plan: RunPlan, machine: MachineProfile, *, widest: int = 0) -> tuple[float, int]:
-    """What costs nothing beside a link that is busy with passes over a streamed target.
+    """Return what costs nothing beside a link that is busy with passes over a streamed target.
 
     Args:
         plan: What lives where.

@@ -118,11 +118,12 @@ class SharedPlan:
 
     @property
     def target(self) -> ModelPlan:
-        """What the first machine has of it, with the context and the requests at once that all have."""
+        """Return what the first machine has of it, with the context and the requests at once that all have."""
         return self.plans[0].target
 
     def network_s(self, rows: int, rows_back: int) -> float:
-        """Seconds in which so many rows go through the network, and so many come back, of each once per machine."""
+        """Return the seconds in which so many rows go through the network, and so many come back, of each once per
+        machine."""
         nbytes = (rows + rows_back) * self.target.config.hidden_size * self.target.dtype.itemsize
         return (len(self.plans) - 1) * (2 * _MESSAGE_S + nbytes / self.network_bytes_per_s)
 
@@ -138,7 +139,7 @@ class SharedPlan:
 
     @property
     def plain_tok_per_s(self) -> float:
-        """Tokens per second of all requests, without proposals."""
+        """Return the tokens per second of all requests, without proposals."""
         return self.target.batch / self.pass_s()
 
     @property
@@ -153,7 +154,7 @@ class SharedPlan:
 
     @property
     def first_token_s(self) -> float:
-        """Seconds until a prompt that fills the context is read."""
+        """Return the seconds until a prompt that fills the context is read."""
         each = zip(self.plans, self.machines, strict=True)
         read_s = sum(cost.prefill_time(plan, machine, self.target.context_tokens).seconds for plan, machine in each)
         abreast = 1.0

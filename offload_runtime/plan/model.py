@@ -57,8 +57,8 @@ _EXPERT_ROWS = 256
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the layers of a model are that one card has, or all of them: which stay on the device, and how many buffers
-    the others pass through.
+    """Says where the layers of a model are that one card has, or all of them: which stay on the device, and how many
+    buffers the others pass through.
 
     `staged_layers` are those of the others whose host memory is not page-locked; they cross the page-locked `h2d_ring`
     on their way. `resident_kv_layers` and `staged_kv_layers` are the same of a KV cache on the host, which passes
@@ -133,12 +133,12 @@ class ModelPlan:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in."""
+        """Return what it computes in."""
         return self.layout.dtype
 
     @cached_property
     def placement(self) -> Placement:
-        """Where all of its layers are, and the buffers of all cards; every card has further rings of its own."""
+        """Return where all of its layers are, and the buffers of all cards; every card has further rings of its own."""
         cards = self.placements
         if len(cards) == 1:
             return cards[0]
@@ -162,34 +162,34 @@ class ModelPlan:
 
     @cached_property
     def cards(self) -> tuple[ModelPlan, ...]:
-        """What each card has of it."""
+        """Return what each card has of it."""
         if len(self.placements) == 1:
             return (self,)
         return tuple(replace(self, placements=(one,), card=card) for card, one in enumerate(self.placements))
 
     @property
     def has_head(self) -> bool:
-        """Whether logits are made here, as on the first of several cards."""
+        """Return whether logits are made here, as on the first of several cards."""
         return self.card == 0
 
     @property
     def is_draft(self) -> bool:
-        """Whether it proposes step by step."""
+        """Return whether it proposes step by step."""
         return self.step_rows is not None
 
     @property
     def is_head(self) -> bool:
-        """Whether it drafts from what its target's passes keep."""
+        """Return whether it drafts from what its target's passes keep."""
         return self.config.is_head
 
     @property
     def is_copy(self) -> bool:
-        """Whether it drafts with copies of its target's layers, and all else of the target."""
+        """Return whether it drafts with copies of its target's layers, and all else of the target."""
         return self.cache == "target"
 
     @property
     def acceptance_is_assumed(self) -> bool:
-        """Whether no run has measured what is usually accepted of such drafts."""
+        """Return whether no run has measured what is usually accepted of such drafts."""
         return self.is_head or self.is_copy
 
     @property
@@ -199,7 +199,7 @@ class ModelPlan:
 
     @property
     def on_host(self) -> bool:
-        """Whether the KV cache lives in host memory."""
+        """Return whether the KV cache lives in host memory."""
         return self.cache == "host"
 
     @property
@@ -211,7 +211,8 @@ class ModelPlan:
 
     @property
     def block_rows(self) -> int:
-        """Rows of each sequence in a step of a drafter that proposes whole blocks at once; 0 of others."""
+        """Return how many rows of each sequence are in a step of a drafter that proposes whole blocks at once; 0 of
+        others."""
         return self.config.block_size if isinstance(self.config, DFlashConfig) else 0
 
     # --- weights
@@ -228,12 +229,12 @@ class ModelPlan:
 
     @cached_property
     def placed_layout(self) -> ModelLayout:
-        """How all lies in memory where layers are placed so, in all the room that there is for it."""
+        """Return how all lies in memory where layers are placed so, in all the room that there is for it."""
         return self.layout if self.left is None else self.layout.with_layers(self.left, self.placement.streamed_layers)
 
     def ring_bytes(self, placement: Placement) -> int:
-        """What the buffers take that layers cross: of what is left of layers a whole one has room in all of them, while
-        its copy is made."""
+        """Return what the buffers take that layers cross: of what is left of layers a whole one has room in all of
+        them, while its copy is made."""
         count, whole_bytes = placement.num_buffers, 0
         if self.whole is not None:
             whole_bytes = max((self.whole.layer_bytes[layer] for layer in placement.streamed_layers), default=0)
@@ -267,7 +268,7 @@ class ModelPlan:
 
     @property
     def head_parts(self) -> Parts:
-        """What lies around the layers takes of the device."""
+        """Return what of the device is taken by what lies around the layers."""
         nbytes, own_bytes = self.layout.shared.total_bytes, self.layout.embedding.total_bytes
         parts = {"head": nbytes} if self.embedding_on_host else {"embedding and head": nbytes + own_bytes}
         return Parts(parts if self.has_head else {})
@@ -295,8 +296,8 @@ class ModelPlan:
         return max(one.scratch_bytes(device_type, self.layers, head=self.has_head) for one in layouts)
 
     def held_bytes(self, placement: Placement) -> int:
-        """What a placement takes of the device: the layers that stay, the ring, copies of the others, and the pool of
-        experts."""
+        """Return what a placement takes of the device: the layers that stay, the ring, copies of the others, and the
+        pool of experts."""
         held_bytes = self.bytes_of_layers(placement.resident_layers) + self.ring_bytes(placement)
         return held_bytes + self.copied_bytes(placement.streamed_layers) + self.pool_bytes(placement.pool_buffers)
 
@@ -304,13 +305,13 @@ class ModelPlan:
 
     @cached_property
     def experts(self) -> dict[int, ExpertBlocks]:
-        """Those of the layers that have some, by layer, and of a head's that are in the same pool."""
+        """Return the experts of the layers that have some, by layer, and of a head's that are in the same pool."""
         own = {layer: one for layer, one in self.layout.experts.items() if layer in self.placement.layers}
         return own | dict(enumerate(self.head_experts if self.card == 0 else (), self.config.num_layers))
 
     @cached_property
     def num_experts(self) -> int:
-        """Of all its layers."""
+        """Return the number of experts of all its layers."""
         return sum(one.num_experts for one in self.experts.values())
 
     @cached_property
@@ -319,13 +320,13 @@ class ModelPlan:
         return max((one.block.total_bytes for one in self.experts.values()), default=0)
 
     def pool_bytes(self, buffers: int | None) -> int:
-        """What a pool of so many buffers takes of a card; None: of all experts."""
+        """Return what a pool of so many buffers takes of a card; None: of all experts."""
         return (self.num_experts if buffers is None else buffers) * self.expert_bytes
 
     @cached_property
     def expert_tokens(self) -> int:
-        """Tokens of prompts that go through a layer's experts together: as many as give each enough rows, where pieces
-        of prompts have fewer. 0: pieces go through them one by one, as they do over several cards."""
+        """Return how many tokens of prompts go through a layer's experts together: as many as give each enough rows,
+        where pieces of prompts have fewer. 0: pieces go through them one by one, as they do over several cards."""
         if len(self.placements) > 1 or len(self.layers) < self.config.num_layers:
             return 0
         enough = [_EXPERT_ROWS * one.num_experts // one.chosen for one in self.config.mixtures]
@@ -334,7 +335,7 @@ class ModelPlan:
 
     @cached_property
     def expert_scratch_bytes(self) -> int:
-        """Where prompts have experts of its layers decoded, unless all are elements."""
+        """Return where prompts have experts of its layers decoded, unless all are elements."""
         stored = {place.encoding for one in self.layout.experts.values() for place in one.places.values()}
         if not self.most_expert_tokens or not stored - KIND_DTYPES.keys():
             return 0
@@ -363,16 +364,17 @@ class ModelPlan:
         return {layer: one for experts in partial for layer, one in experts.items()}
 
     def missed_bytes(self, rows: int) -> int:
-        """What so many rows are expected to bring to one card, or all, of experts; a head reads each of them, too."""
+        """Return what so many rows are expected to bring to one card, or all, of experts; a head reads each of them,
+        too."""
         if len(self.placements) > 1:  # each of which has a share of its own
             return sum(card.missed_bytes(rows) for card in self.cards)
         used_bytes = sum(one.used(rows) * one.block.total_bytes for one in self.experts.values())
         return round(used_bytes * (1 - self.expected_hits))
 
     def missed_bytes_of_prompt(self, pieces: int) -> int:
-        """What so many pieces of a prompt bring to one card of experts: of each layer once what is missing, for which
-        others go that two layers at most have; or, where there is no room for a layer, all of it, and in every further
-        piece what there is no room for."""
+        """Return what so many pieces of a prompt bring to one card of experts: of each layer once what is missing, for
+        which others go that two layers at most have; or, where there is no room for a layer, all of it, and in every
+        further piece what there is no room for."""
         buffers, counts = self.placement.pool_buffers, [one.num_experts for one in self.experts.values()]
         if buffers is None:
             return 0
@@ -440,19 +442,19 @@ class ModelPlan:
 
     @property
     def pass_rows(self) -> int | None:
-        """Most rows that a pass has of a sequence, and as many again as may be taken back; None for caches that keep
-        all that they are given, as those of drafts, and those in which trees grow."""
+        """Return the most rows that a pass has of a sequence, and as many again as may be taken back; None for caches
+        that keep all that they are given, as those of drafts, and those in which trees grow."""
         keeps_all = self.is_draft or self.copies is not None
         return None if keeps_all else self.chunk_tokens + self.window_tokens
 
     def kv_bytes_of(self, layers: Iterable[int], tokens: int) -> int:
-        """What some layers keep of so many tokens of a sequence."""
+        """Return what some layers keep of so many tokens of a sequence."""
         return tokens * sum(map(self.config.kv_elements.__getitem__, layers)) * self.dtype.itemsize
 
     @property
     def token_bytes(self) -> float:
-        """What a token more of context takes of all sequences, wherever it is: keys and values, and states to go back
-        to."""
+        """Return what a token more of context takes of all sequences, wherever it is: keys and values, and states to go
+        back to."""
         return self.batch * self.kv_bytes_of(self.full_layers, 1) + self.anchor_bytes / self.context_tokens
 
     @property
@@ -461,7 +463,7 @@ class ModelPlan:
         return BlockLayout.of(self.config, self.dtype).nbytes
 
     def reserved_kv_bytes(self, layers: Iterable[int]) -> int:
-        """What some layers reserve of the whole context."""
+        """Return what some layers reserve of the whole context."""
         tokens = Counter[int]()  # by what a token takes
         for layer in self.config.attentions.keys() & layers:
             reserved = self.config.attentions[layer].reserved_tokens(self.context_tokens, self.pass_rows)
@@ -513,15 +515,15 @@ class ModelPlan:
 
     @property
     def prefill_workspace_bytes(self) -> int:
-        """What a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
+        """Return what a prefill reserves for one layer's keys and values, when it cannot borrow as much."""
         needed_bytes = self.reserved_kv_bytes(self.largest_kv_layer) // self.batch
         chosen_tokens = num_blocks(self.options.budget_tokens) * BLOCK_TOKENS
         return 0 if self.borrows and self.kv_bytes_of(self.layers, chosen_tokens) >= needed_bytes else needed_bytes
 
     @property
     def state_bytes(self) -> int:
-        """What gated delta layers keep of all sequences, and what rows of steps bring of each layer of a draft, or of
-        any one of a target."""
+        """Return what gated delta layers keep of all sequences, and what rows of steps bring of each layer of a draft,
+        or of any one of a target."""
         of_layers = self.config, self.layers, self.dtype, self.state_window_tokens
         kept_bytes = self.batch * delta.state_bytes(*of_layers)
         if not self.is_draft and not self.verified:
@@ -531,8 +533,8 @@ class ModelPlan:
 
     @property
     def state_window_tokens(self) -> int:
-        """Tokens behind the committed ones that layers with states have room for. A draft's trees are cut where its
-        paths end; steps of a retrieval verifier may go beyond what is asked for."""
+        """Return how many tokens behind the committed ones layers with states have room for. A draft's trees are
+        cut where its paths end; steps of a retrieval verifier may go beyond what is asked for."""
         if self.is_copy or self.copies is not None:  # which hand over what they have
             return max(self.window_tokens, self.streaming_window_tokens, MOST_DELTA_DEPTH)
         if self.is_draft:
@@ -548,7 +550,7 @@ class ModelPlan:
 
     @property
     def kv_parts(self) -> Parts:
-        """What the KV cache takes of the device."""
+        """Return what the KV cache takes of the device."""
         if len(self.placements) > 1:
             return sum((card.kv_parts for card in self.cards), Parts())
         if self.is_copy:
@@ -569,7 +571,7 @@ class ModelPlan:
 
     @cached_property
     def summaries_bytes(self) -> int:
-        """What chunks are chosen by, where a retrieval verifier or a draft reads chunks of the cache."""
+        """Return what chunks are chosen by, where a retrieval verifier or a draft reads chunks of the cache."""
         sizes = {"chunk_size": self.options.chunk_size, "capacity_tokens": self.context_tokens, "batch": self.batch}
         return summaries_bytes(self.own_config, **sizes)
 
@@ -591,19 +593,19 @@ class ModelPlan:
 
     @property
     def streaming_window_tokens(self) -> int:
-        """Tokens in a row behind a text: where trees are grown no more than they are deep, so that longer chains are
-        cut; steps of a retrieval verifier may go beyond what is asked for."""
+        """Return how many tokens in a row there may be behind a text: where trees are grown no more than they are deep,
+        so that longer chains are cut; steps of a retrieval verifier may go beyond what is asked for."""
         in_a_row = min(self.window_tokens, MOST_DEPTH + 1) if self.tree_nodes else self.window_tokens
         return in_a_row + self.options.gamma_draft + MOST_LEVELS + 2
 
     @property
     def streaming_tokens(self) -> int:
-        """Tokens that a streaming cache has room for."""
+        """Return how many tokens a streaming cache has room for."""
         return streaming_capacity_tokens(self.options.sink_tokens, self.recent_tokens, self.streaming_window_tokens)
 
     def streamed_kv_bytes(self, layer: int, length_tokens: int) -> int:
-        """What a pass behind `length_tokens` tokens of each sequence streams for a layer whose cache is on the host:
-        all full blocks."""
+        """Return what a pass behind `length_tokens` tokens of each sequence streams for a layer whose cache is on the
+        host: all full blocks."""
         return self.batch * self.kv_bytes_of((layer,), length_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
 
     def streamed_kv(self, length_tokens: int) -> dict[int, int]:
@@ -614,12 +616,12 @@ class ModelPlan:
 
     @property
     def mixes(self) -> bool:
-        """Whether its passes read several prompts, and beside windows."""
+        """Return whether its passes read several prompts, and beside windows."""
         return self.step_rows is None and self.batch > 1 and not self.on_host
 
     @property
     def most_rows(self) -> int:
-        """Rows of the largest pass: of prompts, and of windows beside them."""
+        """Return how many rows the largest pass has: of prompts, and of windows beside them."""
         return most_prompt_tokens(self.chunk_tokens, self.context_tokens) + self.batch * self.window_tokens
 
     @cached_property

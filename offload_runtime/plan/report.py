@@ -81,12 +81,14 @@ def forecast(plan: RunPlan, machine: MachineProfile) -> RunForecast:
 
 
 def best_tok_per_s(plan: RunPlan, machine: MachineProfile) -> float:
-    """Tokens per second of the faster of plain decoding and the usual proposals: the controller takes that."""
+    """Return the tokens per second of the faster of plain decoding and the usual proposals: the controller takes
+    that."""
     return max(cost.tok_per_s(plan, machine), plan.target.batch / cost.full_pass(plan, machine).seconds)
 
 
 def undrafted_tok_per_s(plan: RunPlan, machine: MachineProfile) -> float:
-    """Tokens per second of plain decoding where nothing has room for a draft; of this plan where that does not fit."""
+    """Return the tokens per second of plain decoding where nothing has room for a draft; of this plan where that does
+    not fit."""
     alone = plan
     if plan.draft is not None:
         with suppress(OffloadError):
@@ -169,7 +171,7 @@ def describe_plan(plan: RunPlan) -> list[str]:
 
 @dataclass(frozen=True)
 class Change:
-    """Something else that somebody could do: what, the plan that follows, and its tokens per second."""
+    """Is something else that somebody could do: what, the plan that follows, and its tokens per second."""
 
     what: str
     plan: RunPlan
@@ -282,7 +284,7 @@ class Refusal:
 
     @property
     def remedies(self) -> list[str]:
-        """What fits, a phrase each, with the speed to expect where the machine's figures are known."""
+        """Return what fits, a phrase each, with the speed to expect where the machine's figures are known."""
         found = ((change.what, change.tok_per_s) for change in self.changes)
         each = ((what if what.startswith("as ") else f"with {what}", speed) for what, speed in found)
         return [f"{what} it fits" + (f": {rounded(speed)} tokens/s" if self.predicts else "") for what, speed in each]
@@ -415,7 +417,7 @@ def with_found_draft(request: RuntimeConfig, reference: str, machine: MachinePro
 
 
 def note_on_draft(request: RuntimeConfig) -> str:
-    """What has to be said of a draft model that the user named: that nothing tells its tokens; else empty."""
+    """Return what has to be said of a draft model that the user named: that nothing tells its tokens; else empty."""
     named = request.proposed_by == "the draft" and not (request.drafts_itself or request.draft.config().is_head)
     if not named or all(model.vocabulary() is not None for model in (request.target, request.draft)):
         return ""

@@ -85,8 +85,8 @@ def check_host_memory(plan: RunPlan) -> None:
 
 
 def as_many_cards_as_help(planned: Callable[[int], RunPlan], num_cards: int, machine: MachineProfile) -> RunPlan:
-    """What is `planned` for the first card, or for so many as are predicted to be faster or are all that host memory
-    has room for. Where some hold everything the next one is not asked; where it refuses, it is not needed.
+    """Return what is `planned` for the first card, or for so many as are predicted to be faster or are all that host
+    memory has room for. Where some hold everything the next one is not asked; where it refuses, it is not needed.
 
     Raises:
         BudgetError, OptionError: As of a plan of one card or, where there cannot be one, of all.

@@ -78,7 +78,8 @@ def resolve_dtype(name: str, source: DescribedModel, device_type: str) -> torch.
 
 
 def resolve_context(tokens: int | None, config: ModelConfig, *, kv: str) -> int:
-    """Tokens to reserve for: asked for, or the model's maximum, up to 8192 unless the KV cache grows on the host."""
+    """Return how many tokens to reserve for: asked for, or the model's maximum, up to 8192 unless the KV cache grows on
+    the host."""
     if tokens is None:
         longest = config.max_position_embeddings
         return longest if kv == "host" else min(longest, AUTO_CONTEXT_TOKENS)
@@ -94,7 +95,7 @@ def resolve_context(tokens: int | None, config: ModelConfig, *, kv: str) -> int:
 
 
 def longest_context(config: ModelConfig) -> int:
-    """Tokens that the model's positions reach, its RoPE scaling included."""
+    """Return how many tokens the model's positions reach, its RoPE scaling included."""
     longest = config.max_position_embeddings
     for rope in (rope.parameters for rope in config.ropes):
         if rope["rope_type"] == "yarn":
@@ -110,8 +111,8 @@ def longest_context(config: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class CardLimit:
-    """Most memory that a run may take of one card, None for no limit, and what of it is taken already; `link_ratio` is
-    the bandwidth of its link over that of the machine's first card."""
+    """Says the most memory that a run may take of one card, None for no limit, and what of it is taken already;
+    `link_ratio` is the bandwidth of its link over that of the machine's first card."""
 
     device_bytes: int | None
     reserved_bytes: int
@@ -120,7 +121,7 @@ class CardLimit:
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """Most memory that a run may take, this process included; None: no limit.
+    """Says the most memory that a run may take, this process included; None: no limit.
 
     `ram_bytes` are of the host, and of these `pinned_bytes` page-locked, if `page_locks` says that the device's copies
     need that at all; `transfers_through_host` that rows pass through it from card to card. The names say whose limits
@@ -138,7 +139,7 @@ class MemoryLimits:
 
     @property
     def device_bytes(self) -> int | None:
-        """What all cards may take together; None where one has no limit."""
+        """Return what all cards may take together; None where one has no limit."""
         found = [card.device_bytes for card in self.cards if card.device_bytes is not None]
         return sum(found) if len(found) == len(self.cards) else None
 
@@ -148,7 +149,7 @@ class MemoryLimits:
 
 
 def limits_of(machine: MachineProfile, request: RuntimeConfig) -> MemoryLimits:
-    """What a run may take of a machine that need not be here: of the cards that are named, or of all of them.
+    """Return what a run may take of a machine that need not be here: of the cards that are named, or of all of them.
 
     Raises:
         BudgetError: More device, host or page-locked memory is asked for than there is.
@@ -212,12 +213,12 @@ class RunPlan:
 
     @property
     def num_cards(self) -> int:
-        """How many cards the target's layers are dealt out to."""
+        """Return how many cards the target's layers are dealt out to."""
         return len(self.target.placements)
 
     @cached_property
     def cards(self) -> tuple[RunPlan, ...]:
-        """What each card has of it; the draft is on the first, but a copy where its layers are."""
+        """Return what each card has of it; the draft is on the first, but a copy where its layers are."""
         if self.num_cards == 1:
             return (self,)
 
@@ -236,12 +237,12 @@ class RunPlan:
 
     @property
     def placement(self) -> Placement:
-        """Where the target's layers are."""
+        """Return where the target's layers are."""
         return self.target.placement
 
     @property
     def drafter_in_words(self) -> str:
-        """Who drafts, for people."""
+        """Return who drafts, for people."""
         if self.draft is not None and self.draft.is_copy:
             return f"a copy of its streamed layers in {COPY_BITS} bits"
         head = self.draft.head if self.draft else None
@@ -249,12 +250,12 @@ class RunPlan:
 
     @property
     def drafter(self) -> str:
-        """Who proposes, if it is not the retrieval verifier: `none`, `ngram` or `the draft`."""
+        """Return who proposes, if it is not the retrieval verifier: `none`, `ngram` or `the draft`."""
         return "none" if self.request.speculation.mode == "none" else self.request.proposed_by
 
     @property
     def on_cpu(self) -> bool:
-        """Whether device memory is the host's."""
+        """Return whether device memory is the host's."""
         return self.request.device_type == "cpu"
 
     # --- of the device
@@ -314,7 +315,7 @@ class RunPlan:
 
     @property
     def scratch_bytes(self) -> int:
-        """What matrices are decoded into, of both models, which work side by side."""
+        """Return what matrices are decoded into, of both models, which work side by side."""
         draft, device_type = self.draft, self.request.device_type
         if draft is not None and draft.is_copy:
             own_bytes = self.target.copy_scratch_bytes(device_type, draft.step_rows or 0)
@@ -324,7 +325,7 @@ class RunPlan:
 
     @property
     def draft_weight_bytes(self) -> int:
-        """What the draft has of its own."""
+        """Return what the draft has of its own."""
         draft = self.draft
         if draft is None:
             return 0
@@ -343,8 +344,8 @@ class RunPlan:
 
     @property
     def hidden_bytes(self) -> int:
-        """What the target's passes keep for a head, of all rows of prompts and windows unless it takes the place of
-        their residual streams, of what was accepted and of rows of graphs, what a head is told of together, which is
+        """Return what the target's passes keep for a head, of all rows of prompts and windows unless it takes the place
+        of their residual streams, of what was accepted and of rows of graphs, what a head is told of together, which is
         joined for that, and what of it steps read."""
         draft, target = self.draft, self.target
         if draft is None or draft.head is None:  # twice, as they are joined
@@ -370,12 +371,13 @@ class RunPlan:
 
     @property
     def verifier_bytes(self) -> int:
-        """What a retrieval verifier takes but for graphs: chunks, what they are chosen by, and what steps need."""
+        """Return what a retrieval verifier takes but for graphs: chunks, what they are chosen by, and what steps
+        need."""
         return sum(card.verifier_step_bytes + card.target.retrieved_bytes for card in self.cards)
 
     @property
     def verifier_step_bytes(self) -> int:
-        """What of this is on a card for the window and what a step computes on its way, of all sequences."""
+        """Return what of this is on a card for the window and what a step computes on its way, of all sequences."""
         target, rows = self.target, self.target.batch
         if self.request.proposed_by == "the draft":  # of the newest tokens as many as there are levels are written anew
             rows = most_guess_rows(target.options.gamma_draft, target.batch, others=1 + MOST_LEVELS)
@@ -411,8 +413,8 @@ class RunPlan:
 
     @property
     def message_bytes(self) -> int:
-        """What the largest pass takes of the host where other machines have layers of the target: its rows twice, and
-        so what a head reads of them."""
+        """Return what the largest pass takes of the host where other machines have layers of the target: its rows
+        twice, and so what a head reads of them."""
         target, head = self.target, self.draft.head if self.draft else None
         streams = 1 + target.config.num_streams
         streams += sum(tap >= target.config.num_layers for tap in (head.taps if head else ()))
@@ -465,12 +467,12 @@ class RunPlan:
 
     @property
     def short_of_host_bytes(self) -> int:
-        """What of that peak is more than the run may take; 0 where it fits."""
+        """Return what of that peak is more than the run may take; 0 where it fits."""
         return max(0, self.host_bytes - self.limits.ram_bytes)
 
     @property
     def page_locked(self) -> Parts:
-        """What of host memory is to be page-locked, states where that has no limit alone."""
+        """Return what of host memory is to be page-locked, states where that has no limit alone."""
         names = (*_PAGE_LOCKED, *(["states to go back to"] if self.limits.pinned_bytes is None else []))
         return Parts({name: self.host[name] for name in names if self.limits.page_locks})
 
@@ -484,7 +486,7 @@ class RunPlan:
 
     @cached_property
     def streamed_bytes(self) -> int:
-        """Bytes that a pass at the full context brings over the link."""
+        """Return the bytes that a pass at the full context brings over the link."""
         target = self.target
         kv_bytes = sum(target.streamed_kv(target.context_tokens - 1).values())
         return target.bytes_over_link(self.placement.streamed_layers) + kv_bytes + target.missed_bytes(target.batch)
@@ -501,12 +503,13 @@ class RunPlan:
 
     @property
     def is_staged(self) -> bool:
-        """Whether anything is streamed from pageable memory."""
+        """Return whether anything is streamed from pageable memory."""
         return bool(self.placement.staged_layers or self.placement.staged_kv_layers)
 
 
 def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) -> RunPlan:
-    """What both models will take with room for trees of `tree_nodes`, nothing placed yet. Asks nothing of the device.
+    """Return what both models will take with room for trees of `tree_nodes`, nothing placed yet. Asks nothing of the
+    device.
 
     Raises:
         OptionError, ContextLengthError: The request's element type, context, window or caches cannot be.

@@ -199,7 +199,7 @@ class HeadKVState(DraftKVState):
         self.num_waiting[slot] += len(hidden)
 
     def catch_up(self, slot: int, tokens: Sequence[int], most: int = REWRITTEN_TOKENS) -> Sequence[int]:
-        """As of a draft: of a text that it `knows`, or of none."""
+        """Bring the cache to a text that it `knows`, as a draft does, or to none."""
         if not tokens:
             self._forget(slot, 0)
             return ()

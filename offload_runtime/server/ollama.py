@@ -56,7 +56,7 @@ class _Options(Body):
 
 
 class Question(Body):
-    """What ollama's questions have in common."""
+    """Has what ollama's questions have in common."""
 
     harmless: ClassVar[Harmless] = {"truncate": ANY, "shift": ANY}
     model: _Name

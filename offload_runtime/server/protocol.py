@@ -36,7 +36,7 @@ def logprobs_of(spelling: TokenSpelling, logprobs: Sequence[TokenLogprobs]) -> l
 
 
 class TextOffsets:
-    """Where in a text each of its tokens begins, in characters. Tokens that share one begin where it does.
+    """Knows where in a text each of its tokens begins, in characters. Tokens that share one begin where it does.
 
     Args:
         spelling: Of the text's tokens.
@@ -61,7 +61,7 @@ class TextOffsets:
 
 @dataclass
 class Delta:
-    """What has come of one choice since the last time: thinking, text, calls, of which the first has the number
+    """Says what has come of one choice since the last time: thinking, text, calls, of which the first has the number
     `first_call`, tokens with who proposed them, their log-probabilities where they are wanted, how many were thought,
     and once it has ended how."""
 
@@ -88,8 +88,8 @@ class Delta:
 
 @dataclass(frozen=True)
 class Ending:
-    """How one choice ended: its finish reason, tokens of its prompt and its answer, figures for `x_stats`, and the stop
-    string that has ended it."""
+    """Says how one choice ended: its finish reason, tokens of its prompt and its answer, figures for `x_stats`, and the
+    stop string that has ended it."""
 
     finish_reason: str
     prompt_tokens: int
@@ -117,7 +117,7 @@ def ending_of(result: GenerationResult, sampling: SamplingParams, *, has_calls: 
 
 @dataclass(frozen=True)
 class Answered:
-    """What all wordings are told of what is answered: the model's name, how it spells tokens, the length of each
+    """Holds what all wordings are told of what is answered: the model's name, how it spells tokens, the length of each
     prompt in tokens, how many choices a prompt has, how many tokens fit the context, and how long the model was waited
     for."""
 

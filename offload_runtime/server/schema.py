@@ -175,7 +175,7 @@ def _request_error(error: ValidationError) -> RequestError:
 
 
 class StreamOptions(Body):
-    """How a stream ends."""
+    """Says how a stream ends."""
 
     harmless: ClassVar[Harmless] = {"include_obfuscation": ANY}
     include_usage: bool = False
@@ -187,7 +187,7 @@ class _JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """What an answer has to be."""
+    """Says what an answer has to be."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
@@ -212,7 +212,7 @@ _Options: Any = create_model("_Options", __base__=Body, **_fields)
 
 
 class AnswerBody(_Options):
-    """What requests for answers have in common, beside the options that they have as they are.
+    """Has what requests for answers have in common, beside the options that they have as they are.
 
     Each kind has `prompts`, what is answered (texts, token ids or messages), and `num_logprobs`: how many of the
     likeliest tokens are told beside each one's log-probability; None tells neither.

@@ -36,7 +36,7 @@ class ModelLoadError(OffloadError):
 
 @dataclass(frozen=True, eq=False)
 class OfferedModel:
-    """What a server says of a model, whether that is loaded or not.
+    """Holds what a server says of a model, whether that is loaded or not.
 
     Attributes:
         names: What requests may call it; answers have the first.
@@ -88,7 +88,7 @@ class OfferedModel:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """What answers requests for a model."""
+    """Answers requests for a model."""
 
     model: OfferedModel
     runtime: Runtime

@@ -248,7 +248,7 @@ class StepWorth:
 
     @property
     def tok_per_s(self) -> float | None:
-        """Of all sequences together, lately; None as long as nothing is known."""
+        """Return the tokens a second of all sequences together, lately; None as long as nothing is known."""
         return self._new_tokens / self._round_s if self._round_s > 0 else None
 
     def forget(self) -> None:

@@ -196,7 +196,7 @@ def touch(arenas: Iterable[HostArena]) -> None:
 
 
 class PageableMemory:
-    """Which memory is not page-locked, and whether some of it is still to be read. For any thread.
+    """Knows which memory is not page-locked, and whether some of it is still to be read. For any thread.
 
     Whoever owns memory enters it before it is copied and forgets it before it is given back; before it writes where a
     copy may have been asked for, it waits until everything has been read.
@@ -232,7 +232,7 @@ class PageableMemory:
         return max(0, min(pageable_from, end) - start)
 
     def begin_read(self, read: Future[None]) -> None:
-        """Some of it is read until `read` is done, however it ends."""
+        """Let some of it be read until `read` is done, however it ends."""
         with self._lock:
             self._reads = [*(other for other in self._reads if not other.done()), read]
 

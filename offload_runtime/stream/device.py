@@ -167,7 +167,8 @@ class DeviceBudget:
                 self._cap_allocator()
 
     def peak_bytes(self) -> int:
-        """Most device memory seen: as the driver reports it on CUDA (context included), the ledger on the CPU."""
+        """Return the most device memory seen: as the driver reports it on CUDA (context included), the ledger on the
+        CPU."""
         if self.device.type == "cuda":
             with contextlib.suppress(torch.AcceleratorError):  # it has failed: what was seen before
                 free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
@@ -386,7 +387,8 @@ class TransferBuffers:
 
 @dataclass(frozen=True)
 class LayerPartition:
-    """Which card each layer of a model is on. The first card has what is not of any layer: embedding, head, tokens.
+    """Says which card each layer of a model is on. The first card has what is not of any layer: embedding, head,
+    tokens.
 
     `owners` are the numbers of the cards, by layer.
     """

@@ -402,7 +402,7 @@ class StreamedKV(Protocol):
     """Says what the streamer needs of a KV cache that lives in host memory."""
 
     def snapshot(self) -> Any:
-        """Which of its blocks a pass that is planned now would stream."""
+        """Return which of its blocks a pass that is planned now would stream."""
 
     def is_valid(self, snapshot: Any) -> bool:
         """Return whether a pass that begins now may go by this snapshot."""

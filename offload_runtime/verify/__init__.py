@@ -76,8 +76,8 @@ _ONE_CARD_SETTINGS = 2
 
 @dataclass(frozen=True)
 class VerificationPlan:
-    """What is compared: `prompts` and `settings` by name; `seeds` for every test of fit; `long_tokens` of a prompt that
-    is made of the others, as far as the context has room for it."""
+    """Says what is compared: `prompts` and `settings` by name; `seeds` for every test of fit; `long_tokens` of a prompt
+    that is made of the others, as far as the context has room for it."""
 
     prompts: Mapping[str, str] = field(default_factory=lambda: PROMPTS)
     settings: Mapping[str, SamplingParams] = field(default_factory=lambda: SETTINGS)

@@ -174,7 +174,7 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a comparison found.
+    """Says what a comparison found.
 
     Attributes:
         verdict: `identical`, `near-tie` (explained by rounding; never on CUDA) or `defect`.

@@ -201,7 +201,7 @@ _LEAST_SHARED = 0.5
 
 @dataclass(frozen=True)
 class SharedVocabulary:
-    """What a draft may propose: ids below `size`, but for the `excluded` ones."""
+    """Says what a draft may propose: ids below `size`, but for the `excluded` ones."""
 
     size: int
     excluded: tuple[int, ...] = ()

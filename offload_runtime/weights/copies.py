@@ -73,7 +73,7 @@ def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] =
         )
 
     def rest(spec: TensorSpec) -> TensorSpec:
-        """What is left of a matrix, or all of it where that takes no more, or nothing says what is left."""
+        """Return what is left of a matrix, or all of it where that takes no more, or nothing says what is left."""
         hows = [(rows, RestOfCopy.of(how)) for rows, how in spec.encoding.formats(spec.shape)]
         rests = [(rows, how) for rows, how in hows if how is not None]
         if len(rests) < len(hows):

@@ -71,8 +71,8 @@ ALIGNMENT_BYTES = 256  # what cudaMalloc guarantees; keeps every view fit for ve
 
 
 class Fill(Protocol):
-    """What reads, or makes, one tensor of a checkpoint. It opens its file and closes it again, so that nothing stays
-    mapped, and several may run in parallel threads."""
+    """Reads, or makes, one tensor of a checkpoint. It opens its file and closes it again, so that nothing stays mapped,
+    and several may run in parallel threads."""
 
     def __call__(self, out: torch.Tensor, staging: Staging | None = None, /) -> None:
         """Write all of a tensor; done when it returns.
@@ -213,7 +213,7 @@ class Format:
 
 
 class Part(NamedTuple):
-    """Rows `[start, end)` of a matrix, stored in one way: uint8."""
+    """Is the rows `[start, end)` of a matrix, stored in one way: uint8."""
 
     start: int
     end: int
@@ -312,7 +312,7 @@ def aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How a tensor is stored: without `parts` as its elements one after the other, in the `dtype` that the model
+    """Says how a tensor is stored: without `parts` as its elements one after the other, in the `dtype` that the model
     computes in; a matrix with them in so many rows of each format, from above, that are decoded to the dtype."""
 
     dtype: torch.dtype
@@ -409,7 +409,7 @@ LARGEST_POWER = 127 + int(math.log2(LARGEST_SCALE))  # in a byte of E8M0
 
 @dataclass(frozen=True)
 class GgufBlocks(Format):
-    """Rows of what a GGUF file has."""
+    """Has rows as a GGUF file has them."""
 
     def row_bytes(self, columns: int) -> int:
         return FORMATS[self.kind].row_bytes(columns)
@@ -461,7 +461,7 @@ def _coded_row(columns: int) -> CodedRow:
 
 @dataclass(frozen=True)
 class CodedBf16(Format):
-    """Rows of bf16 in 12 bits."""
+    """Has rows of bf16 in 12 bits."""
 
     kind: str = CODED
 
@@ -567,7 +567,8 @@ class Scaled(Format):
 
 @dataclass(frozen=True)
 class ScaledApart(Format):
-    """Rows of an expert's matrix of such a checkpoint, each with scales of its own, so that gates and ups are one."""
+    """Has rows of an expert's matrix of such a checkpoint, each with scales of its own, so that gates and ups are
+    one."""
 
     form: ScaledFormat
     kind: str = field(init=False)
@@ -593,9 +594,9 @@ class ScaledApart(Format):
 
 @dataclass(frozen=True)
 class RestOfCopy(Format):
-    """What is left of rows of a matrix given their copy of the form `COPY`, the `base`: of such in bf16, in Q8_0 or, by
-    its `form`, in FP8, whose scales come first; in the room that a plan has for it, or in the `stored_bytes` that it
-    has turned out to take."""
+    """Has what is left of rows of a matrix given their copy of the form `COPY`, the `base`: of such in bf16, in Q8_0
+    or, by its `form`, in FP8, whose scales come first; in the room that a plan has for it, or in the `stored_bytes`
+    that it has turned out to take."""
 
     kind: str = field(init=False)
     of_kind: str

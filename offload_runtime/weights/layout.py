@@ -385,7 +385,7 @@ class ModelLayout:
 
 @dataclass(frozen=True)
 class Destination:
-    """Where one checkpoint tensor goes: rows `[row_start, row_end)` of a packed tensor.
+    """Says where one checkpoint tensor goes: rows `[row_start, row_end)` of a packed tensor.
 
     `layer` is None for what all layers share (final norm, and lm_head or the embedding that it is), and `EMBEDDING` for
     an embedding of its own. `shape` is the checkpoint tensor's; `dtype` the one that it is kept in, where it is not the

@@ -73,7 +73,7 @@ def passing_bytes(model: DescribedModel, layout: ModelLayout) -> int:
 
 @dataclass
 class HostWeights:
-    """What of a model's weights stays in host memory; the owner of the arenas.
+    """Holds what of a model's weights stays in host memory; the owner of the arenas.
 
     Attributes:
         layout: How the blocks are packed; its bytes are without the rounding of the arenas to pages.

@@ -69,7 +69,7 @@ _WORD_ROWS = 8  # whose numbers are in one word of AWQ
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a group of modules is stored.
+    """Says how a group of modules is stored.
 
     Attributes:
         layout: What a module's tensors are called and how they lie: one of `_NUMBERS`.
@@ -98,9 +98,9 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """What a `quantization_config` says: schemes by what they are for (modules' names, `re:` and an expression for
-    their beginning, or the class), which modules have none, and whether activations should be quantised too; or that
-    experts are in MXFP4."""
+    """Holds what a `quantization_config` says: schemes by what they are for (modules' names, `re:` and an expression
+    for their beginning, or the class), which modules have none, and whether activations should be quantised too; or
+    that experts are in MXFP4."""
 
     groups: tuple[tuple[tuple[str, ...], Scheme], ...] = ()
     ignored: tuple[str, ...] = ()

@@ -32,8 +32,8 @@ _FILLER = re.compile(r"(?i)[\[<]\|?_?(?:pad|unused|reserved|extra|dummy|placehol
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Tokens by id. `ordinary` are the ids of those that stand for pieces of text: not of control tokens, of others
-    that were added to a tokenizer, and of names that fill it up."""
+    """Holds tokens by id. `ordinary` are the ids of those that stand for pieces of text: not of control tokens, of
+    others that were added to a tokenizer, and of names that fill it up."""
 
     tokens: Mapping[int, str]
     ordinary: frozenset[int]
