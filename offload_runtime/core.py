@@ -222,8 +222,8 @@ class BatchShape(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Integers of each part of what the host lays out: tokens, positions, cache positions and slots by row; slots
-        and committed tokens by sequence; ancestors."""
+        """Return the integers of each part of what the host lays out: tokens, positions, cache positions and slots by
+        row; slots and committed tokens by sequence; ancestors."""
         return [self.num_rows] * 4 + [self.batch] * 2 + [self.num_rows * self.depth]
 
     def lay_out(

@@ -103,7 +103,7 @@ class GrammarMatcher:
         self._matcher, self.executor, self.num_words = matcher, executor, num_words
 
     def advance(self, token: int) -> bool:
-        """The answer has got its next token; whether it is complete, so that nothing may follow."""
+        """Note the answer's next token, and return whether it is complete, so that nothing may follow."""
         self._matcher.consume_token(token)
         return bool(self._matcher.is_stopped() and not self._matcher.is_error())
 
@@ -123,8 +123,8 @@ class GrammarMatcher:
         return sorted(found)
 
     def states(self, tokens: Sequence[int], parents: Sequence[int]) -> list[LLMatcher | None]:
-        """The state behind each row of a window, whose first token is the answer's last; None where the grammar forbids
-        it."""
+        """Return the state behind each row of a window, whose first token is the answer's last; None where the grammar
+        forbids it."""
         found: list[LLMatcher | None] = [self._matcher.deep_copy()]
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
             before = found[parent]
@@ -173,7 +173,7 @@ def token_masks(
 
 
 def masked(logits: Tensor, masks: Tensor) -> Tensor:
-    """Logits [R, V] with -inf where masks [R, W] exclude a token."""
+    """Return logits [R, V] with -inf where masks [R, W] exclude a token."""
     bits = masks.unsqueeze(-1).bitwise_right_shift(torch.arange(_WORD_BITS, dtype=torch.int32, device=masks.device))
     excluded = bits.bitwise_and_(1).flatten(1)[:, : logits.shape[1]] == 0
     return logits.masked_fill(excluded, -torch.inf)

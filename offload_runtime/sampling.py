@@ -120,7 +120,7 @@ class LogitAdjustments:
     def apply(
         self, logits: Tensor, slots: Tensor, paths: Tensor | None = None, positions: Tensor | None = None
     ) -> Tensor:  # fmt: skip
-        """Logits as they are sampled from.
+        """Return logits as they are sampled from.
 
         Args:
             logits: [R, V] bf16, fp16 or fp32; stays as it is.
@@ -293,7 +293,7 @@ class TokenLogprobs:
     top_texts: tuple[str, ...] = field(default=(), compare=False)
 
     def first(self, count: int) -> TokenLogprobs:
-        """The same with only the first of the likeliest."""
+        """Return the same with only the first of the likeliest."""
         return replace(self, top=self.top[:count], top_texts=self.top_texts[:count])
 
 
@@ -399,7 +399,7 @@ class SlotSampling:
         return not (self.filters or adjusted or self.matchers)
 
     def allowed(self, logits: Tensor, slots: Tensor) -> Tensor:
-        """Logits [R, V] with -inf where the filters of the row's slot exclude a token (slots: [R])."""
+        """Return logits [R, V] with -inf where the filters of the row's slot exclude a token (slots: [R])."""
         if not self.filters:
             return logits
         if len(self.filters) == 1:

@@ -51,13 +51,13 @@ class CudaClock:
         self._base = self._last = base, 0.0
 
     def mark(self) -> torch.cuda.Event:
-        """The moment when all is done that the current stream has been given so far."""
+        """Mark the moment when all is done that the current stream has been given so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def read(self, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[float, float]:
-        """The seconds of two marks, once both are past; one may be before the base."""
+        """Return the seconds of two marks, once both are past; one may be before the base."""
         start_s = self._seconds(start)
         self._last = end, start_s + start.elapsed_time(end) / 1e3
         return start_s, self._last[1]
@@ -183,7 +183,7 @@ class TraceRecorder:
         return self._others[number - 1] if number else self
 
     def mark(self) -> Any:
-        """A moment of the device: when all is done that the current stream has been given."""
+        """Mark a moment of the device: when all is done that the current stream has been given."""
         return self._clock.mark()
 
     def add(self, row: str, name: str, start: Any, end: Any, args: dict[str, Any]) -> None:
@@ -193,8 +193,8 @@ class TraceRecorder:
 
     @contextmanager
     def span(self, name: str, *, row: str = DRAFT, host: bool = False, **args: Any) -> Iterator[dict[str, Any]]:
-        """A span around what is enqueued on the current stream meanwhile; with `host` also one around the host's own
-        work. Gives its arguments, which may be completed."""
+        """Record a span around what is enqueued on the current stream meanwhile; with `host` also one around the host's
+        own work. Gives its arguments, which may be completed."""
         started_s, started = time.perf_counter(), self.mark()
         yield args
         self.add(row, name, started, self.mark(), args)
@@ -243,8 +243,8 @@ class TraceRecorder:
         return tuple(len(one.spans) for one in (self, *self._others))
 
     def since(self, position: Sequence[int]) -> list[Span]:
-        """The spans of all cards behind a `position`, in the rows of one card. Those of several cards are put on one
-        clock, the host's, which waits for their current streams."""
+        """Return the spans of all cards behind a `position`, in the rows of one card. Those of several cards are put on
+        one clock, the host's, which waits for their current streams."""
         if not self._others:
             return self.spans[position[0] :]
         cards = zip((self, *self._others), position, strict=True)

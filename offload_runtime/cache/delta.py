@@ -179,7 +179,7 @@ class DeltaStates:
 
     @property
     def anchor_bytes(self) -> int:
-        """Host memory that anchors have been given."""
+        """Return the host memory that anchors have been given."""
         return sum(arena.nbytes for arena in self._arenas)
 
     @property

@@ -136,12 +136,12 @@ class KVCache:
 
     @property
     def pinned_bytes(self) -> int:
-        """Page-locked host memory that it holds."""
+        """Return the page-locked host memory that it holds."""
         return 0 if self._states is None else self._states.pinned_bytes
 
     @property
     def anchor_bytes(self) -> int:
-        """Host memory of states to go back to, so far."""
+        """Return the host memory of states to go back to, so far."""
         return 0 if self._states is None else self._states.anchor_bytes
 
     @property
@@ -313,7 +313,7 @@ class KVCache:
             move_rows([data[:, slot] for data in self._stacks], cache_positions, first)
 
     def recent_blocks(self, slot: int) -> range:
-        """The open block, a full one before it, and what the announced window reaches."""
+        """Return the open block, a full one before it, and what the announced window reaches."""
         return range(kept_from(self._lengths[slot]), num_blocks(self._ends[slot]))
 
     def block_table(self, layer: int) -> BlockTable:
@@ -371,7 +371,7 @@ def allocate_layers(
 
 
 def filled_blocks(before: int, after: int) -> range:
-    """Blocks of a sequence that become full when it grows from `before` to `after` tokens."""
+    """Return the blocks of a sequence that become full when it grows from `before` to `after` tokens."""
     return range(before // BLOCK_TOKENS, after // BLOCK_TOKENS)
 
 
@@ -390,12 +390,12 @@ def check_capacity(needed_tokens: int, capacity_tokens: int) -> None:
 
 
 def num_blocks(num_tokens: int) -> int:
-    """Blocks that hold `num_tokens` tokens."""
+    """Return how many blocks hold `num_tokens` tokens."""
     return -(-num_tokens // BLOCK_TOKENS)
 
 
 def block_shapes(config: ModelConfig, batch: int, blocks: Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """Shapes of so many blocks of each of some layers: [B, N, 2, H_kv, 256, D]."""
+    """Return the shapes of so many blocks of each of some layers: [B, N, 2, H_kv, 256, D]."""
     return {layer: (batch, count, *config.attentions[layer].kv_block_shape) for layer, count in blocks.items()}
 
 
@@ -477,7 +477,7 @@ class StreamingDraftCache(KVCache):
         self.rope_shifts = [0] * batch
 
     def start_for(self, length: int) -> int:
-        """The `start` of a sequence of `length` tokens: 0 as long as it fits."""
+        """Return the `start` of a sequence of `length` tokens: 0 as long as it fits."""
         return max(0, (length - self.sink_tokens - self._recent_tokens) // BLOCK_TOKENS * BLOCK_TOKENS)
 
     def reset(self, slot: int, start: int) -> None:

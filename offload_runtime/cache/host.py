@@ -155,7 +155,7 @@ class HostKVCache(KVCache):
         return tuple(sorted(self._window)) if self._prefilled is None else (self._prefilled,)
 
     def pieces(self, layer: int, snapshot: Snapshot) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-        """Key and host memory (uint8 [n]) of each of the layer's pieces, in order."""
+        """Return the key and host memory (uint8 [n]) of each of the layer's pieces, in order."""
         runs = self._runs(layer, snapshot) if layer in self._ring else ()
         return [((layer, run.slot, run.blocks.start), self.blocks.memory(layer, *run)) for run in runs]
 
@@ -307,7 +307,8 @@ class HostKVCache(KVCache):
         self.blocks.grow(slot, length // BLOCK_TOKENS, in_background=in_background)
 
     def recent_blocks(self, slot: int) -> range:
-        """The open block, a full one before it, and what the announced window reaches. All before are on the host."""
+        """Return the open block, a full one before it, and what the announced window reaches. All before are on the
+        host."""
         arrived = self.writes.arrived[slot]
         first = max(self._ring_from[slot], min(arrived, kept_from(self._lengths[slot])))
         return range(first, num_blocks(self._ends[slot]))

@@ -104,12 +104,12 @@ class HostBlocks:
 
     @property
     def pinned_bytes(self) -> int:
-        """Page-locked memory that is held."""
+        """Return the page-locked memory that is held."""
         extents = chain(*self._extents)
         return sum(arena.pinned_bytes for extent in extents for arena in extent.arenas.values())
 
     def num_blocks(self, slot: int) -> int:
-        """Blocks that a sequence has room for."""
+        """Return how many blocks a sequence has room for."""
         extents = self._extents[slot]
         return extents[-1].blocks.stop if extents else 0
 
@@ -394,6 +394,6 @@ def kv_piece_bytes(config: ModelConfig, dtype: torch.dtype, context_tokens: int,
 
 
 def ring_blocks(window_tokens: int) -> int:
-    """Blocks of the open ring: the window, with what a retrieval verifier may write beyond it, the block it begins in,
-    and two that may still be on their way out."""
+    """Return how many blocks the open ring has: the window, with what a retrieval verifier may write beyond it, the
+    block it begins in, and two that may still be on their way out."""
     return num_blocks(window_tokens + MOST_GAMMA_DRAFT + 1) + 3

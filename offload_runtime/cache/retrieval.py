@@ -291,13 +291,13 @@ class RetrievedDraftCache(KVCache):
 
 
 def summaries_bytes(config: ModelConfig, *, chunk_size: int, capacity_tokens: int, batch: int) -> int:
-    """Device bytes of the chunks' summaries of a `RetrievalCache`."""
+    """Return the device bytes of the chunks' summaries of a `RetrievalCache`."""
     chunk_bytes = sum(one.num_kv_heads * (one.head_dim + FACTOR_BYTES) for one in config.attentions.values())
     return batch * num_blocks(capacity_tokens) * BLOCK_TOKENS // chunk_size * chunk_bytes
 
 
 def retrieved_bytes(config: ModelConfig, dtype: torch.dtype, *, budget_tokens: int, chunk_size: int, batch: int) -> int:
-    """Device bytes of the chunks of a `RetrievalCache`: the blocks and the table of places."""
+    """Return the device bytes of the chunks of a `RetrievalCache`: the blocks and the table of places."""
     num_heads = sum(one.num_kv_heads for one in config.attentions.values())
     places = batch * num_heads * chunks_of_budget(budget_tokens, chunk_size)
     each_bytes = sum(block_bytes(config, dtype, layer) for layer in config.attentions)

@@ -99,7 +99,7 @@ class BlockLayout:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in chain(*self.tensors.values()))
 
     def views(self, memory: torch.Tensor) -> SavedBlock:
-        """A block at the beginning of memory, uint8."""
+        """Return a block at the beginning of memory, uint8."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in chain(*self.tensors.values())]
         parts = iter(memory[: sum(sizes)].split(sizes))
         return {
@@ -172,8 +172,8 @@ class BlockStore:
         self.find(list(blocks))
 
     def read(self, names: Sequence[str], layouts: Sequence[BlockLayout]) -> Iterator[SavedBlock]:
-        """The blocks of these names, each by the one of the layouts that it has, in host memory until the next one is
-        asked for.
+        """Return the blocks of these names, each by the one of the layouts that it has, in host memory until the next
+        one is asked for.
 
         Raises:
             SessionError: One is not here, or damaged.

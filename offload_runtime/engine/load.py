@@ -138,7 +138,7 @@ def _limits_here(config: RuntimeConfig, *, page_locks: bool) -> MemoryLimits:
 
 
 def describe_placement(model: LoadedModel, plan: RunPlan, budgets: Sequence[DeviceBudget]) -> str:
-    """One line: what the plan says of itself, what the CPU computes, and what is reserved."""
+    """Return one line: what the plan says of itself, what the CPU computes, and what is reserved."""
     sizes = []
     for budget in budgets:
         limit = f" of {format_bytes(budget.limit_bytes)}" if budget.limit_bytes is not None else ""

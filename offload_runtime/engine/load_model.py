@@ -293,7 +293,7 @@ class LoadedModel:
 
     @property
     def pinned_bytes(self) -> int:
-        """Page-locked host memory of the weights and the staging rings."""
+        """Return the page-locked host memory of the weights and the staging rings."""
         rings = [arena for card in self.cards for arena, _ in card.staged.rings]
         weights = self.weights
         return sum(arena.pinned_bytes for arena in (*weights.arenas.values(), *weights.experts.values(), *rings))
@@ -399,7 +399,7 @@ class CpuThreads:
 
     @property
     def in_words(self) -> str:
-        """One phrase about them; nothing where there need not be any."""
+        """Return one phrase about them; nothing where there need not be any."""
         if self.threads is None:
             return self.why_not
         library = self.threads.library

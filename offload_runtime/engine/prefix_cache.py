@@ -42,7 +42,7 @@ _SERVER_BYTES = 64 * GB
 
 
 def prefix_files(directory: Path, most_bytes: int | None = None) -> BlockFiles:
-    """The blocks of a server, which no other one may use meanwhile. Raises `StorageError`."""
+    """Open the blocks of a server, which no other one may use meanwhile. Raises `StorageError`."""
     remedy = "choose another directory for --sessions"
     return BlockFiles(directory, remedy=remedy, most_bytes=most_bytes or _SERVER_BYTES)
 
@@ -81,7 +81,7 @@ class SavedCache:
     def of(
         cls, plan: RunPlan, target: LoadedModel, draft: LoadedModel | None, draft_state: DraftKVState | None
     ) -> dict[str, SavedCache]:
-        """The caches whose blocks are saved: `target`, and `draft` where there is one."""
+        """Return the caches whose blocks are saved: `target`, and `draft` where there is one."""
         caches = dict[str, SavedCache]()
         for name, model, source, state in (
             ("target", target, plan.request.target, None), ("draft", draft, plan.request.draft, draft_state),
@@ -95,8 +95,8 @@ class SavedCache:
 
     @cached_property
     def made_with(self) -> Mapping[str, str]:
-        """All that its keys and values depend on, besides tokens and frequencies. Raises `CheckpointError` where the
-        model's files cannot be read any more."""
+        """Return all that its keys and values depend on, besides tokens and frequencies. Raises `CheckpointError` where
+        the model's files cannot be read any more."""
         device, cpu = self.model.rope.device, torch.backends.cpu.get_cpu_capability()
         made_with = {
             "model": self.source.fingerprint,
@@ -142,7 +142,7 @@ class SavedCache:
         return found
 
     def find(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> list[str]:
-        """The leading full blocks of a text that a store has, as many as bring it back; this uses them."""
+        """Return the leading full blocks of a text that a store has, as many as bring it back; this uses them."""
         names = self.names(store, tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS], prompt_tokens)
         config, whole = self.model.config, self.layouts[True]
         names = names[: store.find(names)]
@@ -264,8 +264,8 @@ class PrefixCache:
             self._save(slot)
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int, int]:
-        """The slot that holds the longest beginning of a text, how many tokens it has of that, and how many the prompt
-        had by which they are rotated."""
+        """Return the slot that holds the longest beginning of a text, how many tokens it has of that, and how many the
+        prompt had by which they are rotated."""
         kept = {slot: self._num_equal(slot, tokens) for slot in self._slots}
         slot = max(kept, key=lambda one: kept[one])
         return slot, kept[slot], self._slots[slot].prompt_tokens

@@ -521,8 +521,8 @@ class Runtime(AbstractContextManager["Runtime"]):
         self, *, prefix_cache_bytes: int = 0, sessions: Path | None = None, sessions_bytes: int | None = None,
         refuses_calls: bool = True,
     ) -> Iterator[Engine]:  # fmt: skip
-        """The engine for the thread that calls, until it is done. Calls in progress are waited for; meanwhile others
-        raise an `OptionError`, or wait. See `Scheduler`."""
+        """Give the engine to the thread that calls, until it is done. Calls in progress are waited for; meanwhile
+        others raise an `OptionError`, or wait. See `Scheduler`."""
         with self._locked(), ExitStack() as stack:
             self._require_open()
             require_stores(self.plan, prefix_cache_bytes, sessions_bytes)

@@ -44,7 +44,7 @@ class SavedText:
 
 @contextmanager
 def session_files(path: Path) -> Iterator[BlockFiles]:
-    """The blocks of the session in a file, which no other process may write or read meanwhile.
+    """Open the blocks of the session in a file, which no other process may write or read meanwhile.
 
     Raises:
         StorageError: It cannot be written, or is in use.
@@ -147,7 +147,7 @@ def read_conversation(path: Path) -> Any:
 
 
 def messages_of(saved: Any) -> list[dict[str, str]]:
-    """The messages of a conversation that was saved. Raises `OptionError`."""
+    """Return the messages of a conversation that was saved. Raises `OptionError`."""
     messages = saved.get("messages") if isinstance(saved, dict) else None
     if not isinstance(messages, list) or saved.get("version") != 1:
         raise OptionError("this is not a saved conversation: it needs version 1 and a list of messages")

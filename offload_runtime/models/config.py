@@ -102,7 +102,7 @@ class ModelConfig:
 
     @property
     def hidden_size(self) -> int:
-        """Channels of the residual stream."""
+        """Return how many channels are in the residual stream."""
         return self.attention.hidden_size
 
     @cached_property
@@ -129,7 +129,7 @@ class ModelConfig:
 
     @cached_property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer in tokens; None where it has none."""
+        """Return the sliding window of each layer in tokens; None where it has none."""
         return tuple(getattr(layer.attention, "window", None) for layer in self.layers)
 
     @cached_property
@@ -145,7 +145,7 @@ class ModelConfig:
 
     @cached_property
     def mixtures(self) -> set[Experts]:
-        """The kinds of blocks of experts that layers have."""
+        """Return the kinds of blocks of experts that layers have."""
         return {layer.mlp for layer in self.layers if isinstance(layer.mlp, Experts)}
 
     @cached_property

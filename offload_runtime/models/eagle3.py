@@ -35,7 +35,7 @@ class FirstLayer(DecoderLayer):
     normed_residual: bool = False
 
     def tensors(self) -> Iterator[Tensor]:
-        """The norm of the residual stream before those of every layer: `input_layernorm` is the embedding's."""
+        """Return the norm of the residual stream before those of every layer: `input_layernorm` is the embedding's."""
         yield Tensor("hidden_norm", "hidden_norm.weight", (self.attention.hidden_size,))
         yield from super().tensors()
 

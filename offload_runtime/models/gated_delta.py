@@ -65,7 +65,7 @@ class GatedDelta:
 
     @property
     def out_size(self) -> int:
-        """Channels of the results of all heads."""
+        """Return how many channels the results of all heads have."""
         return self.shape.value_heads * self.shape.value_dim
 
     def kv_elements(self, context: int) -> int:
@@ -73,14 +73,14 @@ class GatedDelta:
         return 0
 
     def saved_tensors(self, dtype: torch.dtype, *, whole: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of what is saved of a whole block: the state behind it, and the inputs of the convolution
-        before there."""
+        """Return the shapes and dtypes of what is saved of a whole block: the state behind it, and the inputs of the
+        convolution before there."""
         shape = self.shape
         state = (shape.value_heads, shape.key_dim, shape.value_dim), torch.float32
         return [state, ((shape.taps - 1, shape.channels), dtype)] if whole else []
 
     def first_whole(self, length: int) -> int:
-        """The last token: a text goes on behind the state that is saved with its block."""
+        """Return the last token: a text goes on behind the state that is saved with its block."""
         return max(0, length - 1)
 
     @property

@@ -29,7 +29,7 @@ def layer_of(fields: Fields) -> DecoderLayer:
 
 
 def around(fields: Fields, model: ModelConfig) -> ModelConfig:
-    """The model with what all Gemmas have around their layers."""
+    """Return the model with what all Gemmas have around their layers."""
     cap, multiplier = "final_logit_softcapping", model.hidden_size**0.5
     capped = fields.number(cap, at_least=1e-3) if cap in fields else None
     return replace(model, embedding_multiplier=multiplier, rounds_multiplier=True, logits_cap=capped)

@@ -18,7 +18,7 @@ _KINDS = ("linear_attention", "full_attention")
 
 
 def delta_of(fields: Fields, *, beta_scale: float = 1.0) -> DeltaShape:
-    """The heads of gated delta layers.
+    """Return the heads of gated delta layers.
 
     Raises:
         CheckpointError: Those of keys cannot be shared evenly, or have channels that kernels have no tiles for.
@@ -40,7 +40,8 @@ def delta_of(fields: Fields, *, beta_scale: float = 1.0) -> DeltaShape:
 
 
 def linear_layers(fields: Fields, interval: int = 4) -> list[int]:
-    """The layers that do not attend: by `layer_types`, or all but the last of each interval, by default of this one.
+    """Return the layers that do not attend: by `layer_types`, or all but the last of each interval, by default of this
+    one.
 
     Raises:
         CheckpointError: The two say different things, or `layer_types` not one of each layer.
@@ -74,7 +75,8 @@ def linear_layers(fields: Fields, interval: int = 4) -> list[int]:
 
 
 def hybrid_of(fields: Fields, mlps: Sequence[RowMixer], modules: DeltaModules = USUAL_MODULES) -> ModelConfig:
-    """Layers with these MLPs, of which some attend and the others are gated delta layers of such `modules`."""
+    """Return the layers with these MLPs, of which some attend and the others are gated delta layers of such
+    `modules`."""
     plain, bias = attention_of(fields, norm_offset=1.0), fields.flag("attention_bias")
     linear = linear_layers(fields)
     rotary = rope(fields, plain.head_dim, partial=True)

@@ -49,7 +49,7 @@ def attention_of(fields: Fields, *, norm_offset: float | None = None) -> Attenti
 
 
 def mlp_of(fields: Fields, *, activation: Activation = "silu", size: str = "intermediate_size") -> GatedMLP:
-    """A gated MLP of this activation, as wide as the field `size` says."""
+    """Return a gated MLP of this activation, as wide as the field `size` says."""
     key, names = ("hidden_act", ("silu", "swish")) if activation == "silu" else ("hidden_activation", (_GELU,))
     if (stated := fields.text(key, names[0])) not in names:
         raise UnsupportedArchitectureError(
@@ -95,7 +95,7 @@ def decoder(
     rotations: Sequence[Rotation | None] | None = None, ropes: tuple[Rope, ...] | None = None,
     others: Mapping[int, DecoderLayer] = MappingProxyType({}),
 ) -> ModelConfig:  # fmt: skip
-    """A model of layers that differ in their windows and rotations at most; those that are alike are one object.
+    """Return a model of layers that differ in their windows and rotations at most; those that are alike are one object.
 
     Args:
         fields: What the configuration says.
@@ -124,7 +124,8 @@ def decoder(
 
 
 def decoder_by_type(fields: Fields, layer: DecoderLayer, slides: Sequence[bool], *, local_theta: float) -> ModelConfig:
-    """A model whose layers rotate in one way where they slide and in another one where they attend to everything.
+    """Return a model whose layers rotate in one way where they slide and in another one where they attend to
+    everything.
 
     Args:
         fields: What the configuration says: `rope_parameters` of each type, or of older files those of full attention.
@@ -161,13 +162,14 @@ def end_ids(fields: Fields) -> tuple[int, ...]:
 
 
 def sliding_window(fields: Fields, *, switched: bool = False) -> int | None:
-    """The window of layers that slide, None where there is none; of some families `use_sliding_window` switches it."""
+    """Return the window of layers that slide, None where there is none; of some families `use_sliding_window` switches
+    it."""
     slides = "sliding_window" in fields and (fields.flag("use_sliding_window") or not switched)
     return fields.integer("sliding_window") if slides else None
 
 
 def windows_by_type(fields: Fields, otherwise: Sequence[bool], window: int | None) -> tuple[int | None, ...]:
-    """The window of each layer by `layer_types`; where a file has none, `otherwise` says which layers slide."""
+    """Return the window of each layer by `layer_types`; where a file has none, `otherwise` says which layers slide."""
     count = num_layers(fields)
     kinds = fields.items("layer_types", str)[:count]
     if not kinds:
@@ -218,8 +220,8 @@ def rope(
     fields: Fields, head_dim: int, stated: Mapping[str, Any] | None = None, *, types: Sequence[str] = ROPE_TYPES,
     partial: bool = False,
 ) -> Rope:  # fmt: skip
-    """The rotary embedding in the form that transformers 5 writes, once it is something that layers rotate by; old
-    files have the keys `rope_scaling`, `rope_theta` and `type`.
+    """Return the rotary embedding in the form that transformers 5 writes, once it is something that layers rotate by;
+    old files have the keys `rope_scaling`, `rope_theta` and `type`.
 
     Args:
         fields: What the configuration says.

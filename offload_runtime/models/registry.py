@@ -122,7 +122,7 @@ class Family:
 
 
 def family_named(model_type: str) -> Family:
-    """The family of a supported `model_type`."""
+    """Return the family of a supported `model_type`."""
     found = import_module(f"offload_runtime.models.{model_type}").FAMILY
     assert isinstance(found, Family)
     return found
@@ -158,8 +158,8 @@ def head_named(kind: str) -> Head:
 
 
 def gguf_family(arch: str, *, slides: bool, experts: bool) -> str | None:
-    """The family of one of llama.cpp's architectures, which may have sliding windows or experts; None of those that do
-    not run."""
+    """Return the family of one of llama.cpp's architectures, which may have sliding windows or experts; None of those
+    that do not run."""
     found = next((name for name, known in FAMILIES.items() if arch in known.gguf), "")
     found = _MIXED.get(found, found) if experts else _SLIDING.get(found, found) if slides else found
     return found if found and (FAMILIES[found].experts or not experts) else None
@@ -194,7 +194,7 @@ def language_settings(settings: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def require_family(fields: Fields) -> str:
-    """The family that a configuration describes.
+    """Return the family that a configuration describes.
 
     Raises:
         UnsupportedArchitectureError: It does not run; says why, and what does.
@@ -332,7 +332,7 @@ def _comparable(values: Mapping[str, Any]) -> str:
 
 
 def unsupported_model(fields: Fields) -> UnsupportedArchitectureError:
-    """The error for a model that the decoder does not implement.
+    """Return the error for a model that the decoder does not implement.
 
     Args:
         fields: What its `config.json` says; or the metadata of a GGUF file about the model, with its architecture as

@@ -66,11 +66,11 @@ class RopeTable:
             self._inv_freq = self._made(fixed_length)
 
     def frequencies(self, length: int) -> torch.Tensor:
-        """Frequencies of a sequence of `length` tokens: [P] fp32, device. Never waits for the device."""
+        """Return the frequencies of a sequence of `length` tokens: [P] fp32, device. Never waits for the device."""
         return self._made(length) if self.frequency_set(length) else self._inv_freq
 
     def angles(self, positions: torch.Tensor, inv_freq: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for every row.
+        """Return the cosines and sines for every row.
 
         Args:
             positions: [N] int32, device; negative for padding.
@@ -91,7 +91,7 @@ class RopeTable:
         return length if "dynamic" in longer else len(longer)
 
     def row_frequencies(self, host_positions: Sequence[int], prompt_length: int) -> torch.Tensor:
-        """Frequencies of rows: [P] fp32, device, or [N, P] where rows differ.
+        """Return the frequencies of rows: [P] fp32, device, or [N, P] where rows differ.
 
         Args:
             host_positions: Of the rows, on the host; negative for padding.

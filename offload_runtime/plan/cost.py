@@ -235,8 +235,9 @@ class PassTime:
 
 
 def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, rows: int) -> PassTime:
-    """A pass of the target over windows of `rows` tokens behind `length_tokens` committed ones in every sequence, the
-    ring of copies running across passes. Several cards copy side by side, and compute one after the other."""
+    """Return the times of a pass of the target over windows of `rows` tokens behind `length_tokens` committed ones in
+    every sequence, the ring of copies running across passes. Several cards copy side by side, and compute one after the
+    other."""
     if plan.num_cards > 1:
         return _pass_of_cards(plan, machine, length_tokens=length_tokens, rows=rows)
     target, placement, batch = plan.target, plan.placement, plan.target.batch
@@ -443,7 +444,7 @@ def drafting_ahead_s(plan: RunPlan, machine: MachineProfile, verify: PassTime, *
 
 
 def usual_acceptance(draft: ModelPlan | None) -> float:
-    """The share of a draft's proposals that is accepted at its full context; None stands for n-grams."""
+    """Return the share of a draft's proposals that is accepted at its full context; None stands for n-grams."""
     if draft is None:
         return USUAL_ACCEPTANCE["n-grams"]
     if draft.is_head:
@@ -453,8 +454,8 @@ def usual_acceptance(draft: ModelPlan | None) -> float:
 
 
 def guess_parents(plan: RunPlan, batch: int) -> tuple[int, ...]:
-    """The tree that the draft proposes to a step of the retrieval verifier for each of `batch` sequences; no nodes
-    without either."""
+    """Return the tree that the draft proposes to a step of the retrieval verifier for each of `batch` sequences; no
+    nodes without either."""
     if plan.draft is None or not plan.has_verifier:
         return ()
     return likely_parents(num_guesses(plan.draft.options.gamma_draft, batch), usual_acceptance(plan.draft))
@@ -525,7 +526,7 @@ def predicted_step_s(
 
 
 def full_pass(plan: RunPlan, machine: MachineProfile, *, rows: int = 1) -> PassTime:
-    """A pass over windows of `rows` tokens at the end of the full context."""
+    """Return the times of a pass over windows of `rows` tokens at the end of the full context."""
     return pass_time(plan, machine, length_tokens=plan.target.context_tokens - rows, rows=rows)
 
 

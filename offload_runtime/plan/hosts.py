@@ -144,7 +144,7 @@ class SharedPlan:
 
     @property
     def usual_tok_per_s(self) -> float:
-        """The same with proposals of which as many are accepted as is usual, where anybody proposes."""
+        """Return the same with proposals of which as many are accepted as is usual, where anybody proposes."""
         first = self.plans[0]
         if not (proposed := cost.tree_nodes(first) or cost.gamma(first)):
             return self.plain_tok_per_s

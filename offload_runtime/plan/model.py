@@ -45,7 +45,7 @@ Parts = Counter[str]
 
 
 def listed(parts: Parts) -> str:
-    """The names and sizes of parts, for people."""
+    """Return the names and sizes of parts, for people."""
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items())
 
 
@@ -79,12 +79,12 @@ class Placement:
 
     @property
     def ring_bytes(self) -> int:
-        """Page-locked memory that staging takes."""
+        """Return the page-locked memory that staging takes."""
         return self.h2d_ring.nbytes + self.d2h_ring.nbytes
 
     @cached_property
     def streamed_layers(self) -> tuple[int, ...]:
-        """Layers whose weights cross the link in every pass."""
+        """Return the layers whose weights cross the link in every pass."""
         return tuple(sorted({*self.layers} - {*self.resident_layers}))
 
 
@@ -151,12 +151,12 @@ class ModelPlan:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """The numbers of the layers that it is about, all or those of a card."""
+        """Return the numbers of the layers that it is about, all or those of a card."""
         return self.placement.layers
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
-        """The card of each layer of the model, by its number."""
+        """Return the card of each layer of the model, by its number."""
         found = {layer: card for card, placement in enumerate(self.placements) for layer in placement.layers}
         return tuple(found.get(layer, 0) for layer in range(self.config.num_layers))
 
@@ -219,7 +219,7 @@ class ModelPlan:
 
     @cached_property
     def layer_bytes(self) -> int:
-        """The largest layer that may cross the link."""
+        """Return the bytes of the largest layer that may cross the link."""
         return max(map(self._streamed.layer_bytes.__getitem__, self.layers))
 
     @property
@@ -250,12 +250,12 @@ class ModelPlan:
         return 0 if self.copies is None else sum(map(self.copies.layer_bytes.__getitem__, layers))
 
     def copying(self, target: ModelPlan) -> ModelPlan:
-        """The same of a copy beside a target that is placed so: of what is streamed it reads the copies."""
+        """Return the same of a copy beside a target that is placed so: of what is streamed it reads the copies."""
         assert target.copies is not None
         return replace(self, layout=target.layout.with_layers(target.copies, target.placement.streamed_layers))
 
     def of_card(self, target: ModelPlan) -> ModelPlan:
-        """The same of a copy on the card that the target has these layers on."""
+        """Return the same of a copy on the card that the target has these layers on."""
         return replace(self.copying(target), placements=(all_resident(target.layers),), card=target.card)
 
     def bytes_over_link(self, layers: Iterable[int]) -> int:
@@ -275,12 +275,12 @@ class ModelPlan:
 
     @property
     def host_embedding_bytes(self) -> int:
-        """Host memory of the embedding."""
+        """Return the host memory of the embedding."""
         return HostArena.rounded(self.layout.embedding.total_bytes) if self.embedding_on_host and self.has_head else 0
 
     def scratch_bytes(self, device_type: str) -> int:
-        """The largest matrix that is decoded before a product, or a slice of it where most of the card is taken by
-        copies, or the experts that are decoded together."""
+        """Return the bytes of the largest matrix that is decoded before a product, or a slice of it where most of the
+        card is taken by copies, or the experts that are decoded together."""
         layouts = [self.layout] if self.left is None else [self.layout, self.left]
         found = max(one.scratch_bytes(device_type, self.layers, head=self.has_head) for one in layouts)
         if self.left is not None and device_type == "cuda":
@@ -288,7 +288,7 @@ class ModelPlan:
         return max(self.expert_scratch_bytes, found)
 
     def copy_scratch_bytes(self, device_type: str, rows: int) -> int:
-        """The same of a copy that drafts in steps of so many rows, whichever layers it is of."""
+        """Return the same of a copy that drafts in steps of so many rows, whichever layers it is of."""
         assert self.copies is not None
         layouts = [self.layout, self.copies]
         if device_type == "cuda" and rows <= MOST_ROWS:
@@ -316,7 +316,7 @@ class ModelPlan:
 
     @cached_property
     def expert_bytes(self) -> int:
-        """The largest expert, which a buffer of the pool holds."""
+        """Return the bytes of the largest expert, which a buffer of the pool holds."""
         return max((one.block.total_bytes for one in self.experts.values()), default=0)
 
     def pool_bytes(self, buffers: int | None) -> int:
@@ -348,13 +348,13 @@ class ModelPlan:
 
     @property
     def pool_share(self) -> float:
-        """The share of the experts that the pools have room for; 1 where there are none."""
+        """Return the share of the experts that the pools have room for; 1 where there are none."""
         buffers = self.placement.pool_buffers
         return 1.0 if buffers is None else buffers / self.num_experts
 
     @property
     def host_expert_bytes(self) -> int:
-        """Host memory of the experts of cards that have no room for all of theirs."""
+        """Return the host memory of the experts of cards that have no room for all of theirs."""
         return sum(HostArena.rounded(one.total_bytes) for one in self.host_experts.values())
 
     @property
@@ -386,7 +386,7 @@ class ModelPlan:
 
     @property
     def pool_room(self) -> float:
-        """The share of the experts, beyond what a token takes of all layers but one, that there is room for."""
+        """Return the share of the experts, beyond what a token takes of all layers but one, that there is room for."""
         buffers, chosen = self.placement.pool_buffers, [one.chosen for one in self.experts.values()]
         if buffers is None:
             return 1.0
@@ -395,7 +395,7 @@ class ModelPlan:
 
     @property
     def expected_hits(self) -> float:
-        """The share of a token's experts that are expected in the pools; 1 where there are none.
+        """Return the share of a token's experts that are expected in the pools; 1 where there are none.
 
         They keep what was used last, so that experts of a layer are still there behind all other layers only where
         there is more room than a token's experts of those take: of the rest, the root, or as runs of the model have
@@ -408,7 +408,7 @@ class ModelPlan:
 
     @property
     def experts_in_words(self) -> str:
-        """One phrase: how many experts are on the device, and what is expected of that; nothing without any."""
+        """Return one phrase: how many experts are on the device, and what is expected of that; nothing without any."""
         if not self.experts:
             return ""
         widened = sum(not one.as_stored for one in self.experts.values())
@@ -425,19 +425,20 @@ class ModelPlan:
 
     @cached_property
     def kv_layers_on_host(self) -> tuple[int, ...]:
-        """Layers whose keys and values are in host memory."""
+        """Return the layers whose keys and values are in host memory."""
         kept = self.placement.resident_kv_layers
         return tuple(layer for layer in self.full_layers if layer not in kept) if self.on_host else ()
 
     @cached_property
     def full_layers(self) -> tuple[int, ...]:
-        """Layers that attend to everything. The others keep on the device what their windows reach, or their states."""
+        """Return the layers that attend to everything. The others keep on the device what their windows reach, or their
+        states."""
         attentions = self.config.attentions
         return tuple(layer for layer in self.layers if layer in attentions and attentions[layer].window is None)
 
     @cached_property
     def largest_kv_layer(self) -> tuple[int]:
-        """The layer that keeps the most of a token, of those that attend to everything, if there are any."""
+        """Return the layer that keeps the most of a token, of those that attend to everything, if there are any."""
         return (max(self.full_layers or self.layers, key=self.config.kv_elements.__getitem__),)
 
     @property
@@ -459,7 +460,7 @@ class ModelPlan:
 
     @property
     def kv_block_bytes(self) -> int:
-        """A saved block of one sequence, of all layers, with the states behind it."""
+        """Return the bytes of a saved block of one sequence, of all layers, with the states behind it."""
         return BlockLayout.of(self.config, self.dtype).nbytes
 
     def reserved_kv_bytes(self, layers: Iterable[int]) -> int:
@@ -472,16 +473,16 @@ class ModelPlan:
 
     @property
     def host_kv_bytes(self) -> int:
-        """Host memory of the keys and values of the whole context that are not on the device."""
+        """Return the host memory of the keys and values of the whole context that are not on the device."""
         return self.reserved_kv_bytes(self.kv_layers_on_host)
 
     def open_kv_bytes(self, layers: Iterable[int]) -> int:
-        """The newest blocks of layers whose cache is on the host, which are on the device."""
+        """Return the bytes of the newest blocks of layers whose cache is on the host, which are on the device."""
         return self.batch * self.kv_bytes_of(layers, host_io.ring_blocks(self.window_tokens) * BLOCK_TOKENS)
 
     @property
     def whole_kv_bytes(self) -> int:
-        """The KV cache of all that is kept of the context, wherever it is."""
+        """Return the bytes of the KV cache of all that is kept of the context, wherever it is."""
         kept_bytes = self.reserved_kv_bytes(self.layers)
         if self.cache == "streaming":
             kept_bytes = self.batch * self.kv_bytes_of(self.layers, self.streaming_tokens)
@@ -490,23 +491,24 @@ class ModelPlan:
 
     @cached_property
     def kv_piece_bytes(self) -> int:
-        """A buffer of the ring that a cache on the host is streamed through."""
+        """Return the bytes of a buffer of the ring that a cache on the host is streamed through."""
         overlapped = self.placement.kv_ring_buffers > host_io.KV_RING_BUFFERS
         return host_io.kv_piece_bytes(self.config, self.dtype, self.context_tokens, overlapped=overlapped)
 
     def kv_pieces(self, streamed_bytes: int) -> int:
-        """Copies that bring so many bytes of a layer, of all sequences alike."""
+        """Return how many copies bring so many bytes of a layer, of all sequences alike."""
         return self.batch * -(-streamed_bytes // (self.batch * self.kv_piece_bytes))
 
     @property
     def kv_ring_bytes(self) -> int:
-        """All buffers of that ring."""
+        """Return the bytes of all buffers of that ring."""
         return self.placement.kv_ring_buffers * self.kv_piece_bytes
 
     def with_overlapped_kv_ring(self, num_cards: int) -> ModelPlan:
-        """The same, of one card, with a ring of keys and values with which the links of all cards are busy at once. A
-        card brings those of its next layer while the others attend, one after the other, to what their links bring; of
-        n cards each needs room for (n - 1) / n of a layer, the piece that it attends to and one that arrives."""
+        """Return the same, of one card, with a ring of keys and values with which the links of all cards are busy at
+        once. A card brings those of its next layer while the others attend, one after the other, to what their links
+        bring; of n cards each needs room for (n - 1) / n of a layer, the piece that it attends to and one that
+        arrives."""
         least = host_io.KV_RING_BUFFERS + 1
         ring = replace(self, placements=(replace(self.placement, kv_ring_buffers=least),))
         largest = self.streamed_kv_bytes(*self.largest_kv_layer, self.context_tokens - 1)
@@ -543,7 +545,7 @@ class ModelPlan:
 
     @property
     def anchor_bytes(self) -> int:
-        """Host memory of the states that sequences can be taken back to, which a copy's are not."""
+        """Return the host memory of the states that sequences can be taken back to, which a copy's are not."""
         if self.is_copy:
             return 0
         return self.batch * delta.anchor_bytes(self.config, self.layers, self.dtype, self.context_tokens)
@@ -577,18 +579,20 @@ class ModelPlan:
 
     @cached_property
     def retrieved_bytes(self) -> int:
-        """The chunks that are read, which lie on the device once more, and what they are chosen by."""
+        """Return the bytes of the chunks that are read, which lie on the device once more, and what they are chosen
+        by."""
         sizes = {"budget_tokens": self.options.budget_tokens, "chunk_size": self.options.chunk_size}
         return self.summaries_bytes + retrieved_bytes(self.own_config, self.dtype, **sizes, batch=self.batch)
 
     @property
     def own_config(self) -> ModelConfig:
-        """The model as if it had no other layers than those that it is about."""
+        """Return the model as if it had no other layers than those that it is about."""
         return replace(self.config, layers=tuple(map(self.config.layers.__getitem__, self.layers)))
 
     @property
     def recent_tokens(self) -> int:
-        """Newest tokens that a streaming cache keeps: there are no more of them than the context has."""
+        """Return how many of the newest tokens a streaming cache keeps: there are no more of them than the context
+        has."""
         return min(self.options.recent_tokens, max(2, self.context_tokens))
 
     @property
@@ -609,7 +613,7 @@ class ModelPlan:
         return self.batch * self.kv_bytes_of((layer,), length_tokens // BLOCK_TOKENS * BLOCK_TOKENS)
 
     def streamed_kv(self, length_tokens: int) -> dict[int, int]:
-        """The same of every layer whose cache is on the host, by layer."""
+        """Return the same of every layer whose cache is on the host, by layer."""
         return {layer: self.streamed_kv_bytes(layer, length_tokens) for layer in self.kv_layers_on_host}
 
     # --- what passes take
@@ -626,7 +630,7 @@ class ModelPlan:
 
     @cached_property
     def workspace_bytes(self) -> int:
-        """Activations of the largest pass."""
+        """Return the bytes of the activations of the largest pass."""
         # A tree's step keeps its logits beside those that the pass makes.
         rows = self.batch * self.window_tokens if self.step_rows is None else 2 * self.step_rows
         sampled_rows = min(rows, max(MOST_FILTERED_ROWS, self.step_rows or 0))

@@ -102,7 +102,7 @@ def _undrafted(request: RuntimeConfig) -> RuntimeConfig:
 
 
 def rounded(figure: float) -> str:
-    """A speed with no more digits than a prediction has."""
+    """Return a speed with no more digits than a prediction has."""
     return f"{figure:.0f}" if figure >= 3 else f"{figure:.1f}" if figure >= 0.1 else f"{figure:.2g}"
 
 
@@ -189,8 +189,8 @@ def _fitting(
 
 
 def smaller_formats(model: DescribedModel) -> list[tuple[str, int, DescribedModel]]:
-    """The usual formats that are clearly smaller than a model's own, the largest first: name, bytes, the model so.
-    There are none of families that llama.cpp does not have."""
+    """Return the usual formats that are clearly smaller than a model's own, the largest first: name, bytes, the model
+    so. There are none of families that llama.cpp does not have."""
     dtype, config = model.native_dtype, model.config()
     mixes = MIXES[:-1] if has_gguf(config.architecture) else ()
     stored = ((mix, DescribedModel(config, dtype, kinds=stored_kinds(config, mix))) for mix in mixes)
@@ -244,7 +244,7 @@ def _settings(request: RuntimeConfig) -> Iterator[tuple[str, RuntimeConfig]]:
 
 
 def upgrades(plan: RunPlan, machine: MachineProfile) -> list[Change]:
-    """The changes that would bring at least a tenth more tokens per second."""
+    """Return the changes that would bring at least a tenth more tokens per second."""
     request, limits = plan.request, plan.limits
     asked = [*_with_likely_draft("--draft MODEL", request), *_settings(request)]
     half = plan.target.context_tokens // 2 // LEAST_CONTEXT_TOKENS * LEAST_CONTEXT_TOKENS
@@ -290,7 +290,7 @@ class Refusal:
         return [f"{what} it fits" + (f": {rounded(speed)} tokens/s" if self.predicts else "") for what, speed in each]
 
     def error(self, more: str = "") -> BudgetError:
-        """The problem and what would do, in one sentence each; `more` is something else that would."""
+        """Return the problem and what would do, in one sentence each; `more` is something else that would."""
         remedies = [*([more] if more else []), *self.remedies]
         return BudgetError(f"{self.problem}. What would do: {'; '.join(remedies)}") if remedies else self.problem
 
@@ -307,8 +307,8 @@ def plan_or_refuse(request: RuntimeConfig, machine: MachineProfile) -> RunPlan |
 
 
 def refusal(error: BudgetError, request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> Refusal:
-    """A few changes that mend a shortage, each from one plan or a few: smaller formats first where the machine is
-    short of host memory, then a shorter context, settings, and more of the memory."""
+    """Return a few changes that mend a shortage, each from one plan or a few: smaller formats first where the machine
+    is short of host memory, then a shorter context, settings, and more of the memory."""
     predicts = machine.name != USUAL_CARD
     if not isinstance(error, ShortageError):
         return Refusal(error, (), predicts)
@@ -366,9 +366,9 @@ def plan_fastest_draft(
     request: RuntimeConfig, drafts: Sequence[FoundDraft], planned: Callable[[RuntimeConfig], RunPlan],
     machine: MachineProfile,
 ) -> RunPlan:  # fmt: skip
-    """The plan of the draft that is predicted to be the fastest, or without one where none brings a tenth more, takes
-    room from the context or does not fit; its `draft_note` says what was taken and why. Where no draft is taken, copies
-    of streamed layers may be, if what is left of these is all that passes bring.
+    """Return the plan of the draft that is predicted to be the fastest, or without one where none brings a tenth more,
+    takes room from the context or does not fit; its `draft_note` says what was taken and why. Where no draft is taken,
+    copies of streamed layers may be, if what is left of these is all that passes bring.
 
     Args:
         request: Asks for n-grams, whose plan it is else.
@@ -406,8 +406,8 @@ def plan_fastest_draft(
 
 
 def with_found_draft(request: RuntimeConfig, reference: str, machine: MachineProfile) -> tuple[RuntimeConfig, str]:
-    """The same request with who drafts on a machine that need not be here, of what lies beside a target of this name;
-    and a sentence about it."""
+    """Return the same request with who drafts on a machine that need not be here, of what lies beside a target of this
+    name; and a sentence about it."""
     drafts = find_drafts(reference, request.target)
     try:
         plan = plan_fastest_draft(request, drafts, lambda one: plan_run(one, machine), machine)

@@ -105,8 +105,8 @@ def as_many_cards_as_help(planned: Callable[[int], RunPlan], num_cards: int, mac
 
 
 def find_plan(request: RuntimeConfig, machine: MachineProfile, limits: MemoryLimits) -> RunPlan:
-    """The fastest plan within device and page-locked memory, and within host memory if there is one; of the context
-    asked for, or where it is None of the longest one that host memory has room for. Errors as of `plan_run`."""
+    """Return the fastest plan within device and page-locked memory, and within host memory if there is one; of the
+    context asked for, or where it is None of the longest one that host memory has room for. Errors as of `plan_run`."""
     if request.max_batch is None:
         return _find_widest_plan(request, machine, limits)
     plan = _fastest_plan(request, machine, limits)
@@ -526,8 +526,8 @@ def _streamed_from_bytes(target: ModelPlan) -> int:
 
 
 def with_staging_rings(target: ModelPlan, available_bytes: int) -> Placement:
-    """The placement of a target with the rings that it is staged through, within `available_bytes` of page-locked
-    memory or, at least, two pieces each."""
+    """Return the placement of a target with the rings that it is staged through, within `available_bytes` of
+    page-locked memory or, at least, two pieces each."""
     streamed, on_host = target.placement.streamed_layers, target.kv_layers_on_host
     largest = max(target.layer_bytes if streamed else 0, target.kv_piece_bytes if on_host else 0)
     d2h = model.NO_RING

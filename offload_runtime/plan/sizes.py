@@ -55,7 +55,7 @@ class ShortageError(BudgetError):
 
 
 def describe_models(config: RuntimeConfig) -> RuntimeConfig:
-    """The same request, of models that are known by their configuration files. Errors as of `describe_model` and
+    """Return the same request, of models that are known by their configuration files. Errors as of `describe_model` and
     `share_vocabulary`."""
     request = replace(config, target=describe_model(config.target), draft=config.drafter)
     if request.draft != "the draft":
@@ -66,7 +66,7 @@ def describe_models(config: RuntimeConfig) -> RuntimeConfig:
 
 
 def common_figures() -> MachineProfile:
-    """The machine to choose by where nothing is known of the one that is there."""
+    """Return the machine to choose by where nothing is known of the one that is there."""
     return replace(load_profile(shipped_directory() / f"{COMMON_PROFILE}.toml"), name=USUAL_CARD)
 
 
@@ -144,7 +144,7 @@ class MemoryLimits:
         return sum(found) if len(found) == len(self.cards) else None
 
     def of_card(self, card: int) -> MemoryLimits:
-        """The same of one of several cards alone, whose name says which it is."""
+        """Return the same of one of several cards alone, whose name says which it is."""
         return replace(self, cards=self.cards[card : card + 1], device_name=f"{self.device_name} on card {card}")
 
 
@@ -231,7 +231,7 @@ class RunPlan:
         return tuple(map(card, self.target.cards))
 
     def with_placements(self, *placements: Placement) -> RunPlan:
-        """The same with the target's layers elsewhere, of each card."""
+        """Return the same with the target's layers elsewhere, of each card."""
         target, draft = replace(self.target, placements=placements), self.draft
         return replace(self, target=target, draft=draft.copying(target) if draft and draft.is_copy else draft)
 
@@ -262,7 +262,7 @@ class RunPlan:
 
     @cached_property
     def device(self) -> Parts:
-        """Device memory, part by part."""
+        """Return the device memory, part by part."""
         return self.needed + Parts({"CUDA graphs of passes": self.captured_bytes})
 
     @cached_property
@@ -281,7 +281,7 @@ class RunPlan:
 
     @cached_property
     def needed(self) -> Parts:
-        """Device memory of what there must be."""
+        """Return the device memory of what there must be."""
         if self.num_cards > 1:
             return sum((card.needed for card in self.cards), Parts())
         target, draft, placement = self.target, self.draft, self.placement
@@ -305,12 +305,12 @@ class RunPlan:
 
     @cached_property
     def device_bytes(self) -> int:
-        """Peak of the device's memory."""
+        """Return the peak of the device's memory."""
         return self.device.total()
 
     @property
     def models(self) -> list[ModelPlan]:
-        """The target, and the draft if there is one here."""
+        """Return the target, and the draft if there is one here."""
         return [model for model in (self.target, self.draft) if model is not None]
 
     @property
@@ -335,8 +335,8 @@ class RunPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Activations of both models on a card. They take turns on one stream and share the allocator's blocks, unless
-        the draft runs beside a pass."""
+        """Return the activations of both models on a card. They take turns on one stream and share the allocator's
+        blocks, unless the draft runs beside a pass."""
         each = [model.workspace_bytes for model in self.models]
         if self.draft is not None and self.draft.is_copy and not self.on_cpu:
             return each[0] + max(each[1], MAKING_BYTES)
@@ -388,7 +388,7 @@ class RunPlan:
 
     @cached_property
     def host(self) -> Parts:
-        """Host memory once the models are loaded, at the longest context, part by part."""
+        """Return the host memory once the models are loaded, at the longest context, part by part."""
         target, placement, rings = self.target, self.placement, self.target.placements  # each card has its own
         staged_bytes = target.host_bytes_of_layers(placement.staged_layers)
         staged_kv_bytes = target.reserved_kv_bytes(placement.staged_kv_layers)
@@ -423,10 +423,10 @@ class RunPlan:
 
     @property
     def transfer_bytes(self) -> int:
-        """Page-locked memory that rows pass through: a buffer for each piece of a pass, for each further card one for
-        where its rows are, and one for each place on these that a head reads; the allocator rounds them up to powers of
-        two. Several prompts of a pass have together as many pieces as the longest, and all but one of them and the
-        windows one more."""
+        """Return the page-locked memory that rows pass through: a buffer for each piece of a pass, for each further
+        card one for where its rows are, and one for each place on these that a head reads; the allocator rounds them up
+        to powers of two. Several prompts of a pass have together as many pieces as the longest, and all but one of them
+        and the windows one more."""
         if self.num_cards == 1 or not self.limits.transfers_through_host:
             return 0
         target, config = self.target, self.target.config
@@ -442,7 +442,7 @@ class RunPlan:
 
     @cached_property
     def loading(self) -> Parts:
-        """Host memory while the target's weights are read, part by part, or the draft's, if that is more."""
+        """Return the host memory while the target's weights are read, part by part, or the draft's, if that is more."""
         streamed = self.placement.streamed_layers
         held_bytes = self.target.layout.total_bytes - self.target.bytes_of_layers(streamed)
         if self.draft is not None:
@@ -462,7 +462,7 @@ class RunPlan:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Peak of host memory."""
+        """Return the peak of host memory."""
         return max(self.host.total(), self.loading.total())
 
     @property
@@ -478,8 +478,8 @@ class RunPlan:
 
     @property
     def pinned_bytes(self) -> int:
-        """Peak of page-locked host memory; while weights are read, pieces of them are locked in what is left of the
-        limit."""
+        """Return the peak of page-locked host memory; while weights are read, pieces of them are locked in what is left
+        of the limit."""
         return self.page_locked.total()
 
     # --- what of it moves, and how
@@ -493,12 +493,12 @@ class RunPlan:
 
     @property
     def kv_layers(self) -> tuple[int, ...]:
-        """Layers that keep keys and values, which those with states do not."""
+        """Return the layers that keep keys and values, which those with states do not."""
         return tuple(layer for layer in self.placement.layers if layer in self.target.config.attentions)
 
     @property
     def resident_kv_layers(self) -> tuple[int, ...]:
-        """Layers whose keys and values stay on the device."""
+        """Return the layers whose keys and values stay on the device."""
         return tuple(layer for layer in self.kv_layers if layer not in self.target.kv_layers_on_host)
 
     @property

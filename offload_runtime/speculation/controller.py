@@ -226,7 +226,7 @@ class LatencyModel:
 
     @property
     def plain_s(self) -> float:
-        """The seconds of plain decoding that waits for no choice: no more than anything else takes."""
+        """Return the seconds of plain decoding that waits for no choice: no more than anything else takes."""
         if self._plain_s is None:
             measured = [ratio * self._expect(one) for one, (ratio, _) in self._ratios.items()]
             measured += [self._ahead_s] if self._ahead_times else []

@@ -68,7 +68,7 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """The share of the proposals that was accepted; 0 when there were none."""
+        """Return the share of the proposals that was accepted; 0 when there were none."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
     @property
@@ -165,7 +165,7 @@ class StepOutput:
 
     @property
     def accepted_sources(self) -> list[str]:
-        """The sources of what was accepted, token by token."""
+        """Return the sources of what was accepted, token by token."""
         return [self.proposal.sources[node] for node in self.path]
 
 

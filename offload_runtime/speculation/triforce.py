@@ -104,7 +104,8 @@ class RetrievalVerifier:
 
     @property
     def counts(self) -> list[tuple[int, int]]:
-        """The steps of every sequence since it joined and the proposals that they accepted. Waits for the device."""
+        """Return the steps of every sequence since it joined and the proposals that they accepted. Waits for the
+        device."""
         return [(steps, accepted) for steps, accepted in self._counts.tolist()]
 
     @torch.inference_mode()

@@ -217,8 +217,8 @@ class GuessTree:
 
     @property
     def num_known(self) -> int:
-        """Newest known tokens that a draft's first step feeds: all that may have no keys of their own, a path that was
-        accepted, the verifier's sample behind it and the target's."""
+        """Return how many of the newest known tokens a draft's first step feeds: all that may have no keys of their
+        own, a path that was accepted, the verifier's sample behind it and the target's."""
         return self.num_levels + 2
 
 

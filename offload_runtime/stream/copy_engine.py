@@ -27,7 +27,7 @@ class CopyEngine(Protocol):
         """Return the bytes of all copies: finished ones on the CPU, on CUDA those handed to the stream."""
 
     def new_event(self) -> Any:
-        """An event that counts as fired until it is first used."""
+        """Return an event that counts as fired until it is first used."""
 
     def enqueue(
         self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
@@ -61,11 +61,11 @@ class CopyEngine(Protocol):
         """The same for the shortest waits, which the compute side shares: the thread asks again and again."""
 
     def copy_seconds(self) -> float:
-        """Total time that finished copies have kept the link busy, in seconds."""
+        """Return the total time that finished copies have kept the link busy, in seconds."""
 
     def stall_seconds(self) -> float:
-        """Total time that the compute side has waited for `ready` events, in seconds, as far as known by now; on the
-        host, too."""
+        """Return the total time that the compute side has waited for `ready` events, in seconds, as far as known by
+        now; on the host, too."""
 
     def drain(self) -> None:
         """Wait until every queued copy has finished."""
@@ -85,7 +85,8 @@ class CopyQueues:
 
 
 def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, *, repeats: int = 8) -> float:
-    """Peak bandwidth of back-to-back copies of `src` into `dst`, in GB/s; what is on the host is pinned on CUDA.
+    """Return the peak bandwidth of back-to-back copies of `src` into `dst`, in GB/s; what is on the host is pinned on
+    CUDA.
 
     Waits for the engine to drain; uses the same calls as streaming does, so streaming cannot beat it.
     """

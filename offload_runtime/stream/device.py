@@ -283,12 +283,13 @@ def packed_words(sizes: Iterable[int]) -> int:
 
 
 def pack(parts: Iterable[Sequence[int]]) -> torch.Tensor:
-    """Integers of several parts in one tensor: int32 [packed_words], host. `unpack` finds the parts in it."""
+    """Return the integers of several parts in one tensor: int32 [packed_words], host. `unpack` finds the parts in
+    it."""
     return torch.frombuffer(pack_words(parts), dtype=torch.int32)
 
 
 def pack_words(parts: Iterable[Sequence[int]]) -> array[int]:
-    """The same as an array, which is far quicker to a tensor than a list is."""
+    """Return the same as an array, which is far quicker to a tensor than a list is."""
     words = array("i")
     for part in parts:
         words.extend(part)
@@ -307,7 +308,7 @@ def unpack(packed: Words, sizes: Iterable[int]) -> list[Words]:
 
 
 def upload(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A small tensor of the host on the device, enqueued on the current stream; see `overwrite`."""
+    """Return a small tensor of the host on the device, enqueued on the current stream; see `overwrite`."""
     if device.type != "cuda":
         return host
     target = torch.empty_like(host, device=device)
@@ -399,12 +400,12 @@ class LayerPartition:
 
     @classmethod
     def of_one(cls, device: torch.device, num_layers: int) -> LayerPartition:
-        """All layers on one card."""
+        """Return all layers on one card."""
         return cls((Card(0, device),), (0,) * num_layers)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The devices of the cards, each once, the first card's first."""
+        """Return the devices of the cards, each once, the first card's first."""
         return tuple(dict.fromkeys(card.device for card in self.cards))
 
     @property
@@ -413,7 +414,7 @@ class LayerPartition:
         return len(self.cards) > 1 and are_blocks(self.owners)
 
     def card_of(self, layer: int) -> Card:
-        """The card of a layer; behind the last one the first card."""
+        """Return the card of a layer; behind the last one the first card."""
         return self.cards[self.owners[layer] if layer < len(self.owners) else 0]
 
 
@@ -438,7 +439,7 @@ class Transfer:
 def transfer(
     tensors: Sequence[torch.Tensor], source: Card, target: Card, buffers: TransferBuffers, piece: Hashable = 0
 ) -> list[torch.Tensor]:
-    """Copies of tensors on `source` for `target`, of which the same tensors if both are one card. Arguments as of
+    """Return copies of tensors on `source` for `target`, or the same tensors if both are one card. Arguments are as of
     `send`."""
     return receive(send(tensors, source, target, buffers, piece))
 
@@ -446,7 +447,7 @@ def transfer(
 def send(
     tensors: Sequence[torch.Tensor], source: Card, target: Card, buffers: TransferBuffers, piece: Hashable = 0
 ) -> Transfer:
-    """The first half of a transfer, enqueued behind what the current stream of `source` has to do. Never waits.
+    """Enqueue the first half of a transfer, behind what the current stream of `source` has to do. Never waits.
 
     Between devices that do not reach each other's memory the bytes go through page-locked memory, by kernels: in a copy
     queue they would wait behind a layer, 11 to 20 ms.
@@ -474,8 +475,8 @@ def send(
 
 
 def receive(sent: Transfer, destination: torch.Tensor | None = None) -> list[torch.Tensor]:
-    """The second half: in front of what comes next on the current stream of `target`, and in nobody else's way, so that
-    the source goes on with other rows meanwhile.
+    """Enqueue the second half, in front of what comes next on the current stream of `target`, and in nobody else's way,
+    so that the source goes on with other rows meanwhile.
 
     Args:
         sent: What `send` returned.

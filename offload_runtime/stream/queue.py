@@ -350,7 +350,7 @@ class CopySchedule:
         return items
 
     def take(self, lane: str, key: tuple[int, ...]) -> torch.Tensor:
-        """The buffer of the pass's next item, which must be `key` of `lane`: uint8 [buffer_bytes], to be read by
+        """Return the buffer of the pass's next item, which must be `key` of `lane`: uint8 [buffer_bytes], to be read by
         compute issued from now on, until `release`."""
         (label, _), ring = self._left[0], self._lanes[lane]
         assert label == (lane, key), f"{lane} {key} is not next: {label} is"
@@ -408,7 +408,8 @@ class StreamedKV(Protocol):
         """Return whether a pass that begins now may go by this snapshot."""
 
     def pieces(self, layer: int, snapshot: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-        """Key and source (uint8 [n], host) of each of the layer's pieces, in the order in which they are taken."""
+        """Return the key and source (uint8 [n], host) of each of the layer's pieces, in the order in which they are
+        taken."""
 
     def begin_pass(self, card: int, snapshot: Any, schedule: CopySchedule) -> None:
         """A pass begins; the pieces of a card's layers come out of the lane `KV` of its schedule."""
@@ -518,7 +519,8 @@ class LayerStreamer:
 
     @contextmanager
     def layer(self, index: int) -> Iterator[LayerViews]:
-        """The weights of a layer, which may be read meanwhile; of what is streamed it is the next one of its card."""
+        """Return the weights of a layer, which may be read meanwhile; of what is streamed it is the next one of its
+        card."""
         streamed, card = index not in self._resident, self._owners[index]
         schedule, recorder, pool = self._schedules[card], self.recorders[card], self._pools[card]
         if streamed:

@@ -47,12 +47,13 @@ class RingShape:
 
     @property
     def nbytes(self) -> int:
-        """Page-locked memory of the ring."""
+        """Return the page-locked memory of the ring."""
         return self.piece_bytes * self.num_pieces
 
 
 def ring_shape(layer_bytes: int, available_bytes: int | None = None) -> RingShape:
-    """The ring for layers of `layer_bytes`, within `available_bytes` of page-locked memory or, at least, two pieces."""
+    """Return the ring for layers of `layer_bytes`, within `available_bytes` of page-locked memory or, at least, two
+    pieces."""
     share = -(-layer_bytes // _PIECES_OF_A_LAYER)
     piece_bytes = min(_PIECE_BYTES, -(-share // PAGE_BYTES) * PAGE_BYTES)
     fitting = _MOST_PIECES if available_bytes is None else available_bytes // piece_bytes

@@ -94,7 +94,7 @@ class DescribedModel:
 
     @cached_property
     def as_decoded(self) -> DescribedModel:
-        """The same model as if its files were of the element type that it computes in."""
+        """Return the same model as if its files were of the element type that it computes in."""
         return replace(self, decoded=True) if self.kinds else self
 
     @cached_property

@@ -98,21 +98,21 @@ class ObservedWeight:
 
     @property
     def dense(self) -> torch.Tensor:
-        """The decoded matrix."""
+        """Return the decoded matrix."""
         return self._weight.dense
 
     def slices(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """All decoded rows, as of a `Weight`."""
+        """Return all decoded rows, as a `Weight` does."""
         return self._weight.slices()
 
     def rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Decoded rows, as of a `Weight`."""
+        """Return decoded rows, as a `Weight` does."""
         return self._weight.rows(index)
 
     def linear(
         self, x: torch.Tensor, *, residual: torch.Tensor | None = None, gated: Activation | None = None
     ) -> torch.Tensor:
-        """The product, as of a `Weight`."""
+        """Return the product, as a `Weight` does."""
         squares = x.float().square().sum(0)
         self._squares, self._rows = squares + self._squares.to(squares), self._rows + len(x)
         return self._weight.linear(x, residual=residual, gated=gated)
