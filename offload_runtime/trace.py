@@ -308,17 +308,9 @@ class CopyLog:
         """The same for a wait of the computing side for a copy."""
         self.recorder.add(STALLS, f"wait for the {self.row}", start, end, {})
 
-    def host_stalled(self, start_s: float, end_s: float) -> None:
-        """The same where the host has waited, by `time.perf_counter`."""
-        self.recorder.add_host(f"wait for the {self.row}", start_s, end_s, {}, row=STALLS)
-
     def staged(self, start_s: float, end_s: float) -> None:
         """The host waited for pageable memory to be staged."""
         self.recorder.add_host(f"staging for the {self.row}", start_s, end_s, {})
-
-    def computed(self, layer: int, start_s: float, end_s: float, **args: Any) -> None:
-        """The CPU computed experts of a layer."""
-        self.recorder.add_host(f"experts of layer {layer}", start_s, end_s, {"layer": layer, **args})
 
 
 Interval = tuple[float, float]

@@ -20,7 +20,6 @@ from offload_runtime.plan.report import forecast
 from offload_runtime.plan.search import plan_run
 from offload_runtime.runners.model_runner import HiddenTaps
 from offload_runtime.sizes import parse_bytes
-from offload_runtime.stream.expert_pool import ExpertPool
 from offload_runtime.weights.checkpoint import DescribedModel
 from offload_runtime.weights.expert_hits import note_hits
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
@@ -215,31 +214,6 @@ def test_an_answer_that_breaks_off_leaves_the_pool_fit(mixture: Path, expected: 
         assert list(result.tokens) == expected[1]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_pass_breaks_off_where_the_host_cannot_act(
-    device: str, mixture: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
-    """Wherever that is: what the card has been given goes on without, and later answers are right."""
-    options: dict[str, Any] = {"dtype": "fp32", "device": device, "context": 300, "draft": "none"}
-    if device == "cuda":
-        options["vram"] = "8GB"
-    with Runtime.load(mixture, expert_pool=2 * COUNT * EXPERT_BYTES, cpu_share=0, **options) as runtime:
-        expected, copy = answers(runtime), ExpertPool._copy
-        for fails_at in (3, 40, 41):
-            copies = iter(range(fails_at))
-
-            def some(pool: ExpertPool, *args: Any) -> None:
-                if next(copies, None) is None:  # noqa: B023 (used up before the next one is made)
-                    raise KeyboardInterrupt
-                copy(pool, *args)
-
-            monkeypatch.setattr(ExpertPool, "_copy", some)
-            with pytest.raises(KeyboardInterrupt):
-                answers(runtime)
-            monkeypatch.setattr(ExpertPool, "_copy", copy)
-            assert answers(runtime) == expected
-
-
 def test_a_pool_too_small_for_a_token_is_refused_before_loading(mixture: Path) -> None:
     with pytest.raises(BudgetError, match=r"--expert-pool .* has no room for the 3 experts"):
         Runtime.load(mixture, device="cpu", expert_pool=2 * EXPERT_BYTES, on_progress=refuse_weights)
@@ -260,7 +234,7 @@ def test_a_model_without_experts_has_no_pool(target: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("buffers", [CHOSEN, COUNT, 2 * COUNT + 1, LAYERS * COUNT])
 def test_on_a_gpu_tokens_do_not_depend_on_the_pool(buffers: int, mixture: Path) -> None:
-    """Captured as graphs, which the host follows, and not, where the KV cache is on the host."""
+    """Captured as graphs, and not, where the KV cache is on the host."""
     found = []
     for size in (None, buffers * EXPERT_BYTES // 2):
         for ways in (
@@ -278,8 +252,7 @@ def test_on_a_gpu_tokens_do_not_depend_on_the_pool(buffers: int, mixture: Path) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", HEADS)
 def test_on_a_gpu_a_head_says_the_same_whatever_of_its_experts_is_in_the_pool(way: str, carrying: Path) -> None:
-    """Its steps are graphs that the host follows, or none where a pool is too small for what they may choose. How trees
-    grow beside a pass, where nothing is fetched, goes by the clock."""
+    """How trees grow beside a pass, where nothing is fetched, goes by the clock."""
     card: dict[str, Any] = {"dtype": "bf16", "device": "cuda:0", "vram": "8GB"}
     if way == "cards":
         card |= {"device": "cuda:0,cuda:0", "vram": "4GB,4GB"}

@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -821,6 +822,10 @@ INLINE F gated(F gate, F up, const Experts& experts) {
 using Clock = std::chrono::steady_clock;
 // Waking threads takes 50 us: those that compute stay awake for layers that miss nothing, and who waits for one layer.
 constexpr auto AWAKE = std::chrono::milliseconds(5), AWAIT = std::chrono::milliseconds(2);
+// Between looks at what devices ask for: for so long behind the last news, and later.
+constexpr auto LATELY = std::chrono::seconds(1);
+constexpr auto NAP = std::chrono::microseconds(50), LONG_NAP = std::chrono::microseconds(5000);
+constexpr int64_t LOGGED = 256;
 
 // What is asked for: tasks are the panels of the first matrices of all experts, and then those of the second ones.
 struct Job {
@@ -832,7 +837,6 @@ struct Job {
     std::vector<float> x, h;               // [tokens, row_stride], and [rows, inner_stride] in the order of `rows`
     std::vector<Done> panels_done;         // first ones, by expert
     void* y;
-    int32_t* ready;  // or null
 };
 
 class Pool {
@@ -868,10 +872,18 @@ class Pool {
 
     bool refused = false;
 
+    // Computes some experts, and returns how many seconds that took. All but weights and biases is read before any is.
+    double compute(const Experts& experts, const void* x, long tokens, const int64_t* choices, long num_chosen,
+                   const int64_t* wanted, const Bytes* blocks, long count, void* y) {
+        submit(experts, x, tokens, choices, num_chosen, wanted, blocks, count, y);
+        return wait();
+    }
+
+  private:
     void submit(const Experts& experts, const void* x, long tokens, const int64_t* choices, long num_chosen,
-                const int64_t* wanted, const Bytes* blocks, long count, void* y, int32_t* ready) {
+                const int64_t* wanted, const Bytes* blocks, long count, void* y) {
         while (inside.load(std::memory_order_acquire)) pause();  // some may still find that nothing is left of the last
-        job.experts = experts, job.num_chosen = num_chosen, job.y = y, job.ready = ready;
+        job.experts = experts, job.num_chosen = num_chosen, job.y = y;
         job.blocks.assign(blocks, blocks + count);
         job.experts_wanted.assign(wanted, wanted + count);
         job.starts.assign(1, 0), job.rows.clear();
@@ -893,7 +905,6 @@ class Pool {
         next.store(0, std::memory_order_relaxed), remaining.store(job.num_tasks, std::memory_order_relaxed);
         began = ended = Clock::now();
         done.store(!job.num_tasks, std::memory_order_relaxed);
-        if (ready) __atomic_store_n(ready, !job.num_tasks, __ATOMIC_RELEASE);
         inside.store(workers.size(), std::memory_order_relaxed);
         generation.fetch_add(1);
         if (sleepers.load()) {
@@ -910,7 +921,6 @@ class Pool {
         return std::chrono::duration<double>(ended - began).count();
     }
 
-  private:
     Job job;
     std::vector<std::thread> workers;
     std::atomic<uint64_t> generation{0};
@@ -951,7 +961,6 @@ class Pool {
                 following = next.fetch_add(1);  // claimed already, to be fetched meanwhile
                 run(task, following);
                 if (remaining.fetch_sub(1, std::memory_order_acq_rel) == 1) {
-                    if (job.ready) __atomic_store_n(job.ready, 1, __ATOMIC_RELEASE);
                     std::lock_guard<std::mutex> lock(mutex);
                     ended = Clock::now();
                     done.store(true, std::memory_order_release);
@@ -1038,6 +1047,111 @@ class Pool {
     }
 };
 
+// A layer's experts, where they lie, and how many of them a token has. A width is of the numbers of layers' experts.
+struct Layer {
+    Experts experts;
+    int64_t num_chosen, width;
+    Bytes first;  // expert
+    int64_t step, bytes;
+};
+
+// What a device asks for and shows, and where it finds results: experts_cpu.py and expert_buffers.py say more.
+struct Asker {
+    const volatile int64_t* report;
+    const uint8_t* x;
+    uint8_t* y;
+    int32_t* ready;
+    const Layer* layers;
+    int64_t* log;  // bytes, nanoseconds, how many experts were computed, and the owners of the last ones
+    int32_t seen;  // ticket
+};
+
+// A thread that looks at what devices ask for, the more often the shorter ago there were news. It never stops, as a
+// device may have to do other things first, such as a prompt, and would wait for ever.
+class Watcher {
+  public:
+    explicit Watcher(Pool& pool) : pool(pool) {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        thread = std::thread([this] { watch(); });
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    ~Watcher() {
+        wake([this] { stopped = true; });
+        thread.join();
+    }
+
+    void add(Asker* asker) {
+        wake([&] { askers.push_back(asker); });
+    }
+
+    template <typename Change>
+    void wake(Change change) {
+        {
+            std::lock_guard<std::mutex> lock(mutex);
+            change();
+            is_woken = true;
+        }
+        woken.notify_all();
+    }
+
+  private:
+    Pool& pool;
+    std::vector<Asker*> askers;
+    std::vector<int64_t> choices, wanted;
+    std::vector<Bytes> blocks;
+    std::mutex mutex;
+    std::condition_variable woken;
+    bool stopped = false, is_woken = false;
+    std::thread thread;
+
+    void watch() {
+        std::unique_lock<std::mutex> lock(mutex);
+        for (auto active = Clock::now(); !stopped;) {
+            for (size_t i = 0; i < askers.size(); ++i) {
+                Asker& asker = *askers[i];
+                if (*asker.report >> 32 == asker.seen) continue;
+                lock.unlock();
+                serve(asker);
+                lock.lock();
+                is_woken = true;
+            }
+            if (is_woken) active = Clock::now(), is_woken = false;
+            auto since = Clock::now() - active;
+            if (since >= AWAKE) {
+                woken.wait_for(lock, since < LATELY ? NAP : LONG_NAP, [this] { return is_woken; });
+                continue;
+            }
+            lock.unlock();
+            pause();
+            lock.lock();
+        }
+    }
+
+    void serve(Asker& asker) {
+        int64_t header = *asker.report, ticket = header >> 32, tokens = header & 0xFFFF;
+        const Layer& layer = asker.layers[header >> 16 & 0xFFFF];
+        choices.assign(tokens * layer.num_chosen, 0), wanted.clear(), blocks.clear();
+        for (size_t i = 0; i < choices.size(); ++i) {
+            int64_t word;
+            while ((word = asker.report[1 + i]) >> 32 != ticket) pause();
+            choices[i] = word & 0x7FFFFFFF;
+            if (word >> 31 & 1 && std::find(wanted.begin(), wanted.end(), choices[i]) == wanted.end())
+                wanted.push_back(choices[i]);
+        }
+        for (int64_t expert : wanted) blocks.push_back(layer.first + expert * layer.step);
+        double seconds = pool.compute(layer.experts, asker.x, tokens, choices.data(), layer.num_chosen, wanted.data(),
+                                      blocks.data(), wanted.size(), asker.y);
+        asker.seen = ticket;
+        asker.log[0] += wanted.size() * layer.bytes, asker.log[1] += (int64_t)(seconds * 1e9);
+        for (int64_t expert : wanted)
+            asker.log[3 + asker.log[2]++ % LOGGED] = (&layer - asker.layers) * layer.width + expert;
+        __atomic_store_n(asker.ready, (int32_t)ticket, __ATOMIC_RELEASE);
+    }
+};
+
 }  // namespace
 
 extern "C" {
@@ -1062,16 +1176,28 @@ void* experts_start(int threads, const int32_t* cores) {
 
 void experts_stop(void* pool) { delete (Pool*)pool; }
 
-// Returns whether there is memory for it. `y` is written until `experts_wait` returns, or `ready`, 0 until then, is 1;
-// all but weights and biases is read before this returns.
-bool experts_submit(void* pool, const Experts* experts, const void* x, int64_t tokens, const int64_t* choices,
-                    int64_t num_chosen, const int64_t* wanted, const uint8_t* const* blocks, int64_t count,
-                    void* y, int32_t* ready) try {
-    ((Pool*)pool)->submit(*experts, x, tokens, choices, num_chosen, wanted, blocks, count, y, ready);
-    return true;
+// Returns the seconds, or less than none where there is no memory for it.
+double experts_compute(void* pool, const Experts* experts, const void* x, int64_t tokens, const int64_t* choices,
+                       int64_t num_chosen, const int64_t* wanted, const uint8_t* const* blocks, int64_t count,
+                       void* y) try {
+    return ((Pool*)pool)->compute(*experts, x, tokens, choices, num_chosen, wanted, blocks, count, y);
 } catch (const std::bad_alloc&) {
-    return false;
+    return -1;
 }
 
-double experts_wait(void* pool) { return ((Pool*)pool)->wait(); }
+// Begins to serve devices, or returns null; nobody else may have experts computed from then on.
+void* experts_watch(void* pool) try {
+    return new Watcher(*(Pool*)pool);
+} catch (const std::system_error&) {
+    return nullptr;
+}
+
+void experts_add_asker(void* watcher, Asker* asker) { ((Watcher*)watcher)->add(asker); }
+
+// Devices may soon ask for something.
+void experts_wake(void* watcher) {
+    ((Watcher*)watcher)->wake([] {});
+}
+
+void experts_unwatch(void* watcher) { delete (Watcher*)watcher; }
 }

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -48,6 +48,7 @@ _TARGETS: dict[Instructions, tuple[str, ...]] = {
     "native": ("-march=native",), "avx2": ("-mavx2", "-mfma", "-mf16c"), "plain": (),
 }  # fmt: skip
 _DIGEST_BYTES = 32
+_LOGGED = 256  # experts that were computed last
 
 
 class NoCpuShare(Exception):
@@ -66,7 +67,7 @@ class HostMatrix(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What was computed: bytes of weights, and seconds from `submit` to the last result."""
+    """What was computed: bytes of weights, and seconds."""
 
     nbytes: int
     seconds: float
@@ -85,6 +86,20 @@ class _Experts(ctypes.Structure):
         ("hidden", ctypes.c_int64), ("inner", ctypes.c_int64), ("gate_up", _Matrix), ("down", _Matrix),
         ("gate_up_bias", ctypes.c_void_p), ("down_bias", ctypes.c_void_p), ("limit", ctypes.c_float),
         ("alpha", ctypes.c_float), ("limited", ctypes.c_int32),
+    )  # fmt: skip
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("experts", _Experts), ("num_chosen", ctypes.c_int64), ("width", ctypes.c_int64), ("first", ctypes.c_void_p),
+        ("step", ctypes.c_int64), ("bytes", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class _Asker(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("report", "x", "y", "ready", "layers", "log")),
+        ("seen", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -179,10 +194,11 @@ class ExpertsLibrary:
     def __init__(self, code: Any, dtype: torch.dtype, encodings: Sequence[str]) -> None:
         self.code, self.dtype, self.encodings = code, dtype, tuple(encodings)
         address, integer = ctypes.c_void_p, ctypes.c_int64
-        submitted = [address] * 3 + [integer, address, integer, address, address, integer, address, address]
+        computed = [address] * 3 + [integer, address, integer, address, address, integer, address]
         for name, result, arguments in (
             ("instructions", ctypes.c_char_p, []), ("start", address, [ctypes.c_int, address]),
-            ("stop", None, [address]), ("submit", ctypes.c_bool, submitted), ("wait", ctypes.c_double, [address]),
+            ("stop", None, [address]), ("compute", ctypes.c_double, computed), ("watch", address, [address]),
+            ("add_asker", None, [address] * 2), ("wake", None, [address]), ("unwatch", None, [address]),
         ):  # fmt: skip
             function = getattr(code, f"experts_{name}")
             function.restype, function.argtypes = result, arguments
@@ -236,8 +252,7 @@ def _has_right_bits(library: ExpertsLibrary, encoding: Stored) -> bool:
     size = gate_up.shape[1]
     layer = HostExperts(library, shape, HostMatrix(encoding, 0), HostMatrix(encoding, size))
     with ExpertsCpu(library, threads=1) as cpu:
-        cpu.submit(layer, HostRows(x, choices, found), [(number, pool[number].data_ptr()) for number in range(3)])
-        cpu.wait()
+        cpu.compute(layer, x, choices, found, [(number, pool[number].data_ptr()) for number in range(3)])
     first = StoredMatrices(pool[:, :size], encoding, 2 * width, width)
     second = StoredMatrices(pool[:, size:], encoding, width, width)
     expert_rows_reference(
@@ -293,29 +308,47 @@ def _described(where: HostMatrix, columns: int, code: int) -> _Matrix:
     return found
 
 
-class HostRows:
-    """Rows in host memory that experts are chosen for, and where goes what comes of them. It is made once of memory
-    that is used again: who submits often asks nothing of tensors, which takes long where others fill the caches.
+class Asker:
+    """What a device asks of the CPU as `expert_buffers.CpuQuestions` says, and where it finds results; all of it is in
+    host memory.
 
     Args:
-        x: [N, H] in a library's dtype, contiguous, as all of these.
-        choices: [N, k] int64: the experts of every row, none of them twice.
-        out: [N, k, H] in the dtype of x.
-        ready: [1] int32 or None: 0 from when experts are submitted until all that they write is there, for whoever
-            cannot wait; then 1.
+        num_layers, width: Of the tables: their layers, and the numbers of experts that each has.
+        report: Of the questions.
+        x: [N, H] in a library's dtype: rows of the layer that is asked for.
+        y: [N k, H] likewise, by row and choice: what comes of those that are asked for.
+        ready: [1] int32: becomes the ticket when it is there.
     """
 
     def __init__(
-        self, x: torch.Tensor, choices: torch.Tensor, out: torch.Tensor, ready: torch.Tensor | None = None
+        self, num_layers: int, width: int, report: torch.Tensor, x: torch.Tensor, y: torch.Tensor, ready: torch.Tensor
     ) -> None:
-        (tokens, num_chosen), self.dtype, self.width = choices.shape, x.dtype, x.shape[1]
-        assert x.shape == (tokens, self.width) and out.shape == (tokens, num_chosen, self.width)
-        assert out.dtype == x.dtype and choices.dtype == torch.int64
-        assert x.is_cpu and choices.is_cpu and out.is_cpu
-        assert x.is_contiguous() and choices.is_contiguous() and out.is_contiguous()
-        self._held = x, choices, out, ready
-        self.inputs = x.data_ptr(), tokens, choices.data_ptr(), num_chosen
-        self.outputs = out.data_ptr(), None if ready is None else ready.data_ptr()
+        assert x.is_contiguous() and y.is_contiguous() and x.shape[1] == y.shape[1] and x.dtype == y.dtype
+        self._width, self._layers, log = width, (_Layer * num_layers)(), torch.zeros(3 + _LOGGED, dtype=torch.int64)
+        self._log, self._held = log.numpy(), list[Any]([report, x, y, ready, log])
+        places = (one.data_ptr() for one in (report, x, y, ready))
+        self.described = _Asker(*places, ctypes.addressof(self._layers), log.data_ptr())
+
+    def add(self, row: int, experts: HostExperts, num_chosen: int, host: torch.Tensor) -> None:
+        """Let a layer be asked for, which is this row of the tables, with its experts in uint8 [E, bytes of one]."""
+        self._held += [experts, host]
+        where = host.data_ptr(), host.stride(0), experts.expert_bytes
+        self._layers[row] = _Layer(experts.described, num_chosen, self._width, *where)
+
+    @property
+    def total(self) -> Work:
+        """Return all that was computed."""
+        return Work(int(self._log[0]), 1e-9 * int(self._log[1]))
+
+    @property
+    def num_computed(self) -> int:
+        """Return how many experts were computed, again and again."""
+        return int(self._log[2])
+
+    def last_computed(self, count: int) -> list[int]:
+        """Return the last experts that were computed, the newest first: layer times width plus expert."""
+        total = self.num_computed
+        return [int(self._log[3 + (total - 1 - back) % _LOGGED]) for back in range(min(count, total, _LOGGED))]
 
 
 def physical_first(cores: Sequence[int], folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:
@@ -337,8 +370,9 @@ def physical_first(cores: Sequence[int], folder: Path = Path("/sys/devices/syste
 
 
 class ExpertsCpu:
-    """Threads that compute experts, each pinned to a core: they stay awake for five milliseconds behind a layer, and
-    sleep after that. One layer at a time. In a process that was forked there are none, and it may not be used there.
+    """Threads that compute experts, each pinned to a core, and one that looks at what devices ask for: they stay awake
+    for five milliseconds behind a layer; then those sleep, and this one looks now and then. One layer at a time. In a
+    process that was forked there are none, and it may not be used there.
 
     Args:
         library: What they run.
@@ -354,50 +388,65 @@ class ExpertsCpu:
         cores = physical_first(allowed)[:threads] if cores is None else cores
         if len(cores) < threads or not set(cores) <= set(allowed):
             raise NoCpuShare(f"{threads} threads need a core each, of the {len(allowed)} that this process may use")
-        self.library, self._bytes = library, 0
-        self._held: tuple[Any, ...] = ()
-        self._on_done: Callable[[Work], None] | None = None
+        self.library, self._watcher = library, list[int]()
         self._threads = library.code.experts_start(threads, (ctypes.c_int32 * threads)(*cores[:threads]))
         if not self._threads:
             raise NoCpuShare(f"the system refuses {threads} threads")
-        self._stop = weakref.finalize(self, _stop, library.code, self._threads, os.getpid())
+        self._askers = list[Asker]()  # whose memory stays as long as threads may use it
+        owned = self._threads, self._watcher, self._askers
+        self._stop = weakref.finalize(self, _stop, library.code, *owned, os.getpid())
 
-    def submit(
-        self, layer: HostExperts, rows: HostRows, experts: Sequence[tuple[int, int]], *,
-        on_done: Callable[[Work], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Begin with some experts of a layer, when what was submitted before is done.
+    def compute(
+        self, layer: HostExperts, x: torch.Tensor, choices: torch.Tensor, out: torch.Tensor,
+        experts: Sequence[tuple[int, int]],
+    ) -> Work:  # fmt: skip
+        """Compute some experts of a layer, before devices ask for any; other threads of Python run meanwhile.
 
         Args:
             layer: Their layer, of the same library.
-            rows: What they compute. Results of the experts that are wanted are written until `wait` returns, and no
-                others; x and choices are read before this returns.
+            x: [N, H] in its dtype, contiguous and on the host, as all of these.
+            choices: [N, k] int64: the experts of every row, none of them twice.
+            out: [N, k, H] in the dtype of x: results of the experts that are wanted are written, and no others.
             experts: The number of each that is wanted, and the address of its block.
-            on_done: Is told of the work by who waits for it, or by what is submitted next.
         """
-        if self._on_done is not None:
-            self.wait()
-        assert layer.library is self.library and rows.dtype == self.library.dtype and rows.width == layer.shape.hidden
-        count = len(experts)
+        (tokens, num_chosen), count = choices.shape, len(experts)
+        assert layer.library is self.library and not self._watcher
+        assert x.shape == (tokens, layer.shape.hidden) and out.shape == (tokens, num_chosen, layer.shape.hidden)
+        assert x.dtype == out.dtype == self.library.dtype and choices.dtype == torch.int64
+        assert x.is_cpu and choices.is_cpu and out.is_cpu
+        assert x.is_contiguous() and choices.is_contiguous() and out.is_contiguous()
         wanted = (ctypes.c_int64 * count)(*(number for number, _ in experts))
         blocks = (ctypes.c_void_p * count)(*(address for _, address in experts))
-        self._bytes, self._held = count * layer.expert_bytes, (layer, rows)  # their memory stays
-        if not self.library.code.experts_submit(
-            self._threads, ctypes.byref(layer.described), *rows.inputs, wanted, blocks, count, *rows.outputs
-        ):
+        seconds = self.library.code.experts_compute(
+            self._threads, ctypes.byref(layer.described), x.data_ptr(), tokens, choices.data_ptr(), num_chosen, wanted,
+            blocks, count, out.data_ptr(),
+        )  # fmt: skip
+        if seconds < 0:
             raise MemoryError(f"rows of {count} experts find no memory")
-        self._on_done = on_done
+        return Work(count * layer.expert_bytes, seconds)
 
-    def wait(self) -> Work:
-        """Wait until all that was submitted is written; other threads of Python run meanwhile."""
-        work = Work(self._bytes, self.library.code.experts_wait(self._threads))
-        on_done, self._on_done = self._on_done, None
-        if on_done is not None:
-            on_done(work)
-        return work
+    def serve(self, asker: Asker) -> None:
+        """Compute what a device asks for, from now on.
+
+        Raises:
+            NoCpuShare: The system refuses a thread.
+        """
+        code = self.library.code
+        if not self._watcher:
+            watcher = code.experts_watch(self._threads)
+            if not watcher:
+                raise NoCpuShare("the system refuses a thread that looks at what devices ask for")
+            self._watcher.append(watcher)
+        self._askers.append(asker)
+        code.experts_add_asker(self._watcher[0], ctypes.byref(asker.described))
+
+    def wake(self) -> None:
+        """Look more often at what devices ask for, which they may soon do: without, they wait up to five
+        milliseconds."""
+        self.library.code.experts_wake(self._watcher[0])
 
     def close(self) -> None:
-        """End the threads, which first finish what was submitted."""
+        """End the threads, which first finish what they compute."""
         self._stop()
 
     def __enter__(self) -> ExpertsCpu:
@@ -407,6 +456,9 @@ class ExpertsCpu:
         self.close()
 
 
-def _stop(code: Any, threads: int, process: int) -> None:
+def _stop(code: Any, threads: int, watchers: list[int], askers: list[Asker], process: int) -> None:
     if os.getpid() == process:  # a fork has none of them
+        for watcher in watchers:
+            code.experts_unwatch(watcher)
         code.experts_stop(threads)
+    askers.clear()

@@ -1,7 +1,9 @@
 """Rows that the host's threads write while the device works: it waits for them, and no launch has to.
 
-unless asked is 0:    wait until ready is not 0;    target[i] = source[i]        for all i where wanted[i] is not 0
+unless ticket is 0:    wait until ready is ticket;    target[i] = source[i]        for all i where wanted[i] is not 0
 """
+
+import time
 
 import torch
 
@@ -11,59 +13,60 @@ _BLOCK = 1024
 
 
 def take_host_rows_reference(
-    asked: torch.Tensor, ready: torch.Tensor, wanted: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+    ticket: torch.Tensor, ready: torch.Tensor, wanted: torch.Tensor, source: torch.Tensor, target: torch.Tensor
 ) -> None:  # fmt: skip
-    """Plain torch version of `take_host_rows`, once they are ready."""
-    if not asked.item():
+    """Plain torch version of `take_host_rows`: the host waits."""
+    if not ticket.item():
         return
-    assert ready.item()
+    while ready.item() != ticket.item():
+        time.sleep(0)
     some = wanted.nonzero()[:, 0]
-    target[some.to(target.device)] = source[some].to(target.device)
+    target[some] = source[some.cpu()].to(target.device)
 
 
 @jit
-def _wait_kernel(asked_ptr, ready_ptr):
-    asked = tl.load(asked_ptr)
+def _wait_kernel(ticket_ptr, ready_ptr):
+    ticket = tl.load(ticket_ptr)
     ready = tl.load(ready_ptr, volatile=True)
-    while (asked != 0) & (ready == 0):
+    while (ticket != 0) & (ready != ticket):
         ready = tl.load(ready_ptr, volatile=True)
 
 
 @jit
-def _take_kernel(asked_ptr, wanted_ptr, source_ptr, target_ptr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+def _take_kernel(ticket_ptr, wanted_ptr, source_ptr, target_ptr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    if tl.load(asked_ptr) == 0:
+    if tl.load(ticket_ptr) == 0:
         return
     taken = word < tl.where(tl.load(wanted_ptr + row) != 0, WORDS, 0)
     tl.store(target_ptr + row * WORDS + word, tl.load(source_ptr + row * WORDS + word, mask=taken), mask=taken)
 
 
 def take_host_rows_triton(
-    asked: torch.Tensor, ready: torch.Tensor, wanted: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+    ticket: torch.Tensor, ready: torch.Tensor, wanted: torch.Tensor, source: torch.Tensor, target: torch.Tensor
 ) -> None:  # fmt: skip
     """Triton version of `take_host_rows`. One warp waits, behind which the others start."""
     require_triton("taking rows of host memory")
     rows, words = target.shape
     with torch.cuda.device_of(target):
-        _wait_kernel[(1,)](asked, ready, num_warps=1)
+        _wait_kernel[(1,)](ticket, ready, num_warps=1)
         grid = rows, triton.cdiv(words, _BLOCK)
-        _take_kernel[grid](asked, wanted, source, target, WORDS=words, BLOCK=_BLOCK, num_warps=4)
+        _take_kernel[grid](ticket, wanted, source, target, WORDS=words, BLOCK=_BLOCK, num_warps=4)
 
 
 def take_host_rows(
-    asked: torch.Tensor, ready: torch.Tensor, wanted: torch.Tensor, source: torch.Tensor, target: torch.Tensor
+    ticket: torch.Tensor, ready: torch.Tensor, wanted: torch.Tensor, source: torch.Tensor, target: torch.Tensor
 ) -> None:  # fmt: skip
     """Copy some rows, when they are ready; enqueued on the current stream.
 
     Args:
-        asked: [1] int32, beside the target: 0 where there are none to wait for, whatever the others say.
-        ready: [1] int32, host: not 0 once `source` is written. On a CPU it must be so already.
-        wanted: [R] int32, host: not 0 where a row is to be copied.
+        ticket: [1] int32, beside the target: 0 where there are none to wait for, whatever the others say.
+        ready: [1] int32, host: the ticket, once `source` is written.
+        wanted: [R] int32, beside the target: not 0 where a row is to be copied.
         source: [R, W] int32, host, contiguous. What is on the host is page-locked where the target is on a GPU.
         target: [R, W] int32, contiguous. Other rows are left as they are.
     """
-    assert asked.dtype == ready.dtype == wanted.dtype == source.dtype == target.dtype == torch.int32
-    assert source.shape == target.shape and len(wanted) == len(target) and asked.shape == ready.shape == (1,)
+    assert ticket.dtype == ready.dtype == wanted.dtype == source.dtype == target.dtype == torch.int32
+    assert source.shape == target.shape and len(wanted) == len(target) and ticket.shape == ready.shape == (1,)
     assert source.is_contiguous() and target.is_contiguous() and wanted.is_contiguous()
-    (take_host_rows_triton if target.is_cuda else take_host_rows_reference)(asked, ready, wanted, source, target)
+    (take_host_rows_triton if target.is_cuda else take_host_rows_reference)(ticket, ready, wanted, source, target)

@@ -2,7 +2,8 @@
 
     deadline = deadline + duration,  or now  if that is more than `slack` ago;   wait until now >= deadline
 
-Launched with duration 0 before copies and with bytes / bandwidth behind each of them. Because durations are added to
+Launched with duration 0 before copies and with bytes / bandwidth behind each of them. Streams that share a link share
+the deadline, which each moves by itself. Because durations are added to
 the deadline and not to the time of the launch, the few microseconds between a kernel and a copy do not add up; a link
 that idled longer than `slack`, or was slower than what is emulated, gets nothing of that back.
 
@@ -37,23 +38,31 @@ def _read_clock(clock_ptr, TICK: tl.constexpr):
 
 
 @jit(do_not_specialize=("duration_ns",))
-def _pace_link_kernel(deadline_ptr, clock_ptr, duration_ns, SLACK: tl.constexpr, TICK: tl.constexpr):
-    deadline = tl.load(deadline_ptr) + duration_ns
+def _pace_link_kernel(
+    deadline_ptr, clock_ptr, bytes_ptr, duration_ns, byte_ns, HAS_BYTES: tl.constexpr, SLACK: tl.constexpr,
+    TICK: tl.constexpr,
+):  # fmt: skip
+    if HAS_BYTES:
+        duration_ns = (tl.load(bytes_ptr).to(tl.float64) * byte_ns).to(tl.int64)
+    deadline = tl.atomic_add(deadline_ptr, duration_ns.to(tl.int64)) + duration_ns
     now = _read_clock(clock_ptr, TICK)
-    deadline = tl.where(now - deadline > SLACK, now, deadline)
-    tl.store(deadline_ptr, deadline)
+    if now - deadline > SLACK:
+        tl.atomic_max(deadline_ptr, now)
+        deadline = now
     while now < deadline:
         now = _read_clock(clock_ptr, TICK)
 
 
 def pace_link(
-    deadline_ns: torch.Tensor, duration_ns: int, *, clock: torch.Tensor | None = None, tick_ns: int = 0
-) -> None:
+    deadline_ns: torch.Tensor, duration_ns: int = 0, *, nbytes: torch.Tensor | None = None, byte_ns: float = 0.0,
+    clock: torch.Tensor | None = None, tick_ns: int = 0,
+) -> None:  # fmt: skip
     """Hold the current stream up until `duration_ns` behind the deadline, which moves there; see above.
 
     Args:
-        deadline_ns: [1] int64 on the stream's device: nanoseconds of the GPU's clock, 0 at first. One stream's own.
+        deadline_ns: [1] int64 on the stream's device: nanoseconds of the GPU's clock, 0 at first. One link's own.
         duration_ns: What the bytes copied since the last call would have taken; 0 before the first copy.
+        nbytes: [1] int64, device: these bytes, where the host does not know them, which take `byte_ns` each.
         clock: [1] int64, device, to go by instead of the GPU's clock.
         tick_ns: By how much each look moves `clock` on; positive exactly if there is one.
 
@@ -64,6 +73,6 @@ def pace_link(
     assert deadline_ns.dtype == torch.int64 and deadline_ns.shape == (1,)
     assert (clock is None) == (tick_ns == 0)
     _pace_link_kernel[(1,)](
-        deadline_ns, deadline_ns if clock is None else clock, duration_ns, SLACK=SLACK_NS, TICK=tick_ns,
-        num_warps=1,
+        deadline_ns, deadline_ns if clock is None else clock, deadline_ns if nbytes is None else nbytes, duration_ns,
+        byte_ns, HAS_BYTES=nbytes is not None, SLACK=SLACK_NS, TICK=tick_ns, num_warps=1,
     )  # fmt: skip

@@ -465,7 +465,7 @@ class PassMeter:
         before, since = self._begun.pop(request, (self._passes, None))
         target, passes = self._target, _Passes().grown(self._passes, before)
         count, seconds = passes.passes, passes.seconds
-        streamed = passes.streamed_bytes > 0 and seconds > 0
+        streamed, fetches = passes.streamed_bytes > 0 and seconds > 0, not all(one.is_whole for one in self._pools)
         decode_s, after_first = request.last_token_s - request.first_token_s, max(0, request.new_tokens - 1)
         stats = GenerationStats(
             prompt_tokens=request.prompt_tokens, new_tokens=request.new_tokens, kept_tokens=request.num_kept,
@@ -474,7 +474,7 @@ class PassMeter:
             passes=count, tokens_per_pass=after_first / count if count else 0.0,
             bytes_per_pass=round(passes.streamed_bytes / count) if count else target.runner.streamer.bytes_per_pass,
             link_gbps=passes.streamed_bytes / seconds / 1e9 if streamed else None, link_peak_gbps=self._link_peak_gbps,
-            link_idle_share=min(1.0, max(0.0, 1 - passes.copy_s / seconds)) if streamed else None,
+            link_idle_share=min(1.0, max(0.0, 1 - passes.copy_s / seconds)) if streamed and not fetches else None,
             stall_s=max(0.0, passes.stall_s), peak_vram_bytes=peak_vram_bytes,
             pinned_bytes=self._pinned_bytes + target.runner.cache.pinned_bytes,
             pageable_bytes=sum(card.staged.pageable.nbytes for card in target.cards),

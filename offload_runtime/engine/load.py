@@ -429,4 +429,6 @@ def _make_queues(
 
     there, back = (None, None) if pace is None else pace(device)
     asked = None if pace is None or not demand else pace(device)[0]
-    return CopyQueues(make(LINK, there), make(LINK_BACK, back) if d2h else None, make(LINK, asked) if demand else None)
+    return CopyQueues(
+        make(LINK, there), make(LINK_BACK, back) if d2h else None, make(LINK, asked) if demand else None, asked
+    )  # fmt: skip

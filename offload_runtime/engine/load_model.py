@@ -253,11 +253,13 @@ class LoadedCard:
         return [self.engine] if demand is None else [self.engine, demand]
 
     def end_copies(self) -> None:
-        """End the copies, before anything that is copied, or computed with, is let go of."""
+        """End the copies, and wait for passes that fetch experts or wait for those of the CPU, before anything that is
+        copied, or computed with, is let go of."""
         for engine in self.engines:
             engine.close()
-        if self.pool is not None and self.pool.cpu is not None:
-            self.pool.cpu.finish()
+        if self.pool is not None and self.pool.buffers.is_cuda:
+            with suppress(torch.AcceleratorError):  # it has failed, which was said where it did
+                torch.cuda.synchronize(self.pool.buffers.device)
 
 
 @dataclass(frozen=True)
@@ -324,7 +326,10 @@ def load_models(
     on_gpu = cards[0].budget.device.type == "cuda"
     if plan.has_verifier and plan.target.on_host and on_gpu:
         for card in cards:
-            require_readable_arenas(card.budget.device)
+            require_readable_arenas(
+                card.budget.device,
+                "a retrieval verifier over a KV cache there does: take --speculation chain or --kv gpu",
+            )
     load = partial(
         load_model, registrar=registrar, pinned_bytes=plan.limits.pinned_bytes, on_progress=on_progress, undo=undo
     )
@@ -439,26 +444,29 @@ def _buffers_of_experts(budget: DeviceBudget, own: ModelPlan, name: str) -> torc
 
 
 def make_pool(
-    experts: Mapping[int, ExpertBlocks], buffers: torch.Tensor, engine: CopyEngine | None, x: torch.Tensor, *,
-    most_rows: int, cpu: CpuThreads,
+    experts: Mapping[int, ExpertBlocks], buffers: torch.Tensor, queues: CopyQueues | None, x: torch.Tensor, *,
+    cpu: CpuThreads,
 ) -> ExpertPool | None:  # fmt: skip
     """Return the pool of the `experts` of a card's layers; None where these have none.
 
     Args:
         experts: By layer, those of a head behind the model's own.
-        buffers: Of the pool. They hold all experts where there is no `engine`.
-        engine: Brings experts.
+        buffers: Of the pool. They hold all experts where there are no `queues`.
+        queues: Bring experts.
         x: Like the rows of a pass: their dtype, width and device.
-        most_rows: That a layer is given at once.
         cpu: Computes some of what is missing.
     """
     if not experts:
         return None
     layers = {layer: ExpertUnits(one.num_experts, one.chosen) for layer, one in experts.items()}
-    share, chosen = None, max(one.chosen for one in experts.values())
-    if engine is not None and cpu.threads is not None:
-        share = CpuExperts(cpu.threads, cpu.share, engine, num_chosen=chosen, x=x)
-    return ExpertPool(buffers, layers, engine, most_choices=most_rows * chosen, cpu=share)
+    if queues is None:
+        return ExpertPool(buffers, layers)
+    make_cpu, engine = None, queues.demand
+    assert engine is not None
+    if cpu.threads is not None:
+        chosen = max(one.chosen for one in experts.values())
+        make_cpu = partial(CpuExperts, cpu.threads, cpu.share, engine, num_chosen=chosen, x=x)
+    return ExpertPool(buffers, layers, engine, pace=queues.pace, make_cpu=make_cpu)
 
 
 def add_experts(
@@ -506,11 +514,12 @@ def connect_model(
     if lender is not None and joined is not None:  # whose own layers come first
         pool_first, computing = lender.config.num_layers, lender.cpu
     pools = list[ExpertPool | None]()
-    most_rows = max(plan.chunk_tokens, plan.expert_tokens, plan.batch * plan.window_tokens)
     for one, own, of_card in zip(cards, plan.cards, experts, strict=True):
-        engine = None if own.placement.pool_buffers is None else one.queues.demand
+        queues = None if own.placement.pool_buffers is None else one.queues
+        if queues is not None and own.experts and of_card.is_cuda and joined is None:
+            require_readable_arenas(of_card.device, "experts on demand do")
         x = torch.empty(0, plan.config.hidden_size, dtype=plan.dtype, device=of_card.device)
-        pools.append(joined or make_pool(own.experts, of_card, engine, x, most_rows=most_rows, cpu=cpu))
+        pools.append(joined or make_pool(own.experts, of_card, queues, x, cpu=cpu))
         if (pool := pools[-1]) is not None:
             add_experts(pool, weights, own.experts.keys() & layout.experts, computing, held, first=pool_first)
     stores = {

@@ -139,9 +139,7 @@ class WindowChooser:
         """Say whether nothing need be proposed to a request in the step behind the one that was chosen last."""
         if not self.speculates(request):
             return True
-        # Where the host acts in a pass that is launched ahead, no step would take as long as its own pass.
-        open_ = request.budget is None and bool(request.steps) and self._runner.streamer.has_all
-        return open_ and self._controller.rests(request.params.sampling)
+        return request.budget is None and bool(request.steps) and self._controller.rests(request.params.sampling)
 
     def choose(self, requests: Sequence[Request]) -> StepBudgets:
         """Return what the next step of these requests proposes, of which all have a token and none is finished."""

@@ -62,7 +62,7 @@ class GenerationStats:
         pageable_bytes: Host memory that is streamed and not page-locked: planned so, or because the system refused.
         link_idle_share: Share of the time of these passes, waiting and sampling included, in which no copy was on its
             way to the device; chunks that a retrieval verifier gathers are no copies. Of several cards the mean of the
-            links that bring something. None where nothing is streamed.
+            links that bring something. None where nothing is streamed, and where kernels fetch experts.
         hidden_draft_share: Share of the drafting in which a pass of the target was running or a link, of whichever
             card, brought what passes need; None without drafting, and without a trace (see `Runtime.load`).
         accepted_by_depth: In how many passes the target accepted a first proposal, a second one behind it, and so on.

@@ -131,7 +131,7 @@ class Experts:
             choices = torch.where(rows.query.positions.reshape(-1, 1) < 0, choices[:1], choices)
         matrices, fetch, scratch = weights.experts
         y, biases = x.new_empty(*choices.shape, x.shape[1]), self._biases(weights)
-        for buffers in fetch(x, choices, y, rows.host_action):
+        for buffers in fetch(x, choices, y):
             expert_rows(
                 x, choices, matrices["gate_up"], matrices["down"], self._shape, out=y, buffers=buffers, **biases,
                 scratch=scratch,

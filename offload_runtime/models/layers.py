@@ -79,8 +79,6 @@ class Weight(Protocol):
 Weights = Mapping[str, Weight]  # by packed name
 # What the host does in the middle of a pass, for which the device may wait. Where passes are graphs it does so once the
 # whole of one is enqueued, and if that fails or is interrupted the second one lets the device go on without.
-HostAction = Callable[[], None]
-TakeHostAction = Callable[[HostAction, HostAction], None]
 
 
 class ExpertStore(NamedTuple):
@@ -88,15 +86,15 @@ class ExpertStore(NamedTuple):
 
     Attributes:
         matrices: By packed name, those of the experts that are in buffers on the layer's card.
-        fetch: Takes rows [N, H], the experts that each has chosen, [N, k] int64, what these make of the rows,
-            [N, k, H], all on the card, and what lets the host act. It fetches experts in rounds and yields in each the
-            buffer of each of the layer's experts, [E] int32, -1 of those that are not in the round. Before the first
-            one it has written the results of experts that are in none.
+        fetch: Takes rows [N, H], the experts that each has chosen, [N, k] int64, and what these make of the rows,
+            [N, k, H], all on the card. It fetches experts in rounds and yields in each the buffer of each of the
+            layer's experts, [E] int32, -1 of those that are in none. Behind the last one it writes the results of
+            experts that are in no round.
         scratch: uint8, of `Experts.scratch_bytes`, where experts of many rows are decoded; None where none are.
     """
 
     matrices: Mapping[str, StoredMatrices]
-    fetch: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, TakeHostAction], Iterator[torch.Tensor]]
+    fetch: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Iterator[torch.Tensor]]
     scratch: torch.Tensor | None = None
 
 
@@ -149,11 +147,6 @@ class DeltaPass(NamedTuple):
     paths: DeltaPaths | None = None
 
 
-def at_once(action: HostAction, give_up: HostAction) -> None:
-    """Let the host act while it enqueues a pass."""
-    action()
-
-
 class LayerCache(Protocol):
     """What an attention layer needs of a KV cache: a place for new keys and values, and attention over all that its
     queries see."""
@@ -177,7 +170,6 @@ class Rows:
         query: Positions and slots of the rows, [B, T].
         rope: How they are rotated, and where keys and values go.
         prompt: Of a piece of a prompt the slot, and the tokens before it.
-        host_action: Lets the host act in the middle of the pass.
         hidden: Of a head's pass what its target, or the head itself, made of the token before each row's: [B * T,
             width] in the model's dtype. Of a drafter of blocks the context of as many tokens before these, whose keys
             and values go where further rows of `rope` say.
@@ -187,7 +179,6 @@ class Rows:
     query: QueryRows
     rope: RopeRows
     prompt: tuple[int, int] | None = None
-    host_action: TakeHostAction = at_once
     hidden: torch.Tensor | None = None
 
     @classmethod

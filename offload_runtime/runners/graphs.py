@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager
 
 import torch
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
@@ -19,7 +18,6 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.core import BatchShape
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import HostAction
 from offload_runtime.stream.device import packed_words
 
 # Deepest node below the text.
@@ -60,14 +58,6 @@ _LEAST_ROWS = 16  # that the allocator's rounding makes of fewer
 _WARM_UP_TOKENS = (BLOCK_TOKENS + 1, 4 * BLOCK_TOKENS + 1)
 
 
-class _Step(NamedTuple):
-    """A step's graph, and what the host does once it is enqueued, in this order, each with what lets the device go on
-    without."""
-
-    graph: torch.cuda.CUDAGraph
-    actions: list[tuple[HostAction, HostAction]]
-
-
 class StepGraphs:
     """Runs steps, on CUDA as replays of graphs. A step reads and writes tensors that never move and returns nothing.
 
@@ -75,8 +65,7 @@ class StepGraphs:
     step shows.
 
     The first run of a step is an ordinary one: it compiles kernels and loads library modules, which a capture cannot.
-    The second captures it, so that what is run once only is not captured, and from then on the graph is replayed. Where
-    the host acts in the middle of a step the device asks for it, and waits by itself.
+    The second captures it, so that what is run once only is not captured, and from then on the graph is replayed.
     All graphs share one memory pool of each device: they have to run one after the other, and from one thread, whose
     library handles the first run makes.
 
@@ -96,8 +85,7 @@ class StepGraphs:
         output_words: int = 0, most_graphs: int = MOST_GRAPHS,
     ) -> None:  # fmt: skip
         self._most_graphs = most_graphs
-        self._graphs: dict[Hashable, _Step | None] = {}  # None: has run once; oldest use first
-        self._actions: list[tuple[HostAction, HostAction]] | None = None  # of the capture that is going on
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}  # None: has run once; oldest use first
         self._device = device
         self._replays = locked = device.type == "cuda"
         self.inputs = torch.zeros(input_words, dtype=torch.int32, device=device)
@@ -137,14 +125,6 @@ class StepGraphs:
         words = found.view(-1).view(torch.int32)
         copy_words(words, self._outputs_pinned[first : first + len(words)])
 
-    def host_action(self, action: HostAction, give_up: HostAction) -> None:
-        """Have the host act within a step: while it is enqueued or, if it is captured, whenever it has been. What is
-        enqueued must wait for that by itself; `give_up` lets it go on without."""
-        if self._actions is None:
-            action()
-        else:
-            self._actions.append((action, give_up))
-
     def run(self, key: Hashable, step: Callable[[], None]) -> None:
         """Run `step` on the current stream without waiting for the device.
 
@@ -160,16 +140,7 @@ class StepGraphs:
         else:
             made = self._graphs.pop(key) or self._captured(step)
             self._keep(key, made)
-            # What a collection frees may wait for the device, which waits for the host.
-            with without_collections() if made.actions else nullcontext():
-                try:
-                    self._replay(made.graph)
-                    for action, _ in made.actions:
-                        action()
-                except BaseException:
-                    for _, give_up in made.actions:
-                        give_up()
-                    raise
+            self._replay(made)
 
     def has(self, key: Hashable) -> bool:
         """Return whether a step is a graph already; on the CPU none need be."""
@@ -193,13 +164,13 @@ class StepGraphs:
         finally:
             self._replays = before
 
-    def _keep(self, key: Hashable, made: _Step | None) -> None:
+    def _keep(self, key: Hashable, made: torch.cuda.CUDAGraph | None) -> None:
         self._graphs[key] = made
         if self.num_graphs > self._most_graphs:
             oldest = next(key for key, made in self._graphs.items() if made is not None)
             torch.cuda.current_stream(self._device).synchronize()  # it may still be running
             if (dropped := self._graphs.pop(oldest)) is not None:
-                dropped.graph.reset()
+                dropped.reset()
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replay on the current stream, in order with those of the other devices."""
@@ -214,7 +185,7 @@ class StepGraphs:
         for other in others:
             other.wait_stream(current)
 
-    def _captured(self, step: Callable[[], None]) -> _Step:
+    def _captured(self, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Record `step` without running it.
 
         Not through `torch.cuda.graph`, which waits for the whole device and empties the allocator's cache: copies of
@@ -223,14 +194,12 @@ class StepGraphs:
         if not self.num_graphs:  # the allocator forgets a pool with its last graph
             self._pool = torch.cuda.graph_pool_handle()
             self._pools = [_pool_of(stream.device) for stream in self._streams]
-        made = _Step(torch.cuda.CUDAGraph(), [])
+        made = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), ExitStack() as undo:
             # What a collection frees may need calls that a capture forbids, such as unlocking host memory.
             undo.enter_context(without_collections())
-            self._actions = made.actions
-            undo.callback(setattr, self, "_actions", None)
-            made.graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            undo.callback(made.graph.capture_end)
+            made.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            undo.callback(made.capture_end)
             with self._on_other_devices():
                 step()
         return made

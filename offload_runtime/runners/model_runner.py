@@ -735,8 +735,8 @@ class CapturedPasses:
 
         There is nothing to do where it has chosen other tokens than one of each sequence, where layers with states wait
         for what is committed, at the end of a context, and as long as passes of the next one's shape are no graphs, so
-        that it does not come late. Where the host acts in passes this takes as long as the next one has layers to go,
-        and what that fetches is counted whether it is asked for or not. Returns whether it was launched.
+        that it does not come late. Experts that it fetches are counted whether it is asked for or not. Returns whether
+        it was launched.
         """
         last, cache = self._last, self._cache
         if last is None or last.sampling is None or last.shape.width != 1 or cache.step_tokens is not None:
@@ -791,7 +791,6 @@ class CapturedPasses:
         if shape.width == 1:
             tokens.copy_(torch.where(tokens < 0, self._chosen[:count], tokens))
         rows = device_rows(shape, self.graphs.inputs, self._rope, self._frequencies.tensor[:count])
-        rows = replace(rows, host_action=self.graphs.host_action)
         taps, hidden = self._taps, self._hidden[part, :count]
         kept = None if taps is None else KeptRows(taps, self._decoder.partition, [hidden])
         run = window_residual if self._is_part else window_pass

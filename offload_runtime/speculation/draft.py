@@ -136,8 +136,8 @@ class DraftRunner:
         hidden: What a head's rows read; None of other drafts, whose nodes may be asked about with their parents.
         most_depth: Deepest node of a tree.
         devices: Of its layers, the first one first.
-        on_demand: Whether steps fetch experts into a pool that passes of the target use, too: in the middle of a step
-            the host acts, and all of this takes turns with those passes, on their stream.
+        on_demand: Whether steps fetch experts into a pool that passes of the target use, too, with which they then take
+            turns, on their stream.
     """
 
     def __init__(
@@ -402,7 +402,7 @@ class DraftRunner:
         runner, layers = self._runner, self._runner.streamer.layers(rows.num_rows)
         if self.hidden is not None:
             assert hidden is not None
-            rows = replace(rows, hidden=self.hidden.rows.index_select(0, hidden), host_action=self.graphs.host_action)
+            rows = replace(rows, hidden=self.hidden.rows.index_select(0, hidden))
         logits, given = runner.decoder.outputs(window_residual(runner.decoder, layers, runner.cache, rows))
         if self._excluded is not None:
             logits.index_fill_(1, self._excluded, -torch.inf)

@@ -78,7 +78,7 @@ def registrar_for(device: torch.device) -> Registrar | None:
     return Registrar() if device.type == "cuda" else None
 
 
-def require_readable_arenas(device: torch.device) -> None:
+def require_readable_arenas(device: torch.device, who: str) -> None:
     """Refuse a GPU whose kernels cannot read page-locked arenas at the addresses that the host has for them.
 
     Copies do not care, and neither does torch's own pinned memory, whose addresses are the same on both sides.
@@ -90,8 +90,7 @@ def require_readable_arenas(device: torch.device) -> None:
     if driver.cuDeviceGetAttribute(ctypes.byref(answer), _CAN_USE_HOST_POINTER, device.index) or not answer.value:
         raise DeviceError(
             f"kernels of {device} cannot read page-locked host memory by its own addresses (CUDA device attribute "
-            f"{_CAN_USE_HOST_POINTER}), as a retrieval verifier over a KV cache there does: take --speculation chain "
-            "or --kv gpu"
+            f"{_CAN_USE_HOST_POINTER}), as {who}"
         )
 
 

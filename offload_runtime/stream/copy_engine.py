@@ -11,10 +11,10 @@ import torch
 from offload_runtime.errors import CopyError
 from offload_runtime.trace import CopyLog, Label
 
-# Makes the copies of one queue as slow as a slower link would. Called where the copies run, in their order: with 0 when
-# a copy begins, after whatever it waited for, and then with the bytes that have been copied since the last call, to go
-# on when the slower link would be done with them.
-LinkPace = Callable[[int], None]
+# Makes copies as slow as a slower link would. Called where the copies run, in their order: with 0 when a copy begins,
+# after whatever it waited for, and then with the bytes that have been copied since the last call, to go on when the
+# slower link would be done with them. What only the device knows is an int64 tensor [1] there, for graphs to hold.
+LinkPace = Callable[[int | torch.Tensor], None]
 
 
 class CopyEngine(Protocol):
@@ -57,9 +57,6 @@ class CopyEngine(Protocol):
     def wait(self, ready: Any) -> None:
         """Hold the calling thread, which may be any, until the latest `enqueue` with this event has finished."""
 
-    def host_wait(self, ready: Any) -> None:
-        """The same for the shortest waits, which the compute side shares: the thread asks again and again."""
-
     def copy_seconds(self) -> float:
         """Return the total time that finished copies have kept the link busy, in seconds."""
 
@@ -77,11 +74,12 @@ class CopyEngine(Protocol):
 @dataclass(frozen=True)
 class CopyQueues:
     """The queues of both ways: `h2d` to the device, `d2h` for what is written back to the host, and beside the first
-    `demand` for experts that a pass turns out to need (None: there is nothing like that)."""
+    `demand` for experts (None: there is nothing like that). `pace` is of what kernels fetch."""
 
     h2d: CopyEngine
     d2h: CopyEngine | None = None
     demand: CopyEngine | None = None
+    pace: LinkPace | None = None
 
 
 def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, *, repeats: int = 8) -> float:

@@ -1,39 +1,37 @@
 """The experts that are in a card's memory, and how those come there that a pass turns out to need: fetched on demand.
 
 Experts are units of bytes, in page-locked host memory and in a pool of equal buffers on the card. In a pass of few rows
-the card looks up itself where each layer's choices are, and waits for the host only where some are not in the pool:
-these are copied into the buffers that were used least recently. The host comes behind, and takes note of what was used.
-In a pass that needs most experts of a layer all that are missing are prefetched while the layer before computes; the
-buffers that they take are the first ones to be used again, so that the rest of the pool keeps what it has. A pool of
-all experts holds them for ever, and the host takes no part.
+the card does all of that itself: it looks up each layer's choices, and brings what is missing into the buffers that
+were not used for longest. The host takes no part, so that passes are launched as if all experts were there.
+In a pass that needs most experts of a layer all that are missing are prefetched by the host while the layer before
+computes, past kernels that compute; the buffers that they take are the first ones to be used again, so that the rest
+of the pool keeps what it has. Meanwhile the tables are the host's.
 
 One thread at a time uses a pool, and one stream reads its buffers.
 """
 
 from __future__ import annotations
 
-import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
+from operator import sub
 from typing import Any, NamedTuple
 
 import torch
 from offload_runtime_kernels.copy_words import copy_words
+from offload_runtime_kernels.expert_buffers import NEVER, BufferTables, adopt_experts, fetch_experts, place_experts
 from offload_runtime_kernels.experts_cpu import HostExperts
-from offload_runtime_kernels.host_choices import ALL, CHOICE_BITS, NOTHING, await_buffers, report_choices
 
-from offload_runtime.errors import DeviceError
-from offload_runtime.stream.copy_engine import CopyEngine
-from offload_runtime.stream.cpu_experts import MOST_CPU_ROWS, AskedRows, CpuExperts
+from offload_runtime.stream.copy_engine import CopyEngine, LinkPace
+from offload_runtime.stream.cpu_experts import MOST_CPU_ROWS, CpuExperts
 
 EXPERTS = "experts"
 # A pass prefetches whole layers if it has so many times as many choices as a layer has experts: at least 1 - e^-2 of
 # them would be chosen.
 _CHOICES_OF_ALL = 2
-# Looks for what the card reports, after which it is asked whether it still works.
-_LOOKS = 4096
+# Buffers for what the CPU has computed, which is brought meanwhile for later passes, and of these a pass's.
+_MOST_SPARE, _SPARE_OF_PASS = 8, 4
 
 
 class ExpertUnits(NamedTuple):
@@ -45,8 +43,8 @@ class ExpertUnits(NamedTuple):
 
 class PoolCounts(NamedTuple):
     """Counts the experts that layers of passes of few rows have wanted, each once whatever the rows; of these the ones
-    that were in the pool; the bytes of all experts that were begun to be copied; and those that the CPU has
-    computed."""
+    that were in the pool; the bytes of all experts that were brought; and those that the CPU was asked for, with what
+    it has read of them."""
 
     wanted: int = 0
     found: int = 0
@@ -64,58 +62,53 @@ class ExpertPool:
             layer come first, by their numbers.
         layers: Those of the card that have experts, by their numbers, in the order of a pass; those of a head, whose
             passes are others, have numbers behind them.
-        engine: Copies what is missing; None where nothing is.
-        most_choices: Of the rows that a layer is given at once.
-        cpu: Computes some of what is missing; None: all of it is fetched.
+        engine: Copies what is prefetched; None where nothing is missing.
+        pace: Slows down what kernels fetch on demand, on the current stream.
+        make_cpu: Makes of the pool's tables what computes some of what is missing; None: all of it is fetched.
     """
 
     def __init__(
         self, buffers: torch.Tensor, layers: Mapping[int, ExpertUnits], engine: CopyEngine | None = None, *,
-        most_choices: int = 0, cpu: CpuExperts | None = None,
+        pace: LinkPace | None = None, make_cpu: Callable[[BufferTables], CpuExperts] | None = None,
     ) -> None:  # fmt: skip
-        self.buffers, self.engine, self.cpu, self._counts = buffers, engine, cpu, PoolCounts()
-        self._device, self._on_card = buffers.device, buffers.is_cuda
-        self._layers, most_chosen = layers, max(one.chosen for one in layers.values())
-        # By layer the bytes of each expert, host; not where all are in the pool, and until they are added.
-        self._units = dict[int, tuple[torch.Tensor, ...]]()
-        locked, most = buffers.is_cuda and engine is not None, max(one.num_experts for one in layers.values())
-        # By layer and expert the number of the buffer that has it, or -1, for the card to look up; and the same as it
-        # was given to a pass that looks nothing up, on the host and on the card.
-        self._table = torch.full((len(layers), most), -1, dtype=torch.int32, pin_memory=locked)
-        self._buffers_of_host = torch.full_like(self._table, -1, pin_memory=locked)
-        self._numbers = [memoryview(row) for row in self._table.numpy()]  # the table by layer, to be written
+        self.buffers, self.engine, self._layers, self._pace = buffers, engine, layers, pace
         self._row_of = {layer: row for row, layer in enumerate(layers)}
+        self._rows = [*layers.values()]
+        self._width = max(one.num_experts for one in self._rows)
+        self._tables = BufferTables.of(buffers.device, layers=len(layers), experts=self._width, buffers=len(buffers))
         self._whole_layer: int | None = None  # the one whose experts are all in the pool, prefetched
+        self.cpu = None if make_cpu is None else make_cpu(self._tables)
         if engine is None:
-            first = 0
-            for buffers_of, one in zip(self._buffers_of_host, layers.values(), strict=True):
-                buffers_of[: one.num_experts] = torch.arange(first, first + one.num_experts)
-                first += one.num_experts
-        self._buffers_of = self._buffers_of_host.to(buffers.device, copy=True)
-        if engine is None:
+            firsts = accumulate((one.num_experts for one in self._rows), initial=0)
+            for row, first, one in zip(self._tables.buffers, firsts, self._rows, strict=False):
+                row[: one.num_experts] = torch.arange(first, first + one.num_experts)
             return
+        most_chosen, on_card = max(one.chosen for one in self._rows), buffers.is_cuda
         assert len(buffers) >= most_chosen, "there is room for what a row chooses"
-        # By layer what the card has reported, NOTHING until it has. The newest ticket of what it waits for and that of
-        # the last layer, and the one that the host has released.
-        self._reported_host = torch.full((len(layers), most_choices), NOTHING, dtype=torch.int64, pin_memory=locked)
-        self._reported = self._reported_host.numpy()
-        self._tickets = torch.zeros(2, dtype=torch.int32, device=buffers.device)
-        self._released_host = torch.zeros(1, dtype=torch.int32, pin_memory=locked)
-        self._released: Any = self._released_host.numpy()
-        self._has_given_up = False
-        # Buffers by layer and expert, the least recently used first.
-        self._cached: OrderedDict[tuple[int, int], int] = OrderedDict()
-        self._free = [*range(len(buffers))]
-        self._prefetches_layers = False  # whether the running pass does
+        # By row of the tables the experts in host memory, uint8 [E, bytes of one], and the same as units.
+        self._host, self._units = dict[int, torch.Tensor](), dict[int, tuple[torch.Tensor, ...]]()
+        # Buffers that kernels never take: some are on their way, then a kernel exchanges them.
+        brings_computed = self.cpu is not None and self.cpu.share is None
+        self._spare = [*range(min(_MOST_SPARE, len(buffers) - most_chosen))] if brings_computed else []
+        self._tables.used[: len(self._spare)] = NEVER
+        self._room = len(buffers) - len(self._spare)
+        # By owner the buffers of what the CPU has computed, on its way, of each pass, and when it has arrived.
+        self._computed = deque[tuple[dict[int, int], Any]]()
+        self._arrived = torch.zeros(len(self._spare), 2, dtype=torch.int32, pin_memory=on_card)
+        self._exchanged = torch.zeros(len(self._spare), dtype=torch.int32, pin_memory=on_card)
+        self._num_exchanged, self._nothing = 0, torch.zeros(1, dtype=torch.int64, device=buffers.device)
+        self._exchange_done = engine.new_event()
+        # While the host has the tables: buffers by owner, layer times width plus expert, the least recently used first,
+        # and those of none; of the card's layers the numbers as they are fetched.
+        self._cached: OrderedDict[int, int] | None = None
+        self._free = list[int]()
         self._pass = range(0)  # the numbers of its layers
-        self._arriving: dict[int, dict[int, int]] = {}  # by layer, buffers of experts on their way
-        self._demand_ready, self._always_free, self._prefetched_ready = (engine.new_event() for _ in range(3))
-        # One buffer is for an expert that the CPU computes and the idle link prefetches for later passes.
-        self._reserved = int(cpu is not None and len(buffers) > most_chosen)
-        self._room = len(buffers) - self._reserved
-        self._prefetched: dict[tuple[int, int], int] = {}
-        # Of each layer: what was prefetched has arrived; what was enqueued has read its buffers.
-        self._layer_ready, self._layer_free = ({layer: engine.new_event() for layer in layers} for _ in range(2))
+        self._arriving: dict[int, dict[int, int]] = {}  # by row, buffers of experts on their way
+        self._numbers = torch.full((len(layers), self._width), -1, dtype=torch.int32, pin_memory=on_card)
+        self._always_free = engine.new_event()
+        # Of each row: what was prefetched has arrived; what was enqueued has read its buffers.
+        self._layer_ready, self._layer_free = ([engine.new_event() for _ in layers] for _ in range(2))
+        self._bytes_prefetched, self._before = 0, PoolCounts()
 
     @property
     def is_whole(self) -> bool:
@@ -124,15 +117,17 @@ class ExpertPool:
 
     def add(self, layer: int, host: torch.Tensor, on_cpu: HostExperts | None = None) -> None:
         """Let a layer's experts be fetched from host memory, uint8 [E, bytes of one], or computed on the CPU there."""
-        self._units[layer] = host.unbind()
+        row = self._row_of[layer]
+        self._host[row], self._units[row] = host, host.unbind()
         if self.cpu is not None and on_cpu is not None:
-            self.cpu.add(layer, on_cpu, host)
+            self.cpu.add(row, on_cpu, self._rows[row].chosen, host)
 
     def held(self, layer: int) -> torch.Tensor:
         """Return the buffers of a layer's experts, by their numbers, in a pool of all: uint8 [E, bytes of a buffer]."""
         assert self.is_whole
-        first = int(self._buffers_of_host[self._row_of[layer], 0])
-        return self.buffers[first : first + self._layers[layer].num_experts]
+        row = self._row_of[layer]
+        first = sum(one.num_experts for one in self._rows[:row])
+        return self.buffers[first : first + self._rows[row].num_experts]
 
     @property
     def host_unit(self) -> torch.Tensor | None:
@@ -142,76 +137,67 @@ class ExpertPool:
     @property
     def counts(self) -> PoolCounts:
         """Return what has been counted so far."""
+        return PoolCounts() if self.is_whole else PoolCounts(*map(sub, self._counted(), self._before))
+
+    def _counted(self) -> PoolCounts:
+        _, wanted, found, fetched, computed = self._tables.counts_host.tolist()
         work = (0, 0.0) if self.cpu is None else self.cpu.total
-        return self._counts._replace(cpu_bytes=work[0], cpu_s=work[1])
+        return PoolCounts(wanted, found, fetched + self._bytes_prefetched, computed, *work)
 
     def reset_counts(self) -> None:
         """Count from here on: what is run at load says nothing of texts."""
-        self._counts = PoolCounts()
+        if not self.is_whole:
+            self._wait_for_card()
+            self._before = self._counted()
 
     @property
     def bytes_begun(self) -> int:
-        """Return bytes of all experts that were begun to be copied."""
-        return self._counts.bytes_begun
+        """Return bytes of all experts that were brought."""
+        return self.counts.bytes_begun
 
     def prefetches_layers(self, rows: int) -> bool:
         """Return whether a pass of so many rows prefetches all experts of each layer, before any are chosen."""
-        layers = self._layers.values()
         return not self.is_whole and all(
-            rows * one.chosen >= _CHOICES_OF_ALL * one.num_experts and one.num_experts <= len(self.buffers)
-            for one in layers
+            rows * one.chosen >= _CHOICES_OF_ALL * one.num_experts and one.num_experts <= self._room
+            for one in self._rows
         )
-
-    def can_capture(self, rows: int) -> bool:
-        """Return whether a pass of so many rows needs the host once a layer at most, since the pool has room for all
-        that they may choose."""
-        layers = self._layers.values()
-        if self.is_whole:
-            return True
-        return not self.prefetches_layers(rows) and all(self._fits(one, rows * one.chosen) for one in layers)
-
-    def _fits(self, units: ExpertUnits, choices: int) -> bool:
-        """Return whether the pool has room for all experts of a layer that so many choices may name."""
-        return min(units.num_experts, choices) <= self._room
 
     # --- a pass
 
     def begin_pass(self, rows: int, layers: range) -> None:
-        """Begin a pass of so many rows through layers of these numbers. What an interrupted one has left on its way is
-        dropped: copies are made in order, so that a buffer's next one cannot overtake it."""
-        if self.engine is None:
+        """Begin a pass of so many rows through layers of these numbers; not while it is captured. What an interrupted
+        one has left on its way is dropped: copies are made in order, so that a buffer's next one cannot overtake
+        it."""
+        engine = self.engine
+        if engine is None or (self.buffers.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
-        if self._has_given_up:
-            self._wait_for_card()
-            self._reported.fill(NOTHING)
-            self._released[0], self._has_given_up = 0, False
-        self._arriving.clear()
-        if len(self._free) + len(self._cached) + len(self._prefetched) < len(self.buffers):
-            self._free = [*{*range(len(self.buffers))}.difference(self._cached.values(), self._prefetched.values())]
-        looked_up = not self._prefetches_layers
-        self._whole_layer, self._prefetches_layers, self._pass = None, self.prefetches_layers(rows), layers
-        if self._prefetches_layers:
-            if looked_up:
-                self._wait_for_card()  # the pass before may still look up what is about to go
-            if self._prefetched:
-                self._take_prefetched()
-        for free in self._layer_free.values() if self._prefetches_layers else ():
-            self.engine.compute_record(free)  # behind the passes before this one
+        self._whole_layer, self._pass = None, layers
+        if self.prefetches_layers(rows):
+            self._begin_prefetching()
+            for free in self._layer_free:
+                engine.compute_record(free)  # behind the passes before this one
+            return
+        if self._cached is not None:
+            self._end_prefetching()
+        if self.cpu is not None:
+            self.cpu.begin_pass()
+            self._exchange()
 
     def enter(self, layer: int) -> None:
         """Begin a layer. In a pass that prefetches layers, what is enqueued from now on finds all of its experts."""
         engine = self.engine
-        if engine is None or not self._prefetches_layers or layer not in self._layers:
+        if engine is None or self._cached is None or layer not in self._layers:
             return
-        engine.wait(self._layer_free[layer])  # the card may still fetch the buffers' numbers of the pass before
-        self._prefetch_layer(layer, keep=(layer,))
-        engine.compute_wait(self._layer_ready[layer])
-        for expert, buffer in self._arriving.pop(layer).items():
-            self._hold(layer, expert, buffer)
-            self._cached.move_to_end((layer, expert), last=False)  # the first to go, once this layer has been computed
-        host, buffers = self._buffers_of_layer(layer)
-        host.copy_(self._table[self._row_of[layer], : len(host)])
-        copy_words(host, buffers)
+        row = self._row_of[layer]
+        engine.wait(self._layer_free[row])  # the card may still fetch the buffers' numbers of the pass before
+        self._prefetch_layer(row, keep=(row,))
+        engine.compute_wait(self._layer_ready[row])
+        for expert, buffer in self._arriving.pop(row).items():
+            self._cached[row * self._width + expert] = buffer
+            self._cached.move_to_end(row * self._width + expert, last=False)  # goes first once this has been computed
+        numbers = [self._cached[row * self._width + expert] for expert in range(self._rows[row].num_experts)]
+        self._numbers[row, : len(numbers)] = torch.tensor(numbers)
+        copy_words(self._numbers[row], self._tables.buffers[row])
         self._whole_layer = layer
 
     def leave(self, layer: int) -> None:
@@ -223,190 +209,131 @@ class ExpertPool:
         """
         if self.engine is None or self._whole_layer != layer:
             return
-        self.engine.compute_record(self._layer_free[layer])
+        row = self._row_of[layer]
+        self.engine.compute_record(self._layer_free[row])
         self._whole_layer = None
-        following = next(islice(self._layers, self._row_of[layer] + 1, None), None)
+        following = next(islice(self._layers, row + 1, None), None)
         if following is not None and following in self._pass:
-            self._prefetch_layer(following, keep=(layer, following))
+            self._prefetch_layer(row + 1, keep=(row, row + 1))
 
-    def _prefetch_layer(self, layer: int, *, keep: Collection[int]) -> None:
+    def _begin_prefetching(self) -> None:
+        """Take the tables from the card, unless the host has them."""
+        self._arriving.clear()
+        if self._cached is None:
+            self._wait_for_card()
+            self._end_exchange()
+            owners, used = self._tables.owners.tolist(), self._tables.used.tolist()
+            held = sorted((when, owner, n) for n, (when, owner) in enumerate(zip(used, owners, strict=True)))
+            self._cached = OrderedDict((owner, n) for _, owner, n in held if owner >= 0)
+        taken = {*self._cached.values(), *self._untouchable}
+        self._free = [n for n in range(len(self.buffers)) if n not in taken]
+
+    def _end_prefetching(self) -> None:
+        """Give the tables back to the card. Copies of an interrupted pass must not come behind what it fetches."""
+        assert self.engine is not None and self._cached is not None
+        if self._arriving:
+            self.engine.drain()
+            self._arriving.clear()
+        tables, now = self._tables, int(self._tables.counts_host[0])
+        owners, used = torch.full((len(self.buffers),), -1, dtype=torch.int32), torch.full((len(self.buffers),), -NEVER)
+        for age, (owner, buffer) in enumerate(reversed(self._cached.items())):
+            owners[buffer], used[buffer] = owner, now - age
+        for buffer in self._untouchable:
+            used[buffer] = NEVER
+        numbers = torch.full((tables.buffers.numel(),), -1, dtype=torch.int32)
+        for owner, buffer in self._cached.items():
+            numbers[owner] = buffer
+        for target, source in ((tables.owners, owners), (tables.used, used), (tables.buffers.view(-1), numbers)):
+            target.copy_(source)
+        self._cached = None
+
+    def _prefetch_layer(self, row: int, *, keep: Collection[int]) -> None:
         """Begin to copy what is missing of a layer, into free buffers and those of layers that are not to be kept."""
-        arriving = self._arriving.setdefault(layer, {})
-        missing = [
-            n for n in range(self._layers[layer].num_experts) if n not in arriving and (layer, n) not in self._cached
-        ]
-        others = [key for key in self._cached if key[0] not in keep][: max(0, len(missing) - len(self._free))]
+        assert self._cached is not None
+        arriving, cached, first = self._arriving.setdefault(row, {}), self._cached, row * self._width
+        missing = [n for n in range(self._rows[row].num_experts) if n not in arriving and first + n not in cached]
+        others = (owner for owner in cached if owner // self._width not in keep)
         buffers = [(self._free.pop(), self._always_free) for _ in range(min(len(missing), len(self._free)))]
-        buffers += [(self._drop(key), self._layer_free[key[0]]) for key in others]
+        for owner in [*islice(others, len(missing) - len(buffers))]:
+            buffers.append((cached.pop(owner), self._layer_free[owner // self._width]))
         taken = dict[Any, dict[int, int]]()
         for expert, (buffer, free) in zip(missing, buffers, strict=False):
             taken.setdefault(free, {})[expert] = buffer
         for free, some in taken.items():
-            self._copy(layer, some, free, self._layer_ready[layer])
+            self._copy(row, some, free, self._layer_ready[row])
             arriving.update(some)
 
-    def _copy(self, layer: int, buffers: Mapping[int, int], free: Any, ready: Any) -> None:
-        """Begin to copy experts into a buffer each."""
+    def _copy(self, row: int, buffers: Mapping[int, int], free: Any, ready: Any) -> None:
+        """Begin to copy experts of a row into a buffer each."""
         assert self.engine is not None
-        units, counts = self._units[layer], self._counts
+        units = self._units[row]
         size = len(units[0])
         copies = [(self.buffers[buffer, :size], units[expert]) for expert, buffer in buffers.items()]
-        self.engine.enqueue_all(copies, free=free, ready=ready, label=(EXPERTS, (layer,)))
-        self._counts = counts._replace(bytes_begun=counts.bytes_begun + len(copies) * size)
-
-    def _buffers_of_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the buffer of each expert of a layer, [E] int32: on the host, and on the card."""
-        row, count = self._row_of[layer], self._layers[layer].num_experts
-        return self._buffers_of_host[row, :count], self._buffers_of[row, :count]
-
-    def _hold(self, layer: int, expert: int, buffer: int) -> None:
-        """Note that a buffer has an expert, the one that was used last."""
-        self._cached[layer, expert] = self._numbers[self._row_of[layer]][expert] = buffer
-
-    def _drop(self, key: tuple[int, int] | None = None) -> int:
-        """Let go of an expert, None: the one that was not used for longest, and return its buffer."""
-        key = next(iter(self._cached)) if key is None else key
-        self._numbers[self._row_of[key[0]]][key[1]] = -1
-        return self._cached.pop(key)
+        self.engine.enqueue_all(copies, free=free, ready=ready, label=(EXPERTS, (row,)))
+        self._bytes_prefetched += len(copies) * size
 
     # --- on demand
 
-    def fetch(
-        self, layer: int, x: torch.Tensor, choices: torch.Tensor, y: torch.Tensor,
-        host_action: Callable[[Callable[[], None], Callable[[], None]], None],
-    ) -> Iterator[torch.Tensor]:  # fmt: skip
+    def fetch(self, layer: int, x: torch.Tensor, choices: torch.Tensor, y: torch.Tensor) -> Iterator[torch.Tensor]:
         """Fetch the experts that rows of a layer have chosen, in rounds of as many as there are buffers for, and yield
-        the buffer of each expert in a round; see `ExpertStore.fetch` of `models.layers`. Where `can_capture` says so
-        there is one round, and the host acts once."""
-        host, buffers = self._buffers_of_layer(layer)
+        the buffer of each expert in a round; see `ExpertStore.fetch` of `models.layers`."""
+        row, units, tables = self._row_of[layer], self._layers[layer], self._tables
+        buffers = tables.buffers[row, : units.num_experts]
         if self.is_whole or self._whole_layer == layer:
             yield buffers
             return
-        row, number = self._row_of[layer], choices.numel()
-        table, reported = self._table[row, : len(host)], self._reported_host[row, :number]
-        cpu = self.cpu if len(x) <= MOST_CPU_ROWS else None
-        asked = None if cpu is None else cpu.asked(*choices.shape)
+        host, cpu = self._host[row], self.cpu if len(x) <= MOST_CPU_ROWS else None
         if cpu is not None:
             cpu.fetch_rows(x)
-        remaining, fits = list[int](), self._fits(self._layers[layer], number)
-        action = partial(self._act_on_choices, layer, self._reported[row, :number], remaining, asked, fits=fits)
-        try:
-            report_choices(choices.view(-1), table, self._tickets, reported)
-            host_action(action, self.give_up)
-            await_buffers(self._tickets, self._released_host, table if fits else host, buffers)
-        except BaseException:
-            self.give_up()
-            raise
-        yield buffers
-        while remaining:
-            self._wait_for_card()
-            self._fetch_round(layer, remaining)
-            copy_words(host, buffers)
+        for number in range(-(-min(units.num_experts, choices.numel()) // self._room)):
+            place_experts(
+                choices, tables, row, experts=units.num_experts, room=self._room, unit_bytes=host.shape[1],
+                questions=None if cpu is None else cpu.questions, is_first=number == 0,
+            )  # fmt: skip
+            if self._pace is not None:
+                self._pace(self._nothing)
+            fetch_experts(tables, host, self.buffers)
+            if self._pace is not None:
+                self._pace(tables.fetched_bytes)
             yield buffers
         if cpu is not None:
-            cpu.give_results(y, self._tickets[1:])
+            cpu.give_results(y)
 
-    def _act_on_choices(
-        self, layer: int, reported: Any, remaining: list[int], asked: AskedRows | None, *, fits: bool
-    ) -> None:  # fmt: skip
-        """Act on what rows of a layer have chosen, when it is `reported`: have the CPU compute some of what is missing,
-        if it is `asked`, and fetch the first round of the `remaining` experts, which is all of them if they fit.
+    def _exchange(self) -> None:
+        """Bring what the CPU was asked for lately by the link, which is mostly idle, for later passes: into spare
+        buffers, in exchange for which a kernel gives others when they are full."""
+        engine, cpu = self.engine, self.cpu
+        assert engine is not None and cpu is not None
+        if engine.is_done(self._exchange_done):
+            self._end_exchange()
+        if self._computed and not self._num_exchanged and engine.is_done(self._computed[0][1]):
+            arrived, _ = self._computed.popleft()
+            self._num_exchanged = count = len(arrived)
+            self._arrived[:count] = torch.tensor([*arrived.items()])
+            adopt_experts(self._arrived[:count], self._tables, self._exchanged[:count])
+            engine.compute_record(self._exchange_done)
+        on_their_way = {owner for some, _ in self._computed for owner in some}
+        owners = [one for one in cpu.take_computed() if one not in on_their_way]
+        wanted = dict(zip(owners[:_SPARE_OF_PASS], [*self._spare], strict=False))
+        if wanted:
+            ready = engine.new_event()
+            for owner, buffer in wanted.items():
+                row, expert = divmod(owner, self._width)
+                self._copy(row, {expert: buffer}, self._always_free, ready)
+            del self._spare[: len(wanted)]
+            self._computed.append((wanted, ready))
 
-        Where something is missing the card waits for this, and mostly the link, while the CPU's threads fill the
-        caches: an operation of torch takes some ten times as long as it does alone, so that there are none.
-        """
-        assert self.engine is not None
-        chosen, ticket = self._choices_of(reported)
-        cpu, new = None if asked is None else self.cpu, None
-        if cpu is not None:
-            cpu.finish()  # which the card has waited for
-        if self._prefetched and self.engine.is_done(self._prefetched_ready):
-            self._take_prefetched()
-        remaining[:] = dict.fromkeys(chosen)
-        wanted, missing = len(remaining), [one for one in remaining if (layer, one) not in self._cached]
-        computed = self._for_cpu(layer, missing, cpu) if cpu is not None and missing else []
-        if asked is not None and cpu is not None:
-            cpu.begin(layer, asked, chosen, computed)
-        if computed:
-            remaining[:] = [expert for expert in remaining if expert not in computed]
-        self._fetch_round(layer, remaining, writes=not fits)
-        if computed and cpu is not None and cpu.share is None and self._reserved and not self._prefetched:
-            # What the CPU was given is prefetched by the link, which is idle, for later tokens.
-            new = {computed[0]: self._free.pop() if self._free else self._drop()}
-        self._released[0] = ticket  # behind the table, as processors of x86 keep the order of what they write
-        counts = self._counts
-        self._counts = PoolCounts(
-            counts.wanted + wanted, counts.found + wanted - len(missing), counts.bytes_begun,
-            counts.computed + len(computed),
-        )  # fmt: skip
-        if new is not None:  # card and CPU have their work by now
-            self._copy(layer, new, self._always_free, self._prefetched_ready)
-            self._prefetched = {(layer, expert): buffer for expert, buffer in new.items()}
+    @property
+    def _untouchable(self) -> list[int]:
+        """Return the buffers that nothing may take, when none are being exchanged."""
+        return [*self._spare, *(buffer for some, _ in self._computed for buffer in some.values())]
 
-    def _choices_of(self, reported: Any) -> tuple[list[int], int]:
-        """Return what is `reported`, numpy's int64 [N k], when all of it is, and the ticket of a card that waits, or 0;
-        then there is nothing again. Raises `DeviceError` where the card has stopped."""
-        looks = 0
-        while reported[-1] == NOTHING or (reported == NOTHING).any():
-            has_stopped = looks > _LOOKS and torch.cuda.current_stream(self._device).query()
-            if has_stopped and (reported == NOTHING).any():
-                raise DeviceError(f"{self._device} has stopped in the middle of a pass: load the runtime again")
-            looks = 0 if looks > _LOOKS else looks + 1
-            time.sleep(0)  # others may run meanwhile
-        words = reported.tolist()
-        reported.fill(NOTHING)
-        return [word & (1 << CHOICE_BITS) - 1 for word in words], words[0] >> CHOICE_BITS
-
-    def give_up(self) -> None:
-        """Let the card go on to the end of a pass in which the host cannot act any more, whatever comes of it: nothing
-        that is enqueued waits for the host until the next pass begins."""
-        self._has_given_up = True
-        self._released[0] = ALL
-
-    def _for_cpu(self, layer: int, missing: list[int], cpu: CpuExperts) -> list[int]:
-        """Return which of the missing experts of a layer the CPU is to compute."""
-        prefetched = self._prefetched
-        missing.sort(key=lambda expert: (layer, expert) in prefetched)  # those on their way come last
-        by_link = len(missing) - cpu.split(layer, len(missing), queued=len(prefetched))
-        if any((layer, expert) in prefetched for expert in missing[:by_link]):
-            self._take_prefetched()
-        return missing[by_link:]
-
-    def _fetch_round(self, layer: int, remaining: list[int], *, writes: bool = True) -> None:
-        """Take those of the `remaining` experts that are in the pool, and fetch as many others as there are buffers
-        for; the buffers of the round are written for the card, unless it looks them up. It reads none meanwhile."""
-        assert self.engine is not None
-        cached, room = self._cached, self._room
-        here = [expert for expert in remaining if (layer, expert) in cached][:room]
-        for expert in here:
-            cached.move_to_end((layer, expert))
-        if len(here) < len(remaining) and len(here) < room:
-            missing = [expert for expert in remaining if (layer, expert) not in cached][: room - len(here)]
-            short = len(missing) - len(self._free)
-            self._free += [self._drop() for _ in range(short)]
-            fetched = dict(zip(missing, self._free[::-1], strict=False))
-            self._copy(layer, fetched, self._always_free, self._demand_ready)
-            self.engine.host_wait(self._demand_ready)
-            del self._free[-len(fetched) :]
-            for expert, buffer in fetched.items():
-                self._hold(layer, expert, buffer)
-            here += missing
-        remaining[:] = [] if len(here) == len(remaining) else [one for one in remaining if one not in here]
-        if writes:
-            host, _ = self._buffers_of_layer(layer)
-            host.fill_(-1)
-            for expert in here:
-                host[expert] = cached[layer, expert]
-
-    def _take_prefetched(self) -> None:
-        """Make the prefetched expert one of the pool's, when it is there."""
-        assert self.engine is not None
-        self.engine.host_wait(self._prefetched_ready)
-        for (layer, expert), buffer in self._prefetched.items():
-            self._hold(layer, expert, buffer)
-        self._prefetched.clear()
+    def _end_exchange(self) -> None:
+        """Take note of what was given in exchange, if anything."""
+        self._spare += self._exchanged[: self._num_exchanged].tolist()
+        self._num_exchanged = 0
 
     def _wait_for_card(self) -> None:
         """Wait for what the current stream has to do."""
-        if self._on_card:
-            torch.cuda.current_stream(self._device).synchronize()
+        if self.buffers.is_cuda:
+            torch.cuda.current_stream(self.buffers.device).synchronize()

@@ -116,8 +116,6 @@ class ThreadCopyEngine:
     def wait(self, ready: _HostEvent) -> None:
         self._wait(ready.copy)
 
-    host_wait = compute_wait
-
     def _wait(self, copy: Future[None]) -> None:
         if (error := copy.exception()) is not None:
             raise copy_failed("a copy to the device", error) from error
@@ -178,7 +176,7 @@ class CudaCopyEngine:
         # What keeps the pace is a kernel: it must not queue behind the compute's.
         self._stream = torch.cuda.Stream(device, priority=0 if pace is None else -1)
         self._copies, self._stalls = _IntervalTimer(), _IntervalTimer()
-        self._host_waited_s, self.copy_seconds = 0.0, self._copies.harvest
+        self.copy_seconds, self.stall_seconds = self._copies.harvest, self._stalls.harvest
 
     def new_event(self) -> torch.cuda.Event:
         return torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
@@ -242,21 +240,6 @@ class CudaCopyEngine:
             ready.synchronize()
         except RuntimeError as error:
             raise copy_failed("a copy to the device", error) from error
-
-    def host_wait(self, ready: torch.cuda.Event) -> None:
-        started = time.perf_counter()
-        try:
-            while not ready.query():
-                time.sleep(0)  # others may run meanwhile
-        except RuntimeError as error:
-            raise copy_failed("a copy to the device", error) from error
-        ended = time.perf_counter()
-        self._host_waited_s += ended - started
-        if self.log is not None:
-            self.log.host_stalled(started, ended)
-
-    def stall_seconds(self) -> float:
-        return self._stalls.harvest() + self._host_waited_s
 
     def drain(self) -> None:
         self._stream.synchronize()
@@ -491,8 +474,8 @@ class LayerStreamer:
         return not self.num_streamed and all(pool is None or pool.is_whole for pool in self._pools)
 
     def can_capture(self, rows: int) -> bool:
-        """Return whether a pass of so many rows needs the host once a layer at most."""
-        return all(pool is None or pool.can_capture(rows) for pool in self._pools)
+        """Return whether a pass of so many rows goes on without the host, once it is enqueued."""
+        return not any(pool is not None and pool.prefetches_layers(rows) for pool in self._pools)
 
     def layers(self, rows: int = 1) -> Iterator[tuple[int, LayerViews]]:
         """Iterate over one pass of so many rows: (layer index, its weights on the device), in order.

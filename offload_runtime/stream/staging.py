@@ -149,10 +149,6 @@ class _StagingQueue(ABC):
         self._settle(ready)
         self.engine.wait(ready)
 
-    def host_wait(self, ready: Any) -> None:
-        self._settle(ready)
-        self.engine.host_wait(ready)
-
     def drain(self) -> None:
         self._settle(None)
         self.engine.drain()

@@ -23,7 +23,7 @@ from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.model_runner import Decoder, ModelRunner, RowsDecoder, decide
 from offload_runtime.sampling import SlotSampling
 from offload_runtime.stream.arena import Registrar, Staging
-from offload_runtime.stream.copy_engine import CopyEngine
+from offload_runtime.stream.copy_engine import CopyEngine, CopyQueues
 from offload_runtime.stream.device import DeviceBudget, LayerPartition
 from offload_runtime.stream.expert_pool import ExpertPool
 from offload_runtime.stream.queue import CardRing, LayerStreamer, make_copy_engine
@@ -112,9 +112,9 @@ def pool_of(weights: HostWeights, size: int | None, device: torch.device, cpu_sh
         kinds = {place.encoding for one in experts.values() for place in one.places.values()}
         library = load_experts_library(Path(tempfile.gettempdir()) / "experts-of-tests", dtype, kinds)
         cpu = CpuThreads(cpu_share, ExpertsCpu(library, 1))
-    engine = None if size is None else make_copy_engine(device)
+    queues = None if size is None else CopyQueues(make_copy_engine(device), demand=make_copy_engine(device))
     x = torch.empty(0, weights.config.hidden_size, dtype=dtype, device=device)
-    pool = make_pool(experts, buffers, engine, x, most_rows=1024, cpu=cpu)
+    pool = make_pool(experts, buffers, queues, x, cpu=cpu)
     if pool is not None:
         add_experts(pool, weights, experts, cpu, {})
     return pool

@@ -88,9 +88,7 @@ class Problem:
     def solved(self, cpu: ops.ExpertsCpu, rows: int = 16) -> torch.Tensor:
         """What threads give of the first rows."""
         out = self.x.new_full((rows, 2, self.shape.hidden), torch.nan)
-        given = ops.HostRows(self.x[:rows], self.choices[:rows], out)
-        cpu.submit(self.layer(cpu.library), given, self.blocks(*range(6)))
-        cpu.wait()
+        cpu.compute(self.layer(cpu.library), self.x[:rows], self.choices[:rows], out, self.blocks(*range(6)))
         return out
 
 
@@ -159,40 +157,65 @@ def test_matrices_may_be_stored_in_different_ways(simple: ops.ExpertsLibrary) ->
     layer = ops.HostExperts(simple, one.shape, ops.HostMatrix("F32", 0), ops.HostMatrix("F16", size))
     out = torch.empty(16, 2, 40)
     with ops.ExpertsCpu(simple, threads=1) as cpu:
-        given = ops.HostRows(one.x, one.choices, out)
-        cpu.submit(layer, given, [(number, blocks[number].data_ptr()) for number in range(6)])
-        work = cpu.wait()
+        addresses = [(number, blocks[number].data_ptr()) for number in range(6)]
+        work = cpu.compute(layer, one.x, one.choices, out, addresses)
     assert torch.equal(out, mixed.expected)
     assert work.nbytes == blocks.nbytes and work.seconds > 0
 
 
 def test_rows_of_other_experts_stay(simple: ops.ExpertsLibrary) -> None:
     problem = Problem.random("F32", FP32, 40, 24)
-    out, ready, works = torch.full((16, 2, 40), torch.nan), torch.zeros(1, dtype=torch.int32), list[ops.Work]()
+    out, works = torch.full((16, 2, 40), torch.nan), list[ops.Work]()
     with ops.ExpertsCpu(simple, threads=1) as cpu:
         layer = problem.layer(simple)
         for wanted in ([], [4], [5, 1]):
-            rows = ops.HostRows(problem.x, problem.choices, out, ready)
-            cpu.submit(layer, rows, problem.blocks(*wanted), on_done=works.append)  # waits for the one before
-        cpu.wait()
-    assert ready.item() == 1 and [one.nbytes for one in works] == [count * layer.expert_bytes for count in range(3)]
+            works.append(cpu.compute(layer, problem.x, problem.choices, out, problem.blocks(*wanted)))
+    assert [one.nbytes for one in works] == [count * layer.expert_bytes for count in range(3)]
     written = torch.isin(problem.choices, torch.tensor([1, 4, 5]))
     assert torch.equal(out[written], problem.expected[written]) and out[~written].isnan().all()
 
 
-@pytest.mark.skipif(CORES < 2, reason="needs two cores")
-def test_threads_and_instances_work_side_by_side(simple: ops.ExpertsLibrary) -> None:
+class Device:
+    """What asks threads as a device does."""
+
+    def __init__(self, cpu: ops.ExpertsCpu, problem: Problem, row: int) -> None:
+        self.cpu, self.problem, self.row, self.ticket = cpu, problem, row, 0
+        (rows, chosen), width = problem.choices.shape, problem.shape.hidden
+        self.report = torch.zeros(1 + rows * chosen, dtype=torch.int64)
+        self.ready, self.y = torch.zeros(1, dtype=torch.int32), torch.empty(rows * chosen, width)
+        self.asker = ops.Asker(3, 8, self.report, problem.x, self.y, self.ready)
+        self.asker.add(row, problem.layer(cpu.library), chosen, problem.gate_up.data)
+        cpu.serve(self.asker)
+
+    def ask(self, wanted: tuple[int, ...]) -> None:
+        self.ticket += 1
+        self.y.fill_(torch.nan)
+        self.cpu.wake()
+        words = [self.ticket << 32 | (one in wanted) << 31 | one for one in self.problem.choices.flatten().tolist()]
+        self.report[1:] = torch.tensor(words)
+        self.report[0] = self.ticket << 32 | self.row << 16 | len(self.problem.choices)
+
+    def answer(self) -> torch.Tensor:
+        while self.ready.item() != self.ticket:
+            pass
+        return self.y.view(*self.problem.choices.shape, -1)
+
+
+def test_devices_are_served_side_by_side(simple: ops.ExpertsLibrary) -> None:
     problems = [Problem.random("F32", FP32, hidden, 120) for hidden in (200, 52)]
-    expected = [problem.expected for problem in problems]
-    with ops.ExpertsCpu(simple, threads=2) as both, ops.ExpertsCpu(simple, threads=1) as alone:
-        layers = [problem.layer(simple) for problem in problems]
-        for _ in range(100):
-            outs = [torch.full_like(one, torch.nan) for one in expected]
-            for cpu, layer, problem, out in zip((both, alone), layers, problems, outs, strict=True):
-                cpu.submit(layer, ops.HostRows(problem.x, problem.choices, out), problem.blocks(*range(6)))
-            for cpu, out, wanted in zip((both, alone), outs, expected, strict=True):
-                cpu.wait()
-                assert torch.equal(out, wanted)
+    with ops.ExpertsCpu(simple, threads=1) as cpu:
+        devices = [Device(cpu, problem, row) for row, problem in enumerate(problems)]
+        for turn in range(50):
+            wanted = [(turn % 6, 5), (1, 4)]
+            for device, some in zip(devices, wanted, strict=True):
+                device.ask(some)
+            for device, some in zip(devices, wanted, strict=True):
+                found, expected = device.answer(), device.problem.expected
+                written = torch.isin(device.problem.choices, torch.tensor(some))
+                assert torch.equal(found[written], expected[written]) and found[~written].isnan().all()
+        last = devices[1].asker
+    assert last.num_computed == 100 and last.last_computed(2) in ([8 + 1, 8 + 4], [8 + 4, 8 + 1])
+    assert last.total.nbytes == 100 * problems[1].layer(simple).expert_bytes and last.total.seconds > 0
 
 
 def test_no_thread_is_left_behind(simple: ops.ExpertsLibrary) -> None:

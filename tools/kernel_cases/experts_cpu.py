@@ -17,7 +17,6 @@ from offload_runtime_kernels.experts_cpu import (
     ExpertsLibrary,
     HostExperts,
     HostMatrix,
-    HostRows,
     load_experts_library,
     random_rows,
 )
@@ -39,11 +38,10 @@ def _times_s(cpu: ExpertsCpu, layer: HostExperts, addresses: list[int], at_once:
     """Seconds of calls for one row and `at_once` experts each, which are taken in turn."""
     width, dtype = layer.shape.hidden, cpu.library.dtype
     x, choices = torch.randn(1, width).to(dtype), torch.arange(at_once)[None]
-    rows = HostRows(x, choices, torch.empty(1, at_once, width, dtype=dtype))
+    out = torch.empty(1, at_once, width, dtype=dtype)
     taken, times_s = cycle(addresses), list[float]()
     while sum(times_s) < _READ_S or len(times_s) <= _FIRST_CALLS:
-        cpu.submit(layer, rows, list(enumerate(islice(taken, at_once))))
-        times_s.append(cpu.wait().seconds)
+        times_s.append(cpu.compute(layer, x, choices, out, list(enumerate(islice(taken, at_once)))).seconds)
     return times_s[_FIRST_CALLS:]
 
 

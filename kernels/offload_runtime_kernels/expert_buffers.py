@@ -1,0 +1,384 @@
+"""Experts in a pool of buffers on the device, which looks up itself what rows have chosen and fetches what is missing
+from page-locked host memory: nothing waits for the host, and graphs can hold all of it.
+
+A round of a layer has a time of its own, and so has a buffer, of when it was used last. In a round
+    what is wanted and in a buffer                   is used now
+    the first ones of those that are missing         are left to the CPU, as many as it is owed
+    those behind them, as far as there is room       are fetched into the buffers that were not used for longest
+    others                                           are wanted in the next round
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from offload_runtime_kernels._jit import jit, require_triton, tl, triton
+
+# When a buffer was used that nothing may take.
+NEVER = 1 << 62
+# Of what is reported to the host: the ticket is above these bits, below it the layer and the tokens, or whether the
+# CPU is asked for a choice, and the choice.
+TICKET_BITS, LAYER_BITS, ASKED_BIT = 32, 16, 31
+# What is counted: rounds, which are the time, experts that were wanted, those that were in a buffer, bytes that were
+# fetched, and experts that the CPU was asked for.
+NUM_COUNTS = 5
+
+_CHOICES, _LANES = 64, 1024
+# Programs and words a step of each: enough bytes on their way to fill a link.
+_PROGRAMS, _STEP_WORDS = 64, 4096
+_LAST_TICKET = 0x7FFFFFFF
+_NEVER = tl.constexpr(NEVER)
+
+
+class CpuQuestions(NamedTuple):
+    """Says how the device asks the CPU to compute experts.
+
+    Attributes:
+        shares: [E + 1] fp32, host: by the number of missing experts how many of them it is owed.
+        owed: [1] fp32, beside the tables: the part of an expert that it is owed.
+        tickets: [2] int32, likewise: the newest ticket, and that of this layer, which is 0 where nothing is asked.
+        asked: [N k] int32, likewise: of each choice whether the CPU computes it; older where nothing is asked.
+        report: [1 + N k] int64, host: the ticket, the layer and the tokens, and of each choice the ticket, whether it
+            is asked for, and what it is, in any order of time.
+    """
+
+    shares: torch.Tensor
+    owed: torch.Tensor
+    tickets: torch.Tensor
+    asked: torch.Tensor
+    report: torch.Tensor
+
+
+@dataclass(frozen=True)
+class BufferTables:
+    """Says what is in the S buffers of a pool that serves L layers of up to E experts; on the device.
+
+    Attributes:
+        buffers: [L, E] int32: the buffer of each expert; -1 where none has it.
+        owners: [S] int32: layer times E plus expert; -1 where there is none.
+        used: [S] int64: when each was used last, `NEVER` of those that nothing may take.
+        wanted: [E] int32: not 0 of what the next round of a layer is about.
+        fetched: [2, 1 + E] int32: how many experts this round fetches, which, and, in the second row, into which
+            buffers.
+        fetched_bytes: [1] int64: of these.
+        counts: [`NUM_COUNTS`] int64.
+        counts_host: The same in page-locked memory.
+    """
+
+    buffers: torch.Tensor
+    owners: torch.Tensor
+    used: torch.Tensor
+    wanted: torch.Tensor
+    fetched: torch.Tensor
+    fetched_bytes: torch.Tensor
+    counts: torch.Tensor
+    counts_host: torch.Tensor
+
+    @classmethod
+    def of(cls, device: torch.device, *, layers: int, experts: int, buffers: int) -> BufferTables:
+        """Return tables of empty buffers."""
+        counts_host = torch.zeros(NUM_COUNTS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        int32, int64 = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
+        return cls(
+            int32.new_full((layers, experts), -1), int32.new_full((buffers,), -1), int64.new_zeros(buffers),
+            int32.new_zeros(experts), int32.new_zeros(2, 1 + experts), int64.new_zeros(1),
+            int64.new_zeros(NUM_COUNTS), counts_host,
+        )  # fmt: skip
+
+
+# --- plain torch
+
+
+def place_experts_reference(
+    choices: torch.Tensor, tables: BufferTables, layer: int, *, experts: int, room: int, unit_bytes: int,
+    questions: CpuQuestions | None, is_first: bool,
+) -> None:  # fmt: skip
+    """Plain torch version of `place_experts`."""
+    of_layer, flat = tables.buffers[layer], choices.flatten().tolist()
+    wanted = sorted({*flat}) if is_first else tables.wanted.nonzero().flatten().tolist()
+    missing = [expert for expert in wanted if of_layer[expert] < 0]
+    found = [expert for expert in wanted if of_layer[expert] >= 0]
+    now, asked = int(tables.counts[0]) + 1, list[int]()
+    tables.used[of_layer[found].long()] = now
+    if questions is not None and is_first:
+        if missing:
+            questions.owed.add_(float(questions.shares[len(missing)]))
+        asked = missing[: int(questions.owed + 1e-5)]
+        questions.owed.sub_(len(asked))
+        last = int(questions.tickets[0])
+        ticket = 1 if last == _LAST_TICKET else last + 1
+        questions.tickets.copy_(torch.tensor([ticket if asked else last, ticket if asked else 0]))
+        if asked:
+            marks = [int(choice in asked) for choice in flat]
+            questions.asked[: len(flat)] = torch.tensor(marks, dtype=torch.int32)
+            for at, (choice, mark) in enumerate(zip(flat, marks, strict=True), 1):
+                questions.report[at] = ticket << TICKET_BITS | mark << ASKED_BIT | choice
+            questions.report[0] = ticket << TICKET_BITS | layer << LAYER_BITS | len(choices)
+    fetched = missing[len(asked) :][: room - len(found)]
+    for number, expert in enumerate(fetched):
+        buffer = int(tables.used.argmin())
+        assert tables.used[buffer] < now, "there is room"
+        if (owner := int(tables.owners[buffer])) >= 0:
+            tables.buffers.view(-1)[owner] = -1
+        of_layer[expert], tables.used[buffer] = buffer, now
+        tables.owners[buffer] = layer * tables.buffers.shape[1] + expert
+        tables.fetched[0, 1 + number], tables.fetched[1, 1 + number] = expert, buffer
+    tables.wanted.zero_()
+    tables.wanted[missing[len(asked) + len(fetched) :]] = 1
+    tables.fetched[0, 0] = len(fetched)
+    nbytes = tables.fetched_bytes[0] = len(fetched) * unit_bytes
+    of_first = (len(wanted), len(found)) if is_first else (0, 0)
+    tables.counts.add_(torch.tensor([1, *of_first, nbytes, len(asked)], device=tables.counts.device))
+    tables.counts_host.copy_(tables.counts)
+
+
+def adopt_experts_reference(arrived: torch.Tensor, tables: BufferTables, spare: torch.Tensor) -> None:
+    """Plain torch version of `adopt_experts`."""
+    flat = tables.buffers.view(-1)
+    for number, (owner, buffer) in enumerate(arrived.tolist()):
+        spare[number] = buffer
+        if flat[owner] < 0:
+            spare[number] = oldest = int(tables.used.argmin())
+            if (before := int(tables.owners[oldest])) >= 0:
+                flat[before] = -1
+            flat[owner], tables.owners[buffer], tables.used[buffer] = buffer, owner, tables.counts[0]
+            tables.owners[oldest], tables.used[oldest] = -1, NEVER
+
+
+def fetch_experts_reference(tables: BufferTables, host: torch.Tensor, pool: torch.Tensor) -> None:
+    """Plain torch version of `fetch_experts`."""
+    count = int(tables.fetched[0, 0])
+    for expert, buffer in tables.fetched[:, 1 : 1 + count].T.tolist():
+        pool[buffer, : host.shape[1]] = host[expert]
+
+
+# --- Triton
+
+
+@jit
+def _oldest(used_ptr, num_buffers, LANES: tl.constexpr):
+    """Of each lane's buffers, [LANES], when the one was used that was not used for longest, and which one that is."""
+    lane = tl.arange(0, LANES)
+    when = tl.full([LANES], _NEVER, tl.int64)
+    which = tl.zeros([LANES], tl.int32)
+    for first in range(0, num_buffers, LANES):
+        buffer = first + lane
+        used = tl.load(used_ptr + buffer, mask=buffer < num_buffers, other=_NEVER)
+        which = tl.where(used < when, buffer, which)
+        when = tl.minimum(used, when)
+    return when, which
+
+
+# Of any alignment, so that one binary serves all.
+@jit(do_not_specialize=("choices_ptr", "layer", "count", "tokens", "num_buffers", "room", "unit_bytes"))
+def _place_kernel(
+    choices_ptr, buffers_ptr, owners_ptr, used_ptr, wanted_ptr, fetched_ptr, bytes_ptr, counts_ptr, counts_host_ptr,
+    shares_ptr, owed_ptr, tickets_ptr, asked_ptr, report_ptr, layer, count, tokens, num_buffers, room, unit_bytes,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr, LANES: tl.constexpr,
+    FIRST: tl.constexpr, ASKS: tl.constexpr,
+):  # fmt: skip
+    expert = tl.arange(0, BLOCK)
+    real = expert < EXPERTS
+    if FIRST:
+        wanted = tl.zeros([BLOCK], tl.int32)
+        for first in range(0, count, CHOICES):
+            at = first + tl.arange(0, CHOICES)
+            choice = tl.load(choices_ptr + at, mask=at < count, other=-1).to(tl.int32)
+            wanted = tl.maximum(wanted, tl.max((choice[:, None] == expert[None, :]).to(tl.int32), axis=0))
+    else:
+        wanted = tl.load(wanted_ptr + expert, mask=real, other=0)
+    buffer = tl.load(buffers_ptr + layer * WIDTH + expert, mask=real, other=-1)
+    is_found = (wanted > 0) & (buffer >= 0)
+    is_missing = ((wanted > 0) & (buffer < 0)).to(tl.int32)
+    found, missing = tl.sum(is_found.to(tl.int32)), tl.sum(is_missing)
+    now = tl.load(counts_ptr) + 1
+    tl.store(used_ptr + buffer, now, mask=is_found)
+    rank = tl.cumsum(is_missing) - is_missing
+    num_asked = 0
+    if ASKS:
+        owed = tl.load(owed_ptr) + tl.load(shares_ptr + missing, mask=missing > 0, other=0.0)
+        num_asked = tl.minimum(tl.floor(owed + 1e-5).to(tl.int32), missing)
+        last = tl.load(tickets_ptr)
+        following = tl.where(last == 0x7FFFFFFF, 1, last + 1)
+        tl.debug_barrier()  # all have read the last ones
+        tl.store(owed_ptr, owed - num_asked)
+        tl.store(tickets_ptr, tl.where(num_asked > 0, following, last))
+        tl.store(tickets_ptr + 1, tl.where(num_asked > 0, following, 0))
+        if num_asked > 0:
+            is_asked = is_missing * (rank < num_asked).to(tl.int32)
+            ticket = following.to(tl.int64) << 32
+            for first in range(0, count, CHOICES):
+                at = first + tl.arange(0, CHOICES)
+                choice = tl.load(choices_ptr + at, mask=at < count, other=-1).to(tl.int32)
+                asked = tl.max((choice[:, None] == expert[None, :]).to(tl.int32) * is_asked[None, :], axis=1)
+                tl.store(asked_ptr + at, asked, mask=at < count)
+                tl.store(report_ptr + 1 + at, ticket | (asked.to(tl.int64) << 31) | choice, mask=at < count)
+            tl.store(report_ptr, ticket | (layer << 16) | tokens)
+    num_fetched = tl.minimum(missing - num_asked, room - found)
+    tl.store(wanted_ptr + expert, is_missing * (rank >= num_asked + num_fetched).to(tl.int32), mask=real)
+    if num_fetched > 0:
+        taken = 0
+        lane = tl.arange(0, LANES)
+        while taken < num_fetched:
+            tl.debug_barrier()  # what was used now has been written
+            when, which = _oldest(used_ptr, num_buffers, LANES)
+            first_used = tl.min(when, axis=0)
+            while (taken < num_fetched) & (first_used < now):
+                at_lane = tl.argmin(when, axis=0)
+                target = tl.sum(tl.where(lane == at_lane, which, 0))
+                own = tl.sum(tl.where((is_missing > 0) & (rank == num_asked + taken), expert, 0))
+                before = tl.load(owners_ptr + target)
+                tl.store(buffers_ptr + before, -1, mask=before >= 0)
+                tl.store(buffers_ptr + layer * WIDTH + own, target)
+                tl.store(owners_ptr + target, layer * WIDTH + own)
+                tl.store(used_ptr + target, now)
+                tl.store(fetched_ptr + 1 + taken, own)
+                tl.store(fetched_ptr + WIDTH + 2 + taken, target)
+                when = tl.where(lane == at_lane, _NEVER, when)
+                first_used = tl.min(when, axis=0)
+                taken += 1
+    tl.store(fetched_ptr, num_fetched)
+    tl.store(bytes_ptr, num_fetched * unit_bytes)
+    part = tl.arange(0, 8)
+    more = tl.where(part == 0, 1, 0).to(tl.int64)
+    if FIRST:
+        more = tl.where(part == 1, found + missing, tl.where(part == 2, found, more))
+    more = tl.where(part == 3, num_fetched * unit_bytes, tl.where(part == 4, num_asked, more))
+    counts = tl.load(counts_ptr + part, mask=part < 5, other=0) + more
+    tl.debug_barrier()  # all have read what time it is
+    tl.store(counts_ptr + part, counts, mask=part < 5)
+    tl.store(counts_host_ptr + part, counts, mask=part < 5)
+
+
+@jit(do_not_specialize=("arrived_ptr", "count", "num_buffers"))
+def _adopt_kernel(
+    arrived_ptr, buffers_ptr, owners_ptr, used_ptr, counts_ptr, spare_ptr, count, num_buffers, LANES: tl.constexpr
+):  # fmt: skip
+    lane = tl.arange(0, LANES)
+    now = tl.load(counts_ptr)
+    for number in range(count):
+        tl.debug_barrier()
+        owner, buffer = tl.load(arrived_ptr + 2 * number), tl.load(arrived_ptr + 2 * number + 1)
+        is_missing = tl.load(buffers_ptr + owner) < 0
+        when, which = _oldest(used_ptr, num_buffers, LANES)
+        oldest = tl.sum(tl.where(lane == tl.argmin(when, axis=0), which, 0))
+        before = tl.load(owners_ptr + oldest)
+        tl.debug_barrier()
+        tl.store(buffers_ptr + before, -1, mask=is_missing & (before >= 0))
+        tl.store(buffers_ptr + owner, buffer, mask=is_missing)
+        tl.store(owners_ptr + buffer, owner, mask=is_missing)
+        tl.store(used_ptr + buffer, now, mask=is_missing)
+        tl.store(owners_ptr + oldest, -1, mask=is_missing)
+        tl.store(used_ptr + oldest, _NEVER, mask=is_missing)
+        tl.store(spare_ptr + number, tl.where(is_missing, oldest, buffer))
+
+
+@jit
+def _fetch_kernel(
+    fetched_ptr, host_ptr, pool_ptr, host_words, pool_words, words, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    count, steps = tl.load(fetched_ptr), tl.cdiv(words, BLOCK)
+    for step in range(tl.program_id(0), count * steps, tl.num_programs(0)):
+        expert = tl.load(fetched_ptr + 1 + step // steps).to(tl.int64)
+        buffer = tl.load(fetched_ptr + WIDTH + 2 + step // steps).to(tl.int64)
+        word = step % steps * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(host_ptr + expert * host_words + word, mask=word < words)
+        tl.store(pool_ptr + buffer * pool_words + word, x, mask=word < words)
+
+
+def place_experts_triton(
+    choices: torch.Tensor, tables: BufferTables, layer: int, *, experts: int, room: int, unit_bytes: int,
+    questions: CpuQuestions | None, is_first: bool,
+) -> None:  # fmt: skip
+    """Triton version of `place_experts`: one program does it."""
+    require_triton("experts on demand")
+    one = tables
+    asks = questions if questions is not None and is_first else None
+    # Triton wants a pointer for every argument; an unused one may point anywhere.
+    asking = (one.counts,) * 5 if asks is None else asks
+    with torch.cuda.device_of(one.buffers):
+        _place_kernel[(1,)](
+            choices, one.buffers, one.owners, one.used, one.wanted, one.fetched, one.fetched_bytes, one.counts,
+            one.counts_host, *asking, layer, choices.numel(), len(choices), len(one.owners), room, unit_bytes,
+            EXPERTS=experts, WIDTH=one.buffers.shape[1], BLOCK=triton.next_power_of_2(experts), CHOICES=_CHOICES,
+            LANES=_LANES, FIRST=is_first, ASKS=asks is not None, num_warps=4,
+        )  # fmt: skip
+
+
+def adopt_experts_triton(arrived: torch.Tensor, tables: BufferTables, spare: torch.Tensor) -> None:
+    """Triton version of `adopt_experts`."""
+    require_triton("experts on demand")
+    with torch.cuda.device_of(tables.buffers):
+        _adopt_kernel[(1,)](
+            arrived, tables.buffers, tables.owners, tables.used, tables.counts, spare, len(arrived),
+            len(tables.owners), LANES=_LANES, num_warps=4,
+        )  # fmt: skip
+
+
+def fetch_experts_triton(tables: BufferTables, host: torch.Tensor, pool: torch.Tensor) -> None:
+    """Triton version of `fetch_experts`."""
+    require_triton("experts on demand")
+    of_host, of_pool = host.view(torch.int32), pool.view(torch.int32)
+    with torch.cuda.device_of(pool):
+        _fetch_kernel[(_PROGRAMS,)](
+            tables.fetched, of_host, of_pool, of_host.stride(0), of_pool.stride(0), of_host.shape[1],
+            WIDTH=tables.buffers.shape[1], BLOCK=_STEP_WORDS, num_warps=8,
+        )  # fmt: skip
+
+
+# --- either
+
+
+def place_experts(
+    choices: torch.Tensor, tables: BufferTables, layer: int, *, experts: int, room: int, unit_bytes: int,
+    questions: CpuQuestions | None = None, is_first: bool = True,
+) -> None:  # fmt: skip
+    """Find buffers for a round of what rows of a layer have chosen, as the module says, and say what is to be fetched.
+    Enqueued on the current stream; on a GPU what is on the host is page-locked.
+
+    Args:
+        choices: [N, k] int64 on the device.
+        tables: Of the pool.
+        layer: Its row there.
+        experts: How many it has.
+        room: Buffers that may be taken: all but those that were used `NEVER`.
+        unit_bytes: Of an expert.
+        questions: How to ask the CPU; None: all that is missing is fetched.
+        is_first: Of the rounds of these choices. Others neither look at these nor ask the CPU.
+    """
+    assert choices.dtype == torch.int64 and choices.is_contiguous() and choices.ndim == 2
+    assert experts <= tables.buffers.shape[1] and layer < 1 << 31 - LAYER_BITS
+    place = place_experts_triton if choices.is_cuda else place_experts_reference
+    place(
+        choices, tables, layer, experts=experts, room=room, unit_bytes=unit_bytes, questions=questions,
+        is_first=is_first,
+    )  # fmt: skip
+
+
+def adopt_experts(arrived: torch.Tensor, tables: BufferTables, spare: torch.Tensor) -> None:
+    """Let experts that were brought into buffers which nothing may take be found there, each in exchange for the
+    buffer that was not used for longest; where another buffer has the expert by now it stays as it is. Enqueued on the
+    current stream.
+
+    Args:
+        arrived: [M, 2] int32, host: layer times E plus expert, and the buffer.
+        tables: Of the pool.
+        spare: [M] int32, host: becomes the buffers which nothing may take from then on.
+    """
+    assert arrived.dtype == spare.dtype == torch.int32 and arrived.shape == (len(spare), 2)
+    (adopt_experts_triton if tables.buffers.is_cuda else adopt_experts_reference)(arrived, tables, spare)
+
+
+def fetch_experts(tables: BufferTables, host: torch.Tensor, pool: torch.Tensor) -> None:
+    """Copy experts as the last `place_experts` says. Enqueued on the current stream.
+
+    Args:
+        tables: Of the pool.
+        host: uint8 [E, bytes of one], a multiple of 16, page-locked on a GPU: those of the layer.
+        pool: uint8 [S, at least as many], the buffers.
+    """
+    assert host.dtype == pool.dtype == torch.uint8 and host.shape[1] <= pool.shape[1]
+    (fetch_experts_triton if pool.is_cuda else fetch_experts_reference)(tables, host, pool)
