@@ -175,7 +175,7 @@ def test_a_card_that_is_too_small_is_named() -> None:
     assert plan_on_all(enough, TWO).num_cards == 2
     outcome = plan_or_refuse(naming_all(request, TWO), TWO)
     assert isinstance(outcome, Refusal)
-    assert any("of VRAM" in way.what for way in outcome.changes)
+    assert any("of VRAM" in change.what for change in outcome.changes)
     with pytest.raises(BudgetError, match="on card 0"):
         plan_on_all(replace(request, vram=(GB, 20 * GB)), TWO)
 

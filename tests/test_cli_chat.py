@@ -310,10 +310,10 @@ def test_of_several_answers_one_is_chosen(
         runtime.pieces = ("answer ", str(number))
         session.take(line)
     answers, stream = ["answer 2", "first", "second", "third"], runtime.stream
-    told = iter(answers[1:])
+    pieces = iter(answers[1:])
 
     def answer(*given: Any, **options: Any) -> Any:
-        runtime.pieces = (next(told),)
+        runtime.pieces = (next(pieces),)
         return stream(*given, **options)
 
     runtime.stream = answer  # type: ignore[method-assign]

@@ -153,7 +153,7 @@ COUNT = 8
 PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 280, 40)]
 GREEDY: dict[str, Any] = {"max_new_tokens": COUNT, "ignore_eos": True, "temperature": 0.0}
 # Weights that stream, keys and values on the host, trees in a batch; two devices; the text's own n-grams.
-WAYS: dict[str, dict[str, Any]] = {
+SETUPS: dict[str, dict[str, Any]] = {
     "streamed, host KV, trees": {"kv": "host", "resident_layers": 1, "gamma": 3, "tree_nodes": 24},
     "two cards": {"device": "cpu,cpu", "kv": "host", "resident_layers": 0, "draft": "ngram", "gamma": 5},
 }
@@ -173,7 +173,7 @@ def test_every_way_to_run_gives_the_tokens_of_plain_decoding(family: str, tmp_pa
     write_noisy_copy(target, noisy, noise=0.02)
     expected, config = _answers(target, draft="none", kv="gpu"), open_checkpoint(target).config()
     assert len(set(map(tuple, expected))) == 3
-    for name, options in WAYS.items():
+    for name, options in SETUPS.items():
         assert _answers(target, **{"draft": noisy, **options}) == expected, name
     limited = any(window is not None for window in config.layer_windows)
     asked = {"gamma": 4, "speculation": SpeculationOptions("triforce", budget_tokens=64, chunk_size=8, gamma_draft=2)}

@@ -91,10 +91,10 @@ def test_a_small_model_in_the_cache_of_the_hub_drafts(family: Path, tmp_path: Pa
 def run_plan(capsys: pytest.CaptureFixture[str], target: str | Path, *options: str) -> dict[str, Any]:
     with pytest.raises(SystemExit) as ended:
         app(["plan", "--target", str(target), "--profile", "rtx4090", "--context", "4096", "--json", *options])
-    told = capsys.readouterr()
-    assert ended.value.code == 0, told.err
-    assert "draft" not in told.err  # the answer comes first
-    return json.loads(told.out)
+    output = capsys.readouterr()
+    assert ended.value.code == 0, output.err
+    assert "draft" not in output.err  # the answer comes first
+    return json.loads(output.out)
 
 
 @pytest.mark.slow
@@ -224,7 +224,10 @@ def test_graphs_mask_what_only_the_draft_has(models: dict[str, Path], options: d
     with Runtime.load(
         models["plain"], draft=models["other controls"], device="cuda", dtype="bf16", gamma=3, **options
     ) as runtime:
-        drafted = [runtime.generate(TEXT, max_new_tokens=14, ignore_eos=True, speculate=way) for way in (True, False)]
+        drafted = [
+            runtime.generate(TEXT, max_new_tokens=14, ignore_eos=True, speculate=speculate)
+            for speculate in (True, False)
+        ]
     assert drafted[0].tokens == drafted[1].tokens
     assert sum(drafted[0].stats.accepted_by_source.values()) >= 7
 

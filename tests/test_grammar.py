@@ -31,50 +31,50 @@ PERSON: dict[str, Any] = {
     },
 }  # fmt: skip
 # The second with filters, which choose among what the grammar allows; the third repeats what the prompt has.
-WAYS: list[dict[str, Any]] = [
+SAMPLINGS: list[dict[str, Any]] = [
     {"json_schema": PERSON},
     {"json_schema": PERSON, "temperature": 1.0, "seed": 5, "top_p": 0.9},
     {"json_schema": PERSON, "temperature": 0.8, "seed": 2, "frequency_penalty": 0.6, "repetition_penalty": 1.3},
     {"grammar": 'start: ("the " WORD ", ")~2..4 "."\nWORD: /[a-z]{2,5}/', "temperature": 1.0, "seed": 3},
 ]
 COUNT = 32
-some_ways = pytest.mark.parametrize(
+some_samplings = pytest.mark.parametrize(
     "chosen", [pytest.param([1], id="one"), pytest.param([0, 2, 3], id="others", marks=pytest.mark.slow)]
 )
 
 
-def params_of(way: int, **more: Any) -> GenerationParams:
-    return GenerationParams(COUNT, sampling=SamplingParams(**WAYS[way]), **more)
+def params_of(index: int, **more: Any) -> GenerationParams:
+    return GenerationParams(COUNT, sampling=SamplingParams(**SAMPLINGS[index]), **more)
 
 
 @pytest.fixture(scope="module")
 def expected(plain: Runtime) -> list[list[int]]:
-    """Plain decoding's tokens for each of `WAYS`."""
-    return [plain.generate(PROMPT, params=params_of(way)).tokens for way in range(len(WAYS))]
+    """Plain decoding's tokens for each of `SAMPLINGS`."""
+    return [plain.generate(PROMPT, params=params_of(index)).tokens for index in range(len(SAMPLINGS))]
 
 
 def assert_same(runtime: Runtime, expected: Sequence[Sequence[int]], chosen: Sequence[int], **windows: Any) -> float:
-    """Compare some of the `WAYS`; returns the most tokens a pass."""
-    results = [runtime.generate(PROMPT, params=params_of(way, **windows)) for way in chosen]
-    assert [result.tokens for result in results] == [expected[way] for way in chosen]
+    """Compare some of the `SAMPLINGS`; returns the most tokens a pass."""
+    results = [runtime.generate(PROMPT, params=params_of(index, **windows)) for index in chosen]
+    assert [result.tokens for result in results] == [expected[index] for index in chosen]
     return max(result.stats.tokens_per_pass for result in results)
 
 
-@some_ways
+@some_samplings
 def test_a_draft_changes_no_token(target: Path, draft: Path, expected: list[list[int]], chosen: Sequence[int]) -> None:
     with load(target, resident_layers=1, draft=draft, tree_nodes=24) as runtime:
         assert assert_same(runtime, expected, chosen, gamma=5, tree_nodes=24 if 1 in chosen else 0) > 1
 
 
-@some_ways
+@some_samplings
 def test_rows_have_own_masks(plain: Runtime, target: Path, expected: list[list[int]], chosen: Sequence[int]) -> None:
     """A drafter that is mostly right, with wrong branches, most of which the grammar forbids."""
     prompt = plain.encode(PROMPT)
     with load(target, tree_nodes=60) as runtime:
-        for way in chosen:
-            script = ScriptedDrafter([*prompt, *expected[way], 0, 0], 320, accuracy=0.95, seed=3)
-            found = transcribe(runtime, prompt, params_of(way, gamma=12, tree_nodes=40), script)
-            assert found.tokens == expected[way] and found.passes < len(expected[way]) / 2
+        for index in chosen:
+            script = ScriptedDrafter([*prompt, *expected[index], 0, 0], 320, accuracy=0.95, seed=3)
+            found = transcribe(runtime, prompt, params_of(index, gamma=12, tree_nodes=40), script)
+            assert found.tokens == expected[index] and found.passes < len(expected[index]) / 2
 
 
 def test_how_an_answer_ends(plain: Runtime) -> None:

@@ -24,7 +24,7 @@ from tests.test_sessions import check_goes_on
 
 TARGET = "two_layer_target"
 CONTEXT = 900
-WAYS: dict[str, dict[str, Any]] = {"chain": {"gamma": 5, "tree_nodes": 0}, "tree": {"gamma": 12, "tree_nodes": 24}}
+SHAPES: dict[str, dict[str, Any]] = {"chain": {"gamma": 5, "tree_nodes": 0}, "tree": {"gamma": 12, "tree_nodes": 24}}
 GPU = {"device": "cuda", "dtype": "bf16"}
 DEVICES = [
     {"device": "cpu", "resident_layers": 1},
@@ -56,16 +56,16 @@ def carrying(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return add_random_mtp(target, tmp_path_factory.mktemp("carrying") / "target")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_right_head_is_believed(counting: Path, device: dict[str, Any], way: str) -> None:
+def test_a_right_head_is_believed(counting: Path, device: dict[str, Any], shape: str) -> None:
     """In batches, and in slots that other texts have left."""
-    options = {"draft": "mtp", "context": CONTEXT, "max_batch": 3, **device, **WAYS[way]}
+    options = {"draft": "mtp", "context": CONTEXT, "max_batch": 3, **device, **SHAPES[shape]}
     with Runtime.load(counting, **options) as runtime:
         for prompts in (PROMPTS, PROMPTS[::-1], [[*prompt[:-5], 9, 9] for prompt in PROMPTS]):
             for result in runtime.generate_batch(prompts, **ASKED):
                 # One more than whole windows take: 4 or 6, where a wrong head takes 29.
-                assert result.stats.passes <= 1 + -(-29 // (1 + WAYS[way]["gamma"]))
+                assert result.stats.passes <= 1 + -(-29 // (1 + SHAPES[shape]["gamma"]))
 
 
 def _answers(target: Path, **options: Any) -> list[list[int]]:
@@ -76,12 +76,14 @@ def _answers(target: Path, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("kind", "way"), [*KINDS, ("dflash", "chain")])
+@pytest.mark.parametrize(("kind", "shape"), [*KINDS, ("dflash", "chain")])
 @pytest.mark.parametrize("resident", ["auto", 1])
-def test_gpu_answers_are_those_without(carrying: Path, dflash: Path, resident: int | str, kind: str, way: str) -> None:
+def test_gpu_answers_are_those_without(
+    carrying: Path, dflash: Path, resident: int | str, kind: str, shape: str
+) -> None:
     """Where all is captured, and where the head drafts while the target's layers cross the link."""
     expected, draft = _answers(carrying, draft="none", **GPU), dflash if kind == "dflash" else kind
-    assert _answers(carrying, draft=draft, resident_layers=resident, **GPU, **WAYS[way]) == expected
+    assert _answers(carrying, draft=draft, resident_layers=resident, **GPU, **SHAPES[shape]) == expected
 
 
 @pytest.fixture(scope="module")
@@ -91,19 +93,23 @@ def dflash(carrying: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dflash(tmp_path_factory.mktemp("blocks") / "dflash", stated, random_tensors(config_of(stated)))
 
 
-@pytest.mark.parametrize(("kind", "way"), KINDS[1:])
-def test_sessions_and_prefixes_with_a_head(carrying: Path, dflash: Path, tmp_path: Path, kind: str, way: str) -> None:
+@pytest.mark.parametrize(("kind", "shape"), KINDS[1:])
+def test_sessions_and_prefixes_with_a_head(carrying: Path, dflash: Path, tmp_path: Path, kind: str, shape: str) -> None:
     draft = dflash if kind == "dflash" else kind
-    check_goes_on(carrying, tmp_path / "chat.json", draft=draft, device="cpu", kv="gpu", resident_layers=1, **WAYS[way])
+    check_goes_on(
+        carrying, tmp_path / "chat.json", draft=draft, device="cpu", kv="gpu", resident_layers=1, **SHAPES[shape]
+    )
     options = {"draft": draft, "context": CONTEXT, "kv": "gpu", "max_batch": SLOTS, "resident_layers": 1}
-    with engines.load(carrying, **options, **WAYS[way]) as runtime:
+    with engines.load(carrying, **options, **SHAPES[shape]) as runtime:
         tasks = make_tasks(4, seed=2)
         check(runtime, tasks, [alone(runtime, *task[:2]) for task in tasks], seed=2, stored_blocks=3)
 
 
-@pytest.mark.parametrize(("kind", "way"), KINDS[1:])
-def test_a_head_knows_prompts_that_were_scored(carrying: Path, dflash: Path, kind: str, way: str) -> None:
-    with engines.load(carrying, draft=dflash if kind == "dflash" else kind, context=CONTEXT, **WAYS[way]) as runtime:
+@pytest.mark.parametrize(("kind", "shape"), KINDS[1:])
+def test_a_head_knows_prompts_that_were_scored(carrying: Path, dflash: Path, kind: str, shape: str) -> None:
+    with engines.load(
+        carrying, draft=dflash if kind == "dflash" else kind, context=CONTEXT, **SHAPES[shape]
+    ) as runtime:
         assert runtime.engine.draft is not None
         for prompt in PROMPTS[:2]:
             plain, scored = (runtime.generate(prompt, max_new_tokens=4, **how) for how in ({}, {"prompt_logprobs": 0}))
@@ -111,9 +117,9 @@ def test_a_head_knows_prompts_that_were_scored(carrying: Path, dflash: Path, kin
             assert runtime.engine.draft.runner.cache.length(0) >= len(prompt)
 
 
-@pytest.mark.parametrize(("kind", "way"), KINDS[1:])
-def test_stores_have_what_a_head_knows_of_prefixes(carrying: Path, dflash: Path, kind: str, way: str) -> None:
-    options: dict[str, Any] = {"draft": dflash if kind == "dflash" else kind, "context": CONTEXT, **WAYS[way]}
+@pytest.mark.parametrize(("kind", "shape"), KINDS[1:])
+def test_stores_have_what_a_head_knows_of_prefixes(carrying: Path, dflash: Path, kind: str, shape: str) -> None:
+    options: dict[str, Any] = {"draft": dflash if kind == "dflash" else kind, "context": CONTEXT, **SHAPES[shape]}
     with engines.load(carrying, **options) as runtime:
         assert runtime.engine.draft is not None
         texts = [[3 + (token * step) % 290 for token in range(600)] for step in (37, 41)]
@@ -170,15 +176,16 @@ def plain(targets: dict[str, Path]) -> list[list[int]]:
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
-    ("kind", "way"),
+    ("kind", "place"),
     [
-        *(("mtp", way) for way in PLACES), *(("eagle3", way) for way in ("streamed", "two cards", "host KV", "trees")),
-        *(("dflash", way) for way in ("streamed", "host KV", "trees", "together")),
+        *(("mtp", place) for place in PLACES),
+        *(("eagle3", place) for place in ("streamed", "two cards", "host KV", "trees")),
+        *(("dflash", place) for place in ("streamed", "host KV", "trees", "together")),
     ],
 )  # fmt: skip
-def test_answers_are_plain_decodings(kind: str, way: str, targets: dict[str, Path], plain: list[list[int]]) -> None:
+def test_answers_are_plain_decodings(kind: str, place: str, targets: dict[str, Path], plain: list[list[int]]) -> None:
     draft = targets.get(kind, kind)
-    with Runtime.load(targets["target"], draft=draft, **{"device": "cpu", **PLACES[way]}) as runtime:
+    with Runtime.load(targets["target"], draft=draft, **{"device": "cpu", **PLACES[place]}) as runtime:
         assert answers(runtime) == plain
         stats = runtime.generate(engines.PROMPT, max_new_tokens=24, gamma=4).stats
         assert [level.proposed_by for level in stats.acceptance] == [kind]

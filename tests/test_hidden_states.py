@@ -212,11 +212,11 @@ def test_captured_passes_say_what_others_say(captured_by: ModelRunner, seed: int
         assert captured_by.captured.graphs.num_graphs > 3
 
 
-WAYS = [SamplingParams(), SamplingParams(temperature=1.0, seed=2**40), SamplingParams(temperature=0.8, top_k=30)]
+SAMPLINGS = [SamplingParams(), SamplingParams(temperature=1.0, seed=2**40), SamplingParams(temperature=0.8, top_k=30)]
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("params", WAYS, ids=["greedy", "sampled", "filtered"])
+@pytest.mark.parametrize("params", SAMPLINGS, ids=["greedy", "sampled", "filtered"])
 def test_captured_passes_choose_what_their_logits_say(device: dict[str, Any], params: SamplingParams) -> None:
     """Rows that fill up windows are between those of tokens, and each token has its position's noise."""
     made = assemble("llama-gqa", batch=3, **device)
@@ -243,7 +243,7 @@ def test_captured_passes_choose_what_their_logits_say(device: dict[str, Any], pa
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("params", WAYS[:2], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("params", SAMPLINGS[:2], ids=["greedy", "sampled"])
 def test_passes_that_are_launched_ahead_change_nothing(captured_by: ModelRunner, params: SamplingParams) -> None:
     """Of all that may follow a pass: the one that was launched, one with another token or other sequences, a window, a
     sequence that was cut, a prompt; and over the end of a block. What a head reads stays there, too."""

@@ -350,18 +350,18 @@ def test_on_a_gpu_every_way_has_plain_decodings_tokens(family: str, dtype: str, 
         assert _say(chat, "and then?").tokens == again.tokens
     with Runtime.load(tmp_path, draft="none", max_batch=1, **asked) as loaded:
         _check_states_in_slots_and_stores(loaded)
-    for ways in ({"draft": "none"}, {"draft": "ngram"}, {"draft": "ngram", "kv": "host", "resident_layers": 0}):
-        with Runtime.load(tmp_path, max_batch=6, **ways, **asked) as loaded:
-            assert [one.tokens for one in loaded.generate_batch(prompts, **greedy)] == expected, ways
-            assert [loaded.generate(prompt, **greedy).tokens for prompt in prompts] == expected, ways
+    for options in ({"draft": "none"}, {"draft": "ngram"}, {"draft": "ngram", "kv": "host", "resident_layers": 0}):
+        with Runtime.load(tmp_path, max_batch=6, **options, **asked) as loaded:
+            assert [one.tokens for one in loaded.generate_batch(prompts, **greedy)] == expected, options
+            assert [loaded.generate(prompt, **greedy).tokens for prompt in prompts] == expected, options
             assert _say(loaded.conversation(), LONG).tokens == first.tokens
-    for how, ways in DRAFTING.items():
-        with Runtime.load(tmp_path, draft=tmp_path, max_batch=6, **ways, **asked) as loaded:
+    for how, options in DRAFTING.items():
+        with Runtime.load(tmp_path, draft=tmp_path, max_batch=6, **options, **asked) as loaded:
             for _ in range(2):  # the second time steps are replays of graphs
                 results = [*loaded.generate_batch(prompts, **greedy), loaded.generate(prompts[0], **greedy)]
                 assert [one.tokens for one in results] == [*expected, expected[0]], how
                 # What the draft says is what the target says, but for near-ties.
-                assert all(one.stats.passes <= 1.3 * 150 / (1 + ways["gamma"]) + 2 for one in results), how
+                assert all(one.stats.passes <= 1.3 * 150 / (1 + options["gamma"]) + 2 for one in results), how
 
 
 def test_what_such_models_cannot_do_is_refused_before_loading(hybrid: Path) -> None:

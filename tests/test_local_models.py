@@ -32,7 +32,7 @@ from tests.test_weights_gguf import build, write
 REVISION = "0" * 40
 
 
-def told(*words: str, input: str | None = None) -> Result:
+def run(*words: str, input: str | None = None) -> Result:
     return CliRunner().invoke(app, [*words], input=input)
 
 
@@ -83,7 +83,7 @@ def home(made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_models_of_all_programs_are_listed(home: Path, made: tuple[Path, Path]) -> None:
-    found = {one["name"]: one for one in json.loads(told("list", "--profile", "rtx4090", "--json").stdout)["models"]}
+    found = {one["name"]: one for one in json.loads(run("list", "--profile", "rtx4090", "--json").stdout)["models"]}
     owners = {name: one["owner"] for name, one in found.items()}
     assert owners == {
         "tiny.Q4_1": "demo",
@@ -96,7 +96,7 @@ def test_models_of_all_programs_are_listed(home: Path, made: tuple[Path, Path]) 
     assert runs["tok_per_s"] > 10 and runs["refusal"] is None
     assert "Mamba layers" in found["org/mamba"]["refusal"] and found["org/mamba"]["tok_per_s"] is None
     assert "is truncated by 9 bytes" in found["maker/tiny-GGUF:Q8_0"]["refusal"]
-    screen = told("list")
+    screen = run("list")
     assert screen.exit_code == 0 and "no profile of this machine is kept" in screen.stdout
     assert "org/mamba: " in screen.stdout and "does not run" in screen.stdout and "9 models, " in screen.stdout
 
@@ -116,16 +116,16 @@ def test_a_name_stands_for_a_path(home: Path, name: str, where: str) -> None:
 
 
 def test_commands_take_names(home: Path) -> None:
-    planned = told("plan", "--target", "small", "--draft", "plain", "--profile", "rtx4090", "--json")
+    planned = run("plan", "--target", "small", "--draft", "plain", "--profile", "rtx4090", "--json")
     assert planned.exit_code == 2 and "vocabulary" in planned.stderr  # both were found
-    assert "Mamba layers" in told("plan", "--target", "mamba", "--profile", "rtx4090").stderr
+    assert "Mamba layers" in run("plan", "--target", "mamba", "--profile", "rtx4090").stderr
 
 
 def test_nothing_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("OLLAMA_MODELS", str(tmp_path / "nowhere"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert "offload-runtime pull org/name:Q4_K_M" in told("list").stdout
+    assert "offload-runtime pull org/name:Q4_K_M" in run("list").stdout
 
 
 # --- fetched and deleted
@@ -228,17 +228,17 @@ def test_a_pull_that_was_killed_goes_on(pull: Callable[[str], subprocess.Popen[s
 
 def test_models_of_the_hub_are_deleted(home: Path) -> None:
     hub = home / "hub"
-    kept = told("rm", "org/plain", input="\n")
+    kept = run("rm", "org/plain", input="\n")
     assert kept.exit_code == 2 and "Delete org/plain, all that is here of it (" in kept.stderr
-    assert "org/plain" in names() and told("rm", "plain", input="y\n").exit_code == 0
-    assert told("rm", "files:q8_0", "--yes").exit_code == 0 and "org/files:Q4_K_M" in names()  # its neighbour stays
-    assert told("rm", "https://huggingface.co/org/files", "-y").exit_code == 0
-    assert told("rm", "org/described", "-y").exit_code == 0  # of which only a configuration is here
+    assert "org/plain" in names() and run("rm", "plain", input="y\n").exit_code == 0
+    assert run("rm", "files:q8_0", "--yes").exit_code == 0 and "org/files:Q4_K_M" in names()  # its neighbour stays
+    assert run("rm", "https://huggingface.co/org/files", "-y").exit_code == 0
+    assert run("rm", "org/described", "-y").exit_code == 0  # of which only a configuration is here
     assert sorted(path.name for path in hub.iterdir()) == ["models--org--mamba"]
-    assert told("rm", "tiny.Q4_1", "-y").exit_code == 0 and not (home / "cache" / "tiny.Q4_1.gguf").exists()
+    assert run("rm", "tiny.Q4_1", "-y").exit_code == 0 and not (home / "cache" / "tiny.Q4_1.gguf").exists()
     for name, why in (("small:1b", "`ollama rm small:1b`"), ("tiny-gguf", "LM Studio's: delete it there"),
                       ("org/plain", "no model that is here is called org/plain")):  # fmt: skip
-        refused = told("rm", name, "-y")
+        refused = run("rm", name, "-y")
         assert refused.exit_code == 2 and why in " ".join(refused.stderr.split())
     assert names() == {"org/mamba", "maker/tiny-GGUF:Q8_0", "small:1b", "small:latest", "hf.co/org/s:Q8_0"}
 
@@ -255,7 +255,7 @@ def test_a_server_without_a_target_has_all_that_run(home: Path) -> None:
         listed.extend(httpx.get(f"{url}/v1/models", trust_env=False).json()["data"])
 
     with asked_and_stopped(port, ask):
-        result = told("serve", "--device", "cpu", "--port", str(port))
+        result = run("serve", "--device", "cpu", "--port", str(port))
     assert result.exit_code == 0, result.stderr
     assert "org/plain" in [one["id"] for one in listed] and {one["x_status"] for one in listed} == {"unloaded"}
     assert "org/mamba is left out: " in result.stderr
@@ -266,5 +266,5 @@ def test_a_server_without_any_model_says_what_to_do(home: Path, tmp_path: Path) 
     shutil.rmtree(tmp_path / ".ollama", ignore_errors=True)
     for place in (".lmstudio", ".cache"):
         shutil.rmtree(tmp_path / place, ignore_errors=True)
-    refused = told("serve", "--device", "cpu")
+    refused = run("serve", "--device", "cpu")
     assert refused.exit_code == 2 and "no model is here that runs: fetch one" in refused.stderr

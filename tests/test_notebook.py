@@ -26,14 +26,14 @@ def test_bars_are_shown_in_notebooks_and_where_they_are_asked_for(
     if where == "in a notebook":
         shell = SimpleNamespace(config={"IPKernelApp": {}})
         monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    told: list[tuple[int, int]] = []
+    progress: list[tuple[int, int]] = []
     options = {"progress": True} if where == "asked for" else {}
     with load(two_layer_target, context=256, **options) as runtime:
-        runtime.generate(PROMPT, max_new_tokens=9, ignore_eos=True, on_prefill=lambda *layers: told.append(layers))
+        runtime.generate(PROMPT, max_new_tokens=9, ignore_eos=True, on_prefill=lambda *layers: progress.append(layers))
     shown = capsys.readouterr().err
     stages = ("target weights: ", "prompt: ", "answer: ", " tokens/s")
     assert [stage in shown for stage in stages] == [where != "elsewhere"] * 4
-    assert told == [(1, 2), (2, 2)]
+    assert progress == [(1, 2), (2, 2)]
 
 
 def test_an_answer_shows_itself_and_no_markup_of_the_models() -> None:

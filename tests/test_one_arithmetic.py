@@ -147,7 +147,7 @@ def beside_windows(runner: ModelRunner, slot: int) -> torch.Tensor:
     return runner.forward(Batch(windows, {slot: TOKENS[KEPT:]})).logits[-1:]
 
 
-WAYS: dict[str, Callable[[ModelRunner, int], torch.Tensor]] = {
+READINGS: dict[str, Callable[[ModelRunner, int], torch.Tensor]] = {
     "in pieces of 64": in_chunks(64), "in pieces of 7": in_chunks(7), "in pieces of 611": in_chunks(611),
     "token by token": in_windows(LENGTH - 40, [1]), "in windows": in_windows(250, [17, 5, 64, 100]),
     "behind what was kept": kept_and_read_on, "behind another turn": behind_another_turn,
@@ -191,11 +191,11 @@ def runner(name: str, device: dict[str, Any], request: pytest.FixtureRequest) ->
 
 
 @pytest.mark.few(10)
-@pytest.mark.parametrize("way", WAYS)
-def test_bits_do_not_depend_on_the_way(runner: ModelRunner, expected: Seen, way: str) -> None:
+@pytest.mark.parametrize("reading", READINGS)
+def test_bits_do_not_depend_on_how_tokens_are_read(runner: ModelRunner, expected: Seen, reading: str) -> None:
     reset(runner)
-    slot = len(way) % 3
-    assert Seen.of(runner, slot, WAYS[way](runner, slot)).is_as(expected)
+    slot = len(reading) % 3
+    assert Seen.of(runner, slot, READINGS[reading](runner, slot)).is_as(expected)
 
 
 @pytest.mark.parametrize("runner", ["gpu"], indirect=True)

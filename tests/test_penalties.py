@@ -35,17 +35,17 @@ PENALTIES: list[dict[str, Any]] = [
     {"frequency_penalty": 1.0, "repetition_penalty": 0.8, "top_p": 0.9},
 ]
 TEMPERATURES: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 5}]
-WAYS = [{**penalties, **temperature} for penalties in PENALTIES for temperature in TEMPERATURES]
-some_ways = pytest.mark.parametrize(
-    "chosen", [pytest.param([0, 3], id="some"), pytest.param(range(len(WAYS)), id="all", marks=pytest.mark.slow)]
+SAMPLINGS = [{**penalties, **temperature} for penalties in PENALTIES for temperature in TEMPERATURES]
+some_samplings = pytest.mark.parametrize(
+    "chosen", [pytest.param([0, 3], id="some"), pytest.param(range(len(SAMPLINGS)), id="all", marks=pytest.mark.slow)]
 )
 
 
 @pytest.fixture(scope="module")
 def expected(plain: Runtime) -> list[list[int]]:
-    """Plain decoding's tokens for each of `WAYS`, which all differ."""
-    tokens = [plain.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **way).tokens for way in WAYS]
-    assert len({tuple(one) for one in tokens}) == len(WAYS)
+    """Plain decoding's tokens for each of `SAMPLINGS`, which all differ."""
+    tokens = [plain.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True, **options).tokens for options in SAMPLINGS]
+    assert len({tuple(one) for one in tokens}) == len(SAMPLINGS)
     return tokens
 
 
@@ -73,23 +73,23 @@ def of_transformers(model: LlamaForCausalLM, prompt: Sequence[int], params: Samp
 @torch.no_grad()
 def test_tokens_are_those_of_transformers_processors(plain: Runtime, target: Path, expected: list[list[int]]) -> None:
     model = LlamaForCausalLM.from_pretrained(target)
-    for way, tokens in zip(WAYS, expected, strict=True):
-        assert of_transformers(model, plain.encode(PROMPT), SamplingParams(**way)) == tokens
+    for options, tokens in zip(SAMPLINGS, expected, strict=True):
+        assert of_transformers(model, plain.encode(PROMPT), SamplingParams(**options)) == tokens
 
 
-@some_ways
+@some_samplings
 def test_paths_count_their_own(plain: Runtime, target: Path, expected: list[list[int]], chosen: Sequence[int]) -> None:
     """A drafter that is mostly right, with wrong branches in any order: a row that counted another's tokens, or missed
     its own, would say something else."""
     prompt = plain.encode(PROMPT)
     with load(target, tree_nodes=60) as runtime:
-        for way in chosen:
+        for index in chosen:
             params = GenerationParams(
-                COUNT, ignore_eos=True, sampling=SamplingParams(**WAYS[way]), gamma=12, tree_nodes=40
+                COUNT, ignore_eos=True, sampling=SamplingParams(**SAMPLINGS[index]), gamma=12, tree_nodes=40
             )
-            script = ScriptedDrafter([*prompt, *expected[way]], 320, accuracy=0.95, seed=3)
+            script = ScriptedDrafter([*prompt, *expected[index]], 320, accuracy=0.95, seed=3)
             found = transcribe(runtime, prompt, params, script)
-            assert found.tokens == expected[way] and found.passes < 12
+            assert found.tokens == expected[index] and found.passes < 12
 
 
 def test_a_turn_counts_earlier_ones_as_prompt(plain: Runtime) -> None:
@@ -166,7 +166,7 @@ def test_a_bias_is_part_of_a_cuda_graph() -> None:
 
 
 SCORED = 16
-SCORED_WAYS: list[dict[str, Any]] = [
+SCORED_SAMPLINGS: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7, "seed": 3, "top_k": 30, "repetition_penalty": 1.4, "logit_bias": {9: -100}},
     {"presence_penalty": -1.5, "frequency_penalty": -1.0},  # says things again, as n-grams do
@@ -175,10 +175,10 @@ SCORED_WAYS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def scores(plain: Runtime, target: Path) -> list[list[TokenLogprobs]]:
-    """For each of the `SCORED_WAYS`, by transformers' logits of prompt and answer."""
+    """For each of the `SCORED_SAMPLINGS`, by transformers' logits of prompt and answer."""
     model, prompt, found = LlamaForCausalLM.from_pretrained(target), plain.encode(PROMPT), []
-    for way in SCORED_WAYS:
-        tokens = plain.generate(PROMPT, max_new_tokens=SCORED, ignore_eos=True, **way).tokens
+    for options in SCORED_SAMPLINGS:
+        tokens = plain.generate(PROMPT, max_new_tokens=SCORED, ignore_eos=True, **options).tokens
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
         logprobs = logits.log_softmax(dim=1)
@@ -206,8 +206,10 @@ def test_they_are_the_models_own(target: Path, draft: Path, scores: list[list[To
     nodes = 24 if proposals == "trees" else None
     gamma, per_pass = None if proposals == "none" else 5, list[float]()
     with load(target, draft=chosen, tree_nodes=nodes) as runtime:
-        for way, rows, count in zip(SCORED_WAYS, scores, (5, 0, 3), strict=True):
-            found = runtime.generate(PROMPT, max_new_tokens=SCORED, ignore_eos=True, logprobs=count, gamma=gamma, **way)
+        for options, rows, count in zip(SCORED_SAMPLINGS, scores, (5, 0, 3), strict=True):
+            found = runtime.generate(
+                PROMPT, max_new_tokens=SCORED, ignore_eos=True, logprobs=count, gamma=gamma, **options
+            )
             assert_close(found.logprobs, rows, count)
             assert [one.token for one in found.logprobs or ()] == found.tokens
             per_pass.append(found.stats.tokens_per_pass)
@@ -216,14 +218,16 @@ def test_they_are_the_models_own(target: Path, draft: Path, scores: list[list[To
 
 def test_of_a_batch_whoever_wants_them(target: Path, scores: list[list[TokenLogprobs]]) -> None:
     params = [
-        GenerationParams(SCORED, ignore_eos=True, gamma=5, logprobs=count, sampling=SamplingParams(**SCORED_WAYS[way]))
-        for way, count in ((0, 2), (1, None), (1, 5), (0, 0))
+        GenerationParams(
+            SCORED, ignore_eos=True, gamma=5, logprobs=count, sampling=SamplingParams(**SCORED_SAMPLINGS[index])
+        )
+        for index, count in ((0, 2), (1, None), (1, 5), (0, 0))
     ]
     with load(target, max_batch=4) as runtime:
         results: list[GenerationResult] = runtime.generate_batch([PROMPT] * 4, params=params)
     assert results[1].logprobs is None
-    for result, way, count in ((results[0], 0, 2), (results[2], 1, 5), (results[3], 0, 0)):
-        assert_close(result.logprobs, scores[way], count)
+    for result, index, count in ((results[0], 0, 2), (results[2], 1, 5), (results[3], 0, 0)):
+        assert_close(result.logprobs, scores[index], count)
 
 
 def test_of_a_stream_as_it_comes(plain: Runtime, scores: list[list[TokenLogprobs]]) -> None:

@@ -95,9 +95,10 @@ def test_a_refusal_says_what_would_fit(target: str, options: tuple[str, ...], sa
 
 def test_formats_that_are_named_fit_and_are_smaller_than_ones_own() -> None:
     refused = plan_or_refuse(request("llama-3.1-70b"), CARD)
-    assert isinstance(refused, Refusal) and [way.what.split()[1] for way in refused.changes[:2]] == ["Q8_0", "Q4_K_M"]
-    for mix, way in zip(("Q8_0", "Q4_K_M"), refused.changes, strict=False):
-        assert plan_run(request("llama-3.1-70b", mix), CARD) == way.plan
+    assert isinstance(refused, Refusal)
+    assert [change.what.split()[1] for change in refused.changes[:2]] == ["Q8_0", "Q4_K_M"]
+    for mix, change in zip(("Q8_0", "Q4_K_M"), refused.changes, strict=False):
+        assert plan_run(request("llama-3.1-70b", mix), CARD) == change.plan
     assert [mix for mix, *_ in smaller_formats(request("llama-3.1-70b", "Q6_K").target)] == ["Q4_K_M"]
 
 
@@ -147,7 +148,7 @@ def test_what_is_proposed_can_be_typed(name: str) -> None:
         assert re.search(r"(lower|raise|drop|take) ", refused.stderr)
         return
     record = json.loads(refused.stdout)
-    typed = [way["change"] for way in record["nearest"] if way["change"].startswith("--")]
+    typed = [change["change"] for change in record["nearest"] if change["change"].startswith("--")]
     assert record["nearest"] or "lower it to" in record["problem"]
     for change in typed:
         words = re.sub(r" (without|\().*", "", change).split()
@@ -217,8 +218,8 @@ def cut(path: Path, content: bytes, *names: str) -> None:
 ])  # fmt: skip
 def test_pieces_of_a_file_are_put_together_first(tmp_path: Path, names: list[str], given: str) -> None:
     cut(tmp_path / "m.gguf", b"GGUF" + bytes(range(200)), *names)
-    told = plan(tmp_path / given)
-    assert told.exit_code == 2 and f"`cd {tmp_path} && cat {' '.join(names)} > m.gguf`" in told.stderr
+    result = plan(tmp_path / given)
+    assert result.exit_code == 2 and f"`cd {tmp_path} && cat {' '.join(names)} > m.gguf`" in result.stderr
 
 
 def test_pieces_that_are_not_there_are_counted(tmp_path: Path) -> None:
@@ -242,18 +243,18 @@ def test_a_directory_of_ollama_says_which_file_is_a_model(tmp_path: Path, given:
         (directory / tag).write_text(json.dumps({"layers": layers}))
     for name, content in (("broken", "{"), ("without a model", '{"layers": []}')):
         (manifests / name).write_text(content)
-    told = plan(tmp_path / given)
-    assert told.exit_code == 2 and f"llama3.2:1b is {blobs / 'sha256-model1b'}" in told.stderr
-    assert ("mine:latest is " in told.stderr) == (not given.endswith("1b"))
+    result = plan(tmp_path / given)
+    assert result.exit_code == 2 and f"llama3.2:1b is {blobs / 'sha256-model1b'}" in result.stderr
+    assert ("mine:latest is " in result.stderr) == (not given.endswith("1b"))
 
 
 def test_what_a_draft_costs_is_compared_with_none(tmp_path: Path) -> None:
     """One that takes the layers' room makes a run slower than it would be by itself."""
     large, small = CONFIGS / "llama-3.1-8b", changed(tmp_path, "llama-3.2-1b", vocab_size=151936)
-    told = plan(large, "--draft", str(large), "--context", "2048")
-    assert told.exit_code == 0 and re.search(r"; (4\d|5\d) tokens/s without a draft\.", told.stdout), told.stdout
-    assert re.search(r"^ ?--draft ngram +(4|5)\d ", told.stdout, flags=re.MULTILINE)
-    assert "the draft's tokens are the target's is taken for granted" in told.stdout
+    result = plan(large, "--draft", str(large), "--context", "2048")
+    assert result.exit_code == 0 and re.search(r"; (4\d|5\d) tokens/s without a draft\.", result.stdout), result.stdout
+    assert re.search(r"^ ?--draft ngram +(4|5)\d ", result.stdout, flags=re.MULTILINE)
+    assert "the draft's tokens are the target's is taken for granted" in result.stdout
     other = plan(large, "--draft", str(small))
     assert other.exit_code == 2 and "151936 logits and the target 128256" in other.stderr
 

@@ -24,7 +24,7 @@ from tests.helpers.models import random_tokens
 TARGET, CONTEXT, SLOTS = "two_layer_target", 900, 2
 VOCABULARY = 290
 SMALL: dict[str, Any] = {"budget_tokens": 96, "chunk_size": 8, "gamma_draft": 4, "refresh_steps": 1}
-WAYS: dict[str, dict[str, Any]] = {
+SETUPS: dict[str, dict[str, Any]] = {
     "plain": {"draft": "none", "resident_layers": 1},
     "ngram": {"draft": "ngram", "resident_layers": 1},
     "chain": {"tree_nodes": 0, "resident_layers": 1},
@@ -118,23 +118,23 @@ def check(runtime: Runtime, tasks: Sequence[Task], expected: Sequence[Seen], see
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kv", ["gpu", "host"])
-@pytest.mark.parametrize("way", WAYS)
-def test_prompts_that_share_beginnings(target: Path, draft: Path, way: str, kv: str) -> None:
-    with loaded(target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=SLOTS) as runtime:
-        tasks = make_tasks(7, seed=len(way))
+@pytest.mark.parametrize("setup", SETUPS)
+def test_prompts_that_share_beginnings(target: Path, draft: Path, setup: str, kv: str) -> None:
+    with loaded(target, **{"draft": draft, **SETUPS[setup]}, kv=kv, max_batch=SLOTS) as runtime:
+        tasks = make_tasks(7, seed=len(setup))
         expected = [alone(runtime, prompt, asked) for prompt, asked, _ in tasks]
-        check(runtime, tasks, expected, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
+        check(runtime, tasks, expected, seed=len(setup), stored_blocks=3 if kv == "gpu" else 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv", ["gpu", "host"])
-@pytest.mark.parametrize("way", WAYS)
-def test_prompts_that_share_beginnings_on_a_gpu(target: Path, draft: Path, way: str, kv: str) -> None:
-    options: dict[str, Any] = {"draft": draft, **WAYS[way], "kv": kv, "context": CONTEXT, "max_batch": SLOTS}
+@pytest.mark.parametrize("setup", SETUPS)
+def test_prompts_that_share_beginnings_on_a_gpu(target: Path, draft: Path, setup: str, kv: str) -> None:
+    options: dict[str, Any] = {"draft": draft, **SETUPS[setup], "kv": kv, "context": CONTEXT, "max_batch": SLOTS}
     with Runtime.load(target, device="cuda", dtype="bf16", **options) as runtime:
-        tasks = make_tasks(20, seed=len(way))
+        tasks = make_tasks(20, seed=len(setup))
         expected = [alone(runtime, prompt, asked) for prompt, asked, _ in tasks]
-        check(runtime, tasks, expected, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
+        check(runtime, tasks, expected, seed=len(setup), stored_blocks=3 if kv == "gpu" else 0)
 
 
 def say(runtime: Runtime, engine: Engine, prompt: list[int], count: int = 6) -> Request:
@@ -160,13 +160,15 @@ def test_what_slots_lose_comes_back(target: Path) -> None:
             assert [one.num_kept for one in said] == of_prompts
 
 
-@pytest.mark.parametrize(("way", "kv"), [("plain", "gpu"), ("tree", "host")])
-def test_beginnings_in_windows(windowed_target: Path, noisy_copy_of: Callable[[Path], Path], way: str, kv: str) -> None:
+@pytest.mark.parametrize(("setup", "kv"), [("plain", "gpu"), ("tree", "host")])
+def test_beginnings_in_windows(
+    windowed_target: Path, noisy_copy_of: Callable[[Path], Path], setup: str, kv: str
+) -> None:
     draft = noisy_copy_of(windowed_target)
-    with loaded(windowed_target, **{"draft": draft, **WAYS[way]}, kv=kv, max_batch=SLOTS) as runtime:
-        tasks = make_tasks(9, seed=len(way))
+    with loaded(windowed_target, **{"draft": draft, **SETUPS[setup]}, kv=kv, max_batch=SLOTS) as runtime:
+        tasks = make_tasks(9, seed=len(setup))
         expected = [alone(runtime, prompt, asked) for prompt, asked, _ in tasks]
-        check(runtime, tasks, expected, seed=len(way), stored_blocks=3 if kv == "gpu" else 0)
+        check(runtime, tasks, expected, seed=len(setup), stored_blocks=3 if kv == "gpu" else 0)
 
 
 @pytest.mark.parametrize("on_disk", [False, True])

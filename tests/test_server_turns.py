@@ -101,11 +101,11 @@ def test_whoever_waits_is_told_and_served_in_turn(turns: Turns) -> None:
             body = {"model": name, "messages": MESSAGES, "max_tokens": 2}
             waiting.append(pool.submit(turns.http.post, "/v1/chat/completions", json=body))
             wait_until(lambda: turns.figure("requests_waiting") == number)  # noqa: B023
-        told = leaving.enter_context(ask(model="two")).iter_lines()
-        assert next(told) == ": waiting until requests for one are answered"
+        lines = leaving.enter_context(ask(model="two")).iter_lines()
+        assert next(lines) == ": waiting until requests for one are answered"
         turns.may_load.clear()
         running.close()
-        assert [line for line in (next(told) for _ in range(3)) if line] == [": loading two"]
+        assert [line for line in (next(lines) for _ in range(3)) if line] == [": loading two"]
         address = (running.url.host, running.url.port)
         with socket.create_connection(address, timeout=60) as silent:  # asks, and leaves before there is a byte
             body = json.dumps({"model": "two", "prompt": "a"})

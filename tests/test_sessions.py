@@ -24,7 +24,7 @@ from tests.helpers.server import MODEL, serving
 TARGET, CONTEXT = "two_layer_target", 900
 LONG = "the quick brown fox jumps over the lazy dog, " * 30
 TRIFORCE = SpeculationOptions("triforce", budget_tokens=96, chunk_size=8, gamma_draft=4)
-WAYS: dict[str, dict[str, Any]] = {
+SETUPS: dict[str, dict[str, Any]] = {
     "device": {"draft": "ngram", "kv": "gpu"},
     "host": {"draft": "ngram", "kv": "host", "resident_layers": 1},
     "tree": {"kv": "gpu", "resident_layers": 1},
@@ -83,20 +83,22 @@ def check_goes_on(target: Path, path: Path, **options: Any) -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("way", WAYS)
-def test_a_loaded_session_goes_on_as_if_it_had_never_ended(target: Path, draft: Path, tmp_path: Path, way: str) -> None:
-    check_goes_on(target, tmp_path / "chat.json", **{"draft": draft, "device": "cpu", **WAYS[way]})
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_loaded_session_goes_on_as_if_it_had_never_ended(
+    target: Path, draft: Path, tmp_path: Path, setup: str
+) -> None:
+    check_goes_on(target, tmp_path / "chat.json", **{"draft": draft, "device": "cpu", **SETUPS[setup]})
 
 
-@pytest.mark.parametrize("way", ["device", "host"])
-def test_a_session_behind_sliding_windows_goes_on(windowed_target: Path, tmp_path: Path, way: str) -> None:
-    check_goes_on(windowed_target, tmp_path / "chat.json", **{"device": "cpu", **WAYS[way]})
+@pytest.mark.parametrize("setup", ["device", "host"])
+def test_a_session_behind_sliding_windows_goes_on(windowed_target: Path, tmp_path: Path, setup: str) -> None:
+    check_goes_on(windowed_target, tmp_path / "chat.json", **{"device": "cpu", **SETUPS[setup]})
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "two cards"])
-def test_a_loaded_session_goes_on_on_a_gpu(target: Path, draft: Path, tmp_path: Path, way: str) -> None:
-    options = {"draft": draft, "device": "cuda", "dtype": "bf16", **WAYS[way]}
+@pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup != "two cards"])
+def test_a_loaded_session_goes_on_on_a_gpu(target: Path, draft: Path, tmp_path: Path, setup: str) -> None:
+    options = {"draft": draft, "device": "cuda", "dtype": "bf16", **SETUPS[setup]}
     check_goes_on(target, tmp_path / "chat.json", **options)
 
 

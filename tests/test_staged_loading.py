@@ -282,7 +282,7 @@ def wanted(target: Path) -> RunPlan:
 
 
 @pytest.fixture(scope="module")
-def told(target: Path) -> tuple[int, ...]:
+def resident_tokens(target: Path) -> tuple[int, ...]:
     """Tokens without any streaming."""
     with engines.load(target, draft="none", context=KV_CONTEXT) as runtime:
         return long_tokens_of(runtime)
@@ -309,13 +309,13 @@ def least(plan: RunPlan) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "stay"), [(0.0, 3), (0.6, NUM_LAYERS), (0.9, 3), (1.0, NUM_LAYERS)])
-def test_limits_hold(target: Path, wanted: RunPlan, told: tuple[int, ...], share: float, stay: int) -> None:
+def test_limits_hold(target: Path, wanted: RunPlan, resident_tokens: tuple[int, ...], share: float, stay: int) -> None:
     model = wanted.target
     kv_bytes, layer_bytes = model.host_kv_bytes, model.host_bytes_of_layers([0])
     limit = max(least(wanted), int(share * (kv_bytes + (NUM_LAYERS - stay) * layer_bytes)))
     registrar = LimitedRegistrar(limit)
     with on_host(registrar, target, pinned=limit, resident_layers=stay) as runtime:
-        assert long_tokens_of(runtime) == long_tokens_of(runtime) == told
+        assert long_tokens_of(runtime) == long_tokens_of(runtime) == resident_tokens
         plan = runtime.plan
         staged = plan.placement.staged_kv_layers
         assert registrar.most_locked_bytes <= plan.pinned_bytes <= limit
@@ -346,7 +346,7 @@ def test_limits_hold(target: Path, wanted: RunPlan, told: tuple[int, ...], share
 
 
 @pytest.mark.slow
-def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, told: tuple[int, ...]) -> None:
+def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, resident_tokens: tuple[int, ...]) -> None:
     registrar = LimitedRegistrar(3_700_000)
     with on_host(registrar, target, resident_layers=NUM_LAYERS) as runtime:
         assert not runtime.plan.is_staged
@@ -362,7 +362,7 @@ def test_a_refusal_that_nobody_expected_says_what_to_ask_for(target: Path, told:
     assert 3_400_000 < limit <= 3_700_000
     with on_host(registrar, target, resident_layers=NUM_LAYERS, pinned=limit) as runtime:
         assert runtime.plan.placement.staged_kv_layers
-        assert long_tokens_of(runtime) == told
+        assert long_tokens_of(runtime) == resident_tokens
         runtime.generate([*BOOK, *BOOK, *BOOK], max_new_tokens=1)
     assert not registrar.locked
 

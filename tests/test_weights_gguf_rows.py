@@ -162,7 +162,7 @@ def test_few_rows_and_many_have_the_bits_of_the_decoded_matrix() -> None:
             assert torch.equal(weight.linear(x, residual=added, gated=gated), expected), (rows, gated)
 
 
-WAYS: dict[str, dict[str, Any]] = {
+SETUPS: dict[str, dict[str, Any]] = {
     "resident": {"draft": "none"},
     "streamed": {"draft": "none", "resident_layers": 0},
     "chains": {"gamma": 5, "tree_nodes": 0, "resident_layers": 2},
@@ -180,12 +180,12 @@ def tokens_of(runtime: Runtime, **sampling: Any) -> list[list[int]]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_on_a_gpu_are_the_decoded_files(source: CheckpointSource, decoded: CheckpointSource, way: str) -> None:
+@pytest.mark.parametrize("setup", SETUPS)
+def test_tokens_on_a_gpu_are_the_decoded_files(source: CheckpointSource, decoded: CheckpointSource, setup: str) -> None:
     """Captured passes and steps too; of twice the same text the second time by the graphs of the first."""
     with Runtime.load(decoded, device="cuda", draft="none", context=1024) as runtime:
         expected = tokens_of(runtime)
-    options = {"draft": source, "weights": "stored", **WAYS[way]}
+    options = {"draft": source, "weights": "stored", **SETUPS[setup]}
     with Runtime.load(source, device="cuda", context=1024, **options) as runtime:
         assert tokens_of(runtime) == tokens_of(runtime) == expected
         scratch_bytes = runtime.engine.budgets[0].reservations["target: decoded matrix"]
@@ -324,11 +324,11 @@ def test_logits_on_a_gpu(dense: CheckpointSource, buffers: int, resident: tuple[
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", WAYS)
-def test_tokens_on_a_gpu_are_those_of_plain_weights(dense: CheckpointSource, way: str) -> None:
+@pytest.mark.parametrize("setup", SETUPS)
+def test_tokens_on_a_gpu_are_those_of_plain_weights(dense: CheckpointSource, setup: str) -> None:
     """Captured passes too; of twice the same text the second time by the graphs of the first."""
     with Runtime.load(dense, device="cuda", draft="none", context=1024) as runtime:
         expected = tokens_of(runtime)
-    options = {"draft": dense, **WAYS[way]}
+    options = {"draft": dense, **SETUPS[setup]}
     with Runtime.load(dense, device="cuda", context=1024, encode="always", **options) as runtime:
         assert tokens_of(runtime) == tokens_of(runtime) == expected

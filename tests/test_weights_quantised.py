@@ -127,9 +127,9 @@ def mixture_logits(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> l
     """Of prompts that bring whole layers, and of windows: of the decoded copy, and of what is stored, with all experts
     on the device or some, others on the CPU."""
     copy, source, found = checkpoint.copy, checkpoint.source, list[torch.Tensor]()
-    ways: tuple[tuple[CheckpointSource, int | None, float | None], ...]
-    ways = (copy, None, 0), (source, None, 0), (source, CHOSEN, 0), (source, COUNT, 1.0), (source, CHOSEN + 1, None)
-    for one, buffers, share in ways:
+    cases: tuple[tuple[CheckpointSource, int | None, float | None], ...]
+    cases = (copy, None, 0), (source, None, 0), (source, CHOSEN, 0), (source, COUNT, 1.0), (source, CHOSEN + 1, None)
+    for one, buffers, share in cases:
         made = make_runner(
             one, layout=one.layout(dtype), pool_buffers=buffers, cpu_share=share, dtype=dtype,
             device=torch.device(device),
@@ -157,8 +157,8 @@ def test_experts_are_kept_and_multiplied_as_they_are_stored(name: str, tmp_path:
     assert all(torch.equal(one, first) for one in others) and len(first.unique()) > 100
     said = []
     pool: dict[str, Any] = {"weights": "stored", "expert_pool": 3 * stored.block.total_bytes, "cpu_share": 0}
-    for path, ways in ((checkpoint.copy_path, {"draft": "none"}), (checkpoint.path, {"draft": "ngram", **pool})):
-        with Runtime.load(path, device="cpu", dtype="fp32", context=100, **ways) as runtime:
+    for path, options in ((checkpoint.copy_path, {"draft": "none"}), (checkpoint.path, {"draft": "ngram", **pool})):
+        with Runtime.load(path, device="cpu", dtype="fp32", context=100, **options) as runtime:
             said.append(runtime.generate(random_tokens(30), max_new_tokens=12, ignore_eos=True, temperature=0.0).tokens)
     assert said[0] == said[1]
 

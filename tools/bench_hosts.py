@@ -309,8 +309,8 @@ def check(options: argparse.Namespace) -> list[str]:
         require(name in PARTS, f"--parts {name!r} is not known: choose of {', '.join(PARTS)}")
     harness.require_all_positive(options, "prompt_tokens", "requests", "accepted", "window", "timeout", "host_timeout")
     if options.new_tokens <= options.accepted or options.accepted >= options.window:
-        told = f"--accepted is less than --new-tokens {options.new_tokens} and --window {options.window}"
-        raise OptionError(f"{told}, not {options.accepted}")
+        short = f"--accepted is less than --new-tokens {options.new_tokens} and --window {options.window}"
+        raise OptionError(f"{short}, not {options.accepted}")
     harness.check_machine(options.vram, options.emulate)
     if options.device != "cpu":
         resolve_device(f"cuda:{_RANKS - 1 if 'hosts' in parts else 0}")

@@ -332,15 +332,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     report: dict[str, Any] = {"benchmark": "exactness", "settings": harness.settings_of(options), "runtimes": []}
     known, parts = dict[Any, Answer](), list[Part]()
-    ways = dict.fromkeys(
+    pools = dict.fromkeys(
         (pool, "" if pool == 1 else one) for pool, one in product(options.pools, options.cpu_shares.split(","))
     )
-    for pool, cpu_share in ways:
+    for pool, cpu_share in pools:
         started_s = time.perf_counter()
         with load(options, pool, cpu_share) as runtime:
-            way = {"pool": pool, "cpu_share": cpu_share, "loaded_s": time.perf_counter() - started_s}
-            report["runtimes"].append(way | {"placement": runtime.placement, "parts": []})
-            print(f"{runtime.placement}, after {way['loaded_s']:.1f} s", flush=True)
+            loaded = {"pool": pool, "cpu_share": cpu_share, "loaded_s": time.perf_counter() - started_s}
+            report["runtimes"].append(loaded | {"placement": runtime.placement, "parts": []})
+            print(f"{runtime.placement}, after {loaded['loaded_s']:.1f} s", flush=True)
             report |= provenance(*runtime.devices, commit=options.commit)
             for part in Checker(runtime, options, known).parts():
                 parts.append(part)

@@ -125,7 +125,9 @@ def tree_rows(
     position_order = position_order or range(len(parents))
     paths = [tree_path(parents, node) for node in (order or range(len(parents)))]
     depth = max(len(path) for path in paths)
-    ancestors = [[[c + position_order[n] for n in way] + [0] * (depth - len(way)) for way in paths] for c in committed]
+    ancestors = [
+        [[c + position_order[n] for n in path] + [0] * (depth - len(path)) for path in paths] for c in committed
+    ]
     positions = [[c + len(path) - 1 for path in paths] for c in committed]
     return QueryRows(
         int32(positions), int32(list(slots or range(len(committed)))), max(map(max, positions)) + 1,
