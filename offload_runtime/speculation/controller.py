@@ -164,8 +164,8 @@ class AcceptanceModel:
 
 
 class LatencyModel:
-    """Knows the seconds of steps, from before anything is proposed until the target's tokens are on the host: what the
-    cost function says, in the ratio that was measured.
+    """Knows the seconds of steps, from when the target's tokens of the one before are on the host until their own are:
+    what the cost function says, in the ratio that was measured.
 
     Args:
         cost: Times to expect; without figures of the machine only their proportions count.
