@@ -1081,6 +1081,7 @@ class Watcher {
     ~Watcher() {
         wake([this] { stopped = true; });
         thread.join();
+        for (Asker* asker : askers) __atomic_store_n(asker->ready, -1, __ATOMIC_RELEASE);  // none waits for ever
     }
 
     void add(Asker* asker) {

@@ -1,6 +1,6 @@
 """Rows that the host's threads write while the device works: it waits for them, and no launch has to.
 
-unless ticket is 0:    wait until ready is ticket;    target[i] = source[i]        for all i where wanted[i] is not 0
+unless ticket is 0:    wait until ready is ticket, or -1;    target[i] = source[i]    for all i with wanted[i] not 0
 """
 
 import time
@@ -8,6 +8,9 @@ import time
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
+
+# What lets the device go on whatever it waits for: nobody will write anything any more.
+ALL = -1
 
 _BLOCK = 1024
 
@@ -18,7 +21,7 @@ def take_host_rows_reference(
     """Plain torch version of `take_host_rows`: the host waits."""
     if not ticket.item():
         return
-    while ready.item() != ticket.item():
+    while ready.item() not in (ticket.item(), ALL):
         time.sleep(0)
     some = wanted.nonzero()[:, 0]
     target[some] = source[some.cpu()].to(target.device)
@@ -28,7 +31,7 @@ def take_host_rows_reference(
 def _wait_kernel(ticket_ptr, ready_ptr):
     ticket = tl.load(ticket_ptr)
     ready = tl.load(ready_ptr, volatile=True)
-    while (ticket != 0) & (ready != ticket):
+    while (ticket != 0) & (ready != ticket) & (ready != -1):
         ready = tl.load(ready_ptr, volatile=True)
 
 
@@ -61,7 +64,7 @@ def take_host_rows(
 
     Args:
         ticket: [1] int32, beside the target: 0 where there are none to wait for, whatever the others say.
-        ready: [1] int32, host: the ticket, once `source` is written.
+        ready: [1] int32, host: the ticket, once `source` is written, or `ALL`.
         wanted: [R] int32, beside the target: not 0 where a row is to be copied.
         source: [R, W] int32, host, contiguous. What is on the host is page-locked where the target is on a GPU.
         target: [R, W] int32, contiguous. Other rows are left as they are.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import accumulate, islice
+from itertools import accumulate, chain, islice
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -312,7 +312,10 @@ class ExpertPool:
             self._arrived[:count] = torch.tensor([*arrived.items()])
             adopt_experts(self._arrived[:count], self._tables, self._exchanged[:count])
             engine.compute_record(self._exchange_done)
-        on_their_way = {owner for some, _ in self._computed for owner in some}
+        on_their_way = {
+            *self._arrived[: self._num_exchanged, 0].tolist(),
+            *chain(*(some for some, _ in self._computed)),
+        }
         owners = [one for one in cpu.take_computed() if one not in on_their_way]
         wanted = dict(zip(owners[:_SPARE_OF_PASS], [*self._spare], strict=False))
         if wanted:
@@ -326,7 +329,7 @@ class ExpertPool:
     @property
     def _untouchable(self) -> list[int]:
         """Return the buffers that nothing may take, when none are being exchanged."""
-        return [*self._spare, *(buffer for some, _ in self._computed for buffer in some.values())]
+        return [*self._spare, *chain(*(some.values() for some, _ in self._computed))]
 
     def _end_exchange(self) -> None:
         """Take note of what was given in exchange, if anything."""

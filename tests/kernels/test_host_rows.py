@@ -4,42 +4,45 @@ import threading
 
 import pytest
 import torch
-from offload_runtime_kernels.host_rows import take_host_rows, take_host_rows_reference, take_host_rows_triton
+from offload_runtime_kernels.host_rows import ALL, take_host_rows, take_host_rows_reference, take_host_rows_triton
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 
 ROWS, WORDS = 5, 1500
 
 
-def given(ready: int, asked: int = 1) -> list[torch.Tensor]:
-    """On the device whether there are any; page-locked whether they are ready, two of five that are wanted, and all."""
+def given(ready: int, ticket: int = 1) -> list[torch.Tensor]:
+    """The ticket of rows, on the device, and page-locked that of those that are ready; two of five that are wanted, on
+    the device, and page-locked all rows."""
     rows = torch.arange(ROWS * WORDS, dtype=torch.int32).view(ROWS, WORDS) - 9
-    there = torch.tensor([ready], dtype=torch.int32), torch.tensor([0, 1, 0, 0, 7], dtype=torch.int32), rows
+    of_device = [torch.tensor(one, dtype=torch.int32, device=KERNEL_DEVICE) for one in ([ticket], [0, 1, 0, 0, 7])]
+    there = torch.tensor([ready], dtype=torch.int32), rows
     locked = [one.pin_memory() if KERNEL_DEVICE.type == "cuda" else one for one in there]
-    return [torch.tensor([asked], dtype=torch.int32, device=KERNEL_DEVICE), *locked]
+    return [of_device[0], locked[0], of_device[1], locked[1]]
 
 
 @pytest.mark.parametrize("take", [take_host_rows_reference, take_host_rows_triton, take_host_rows])
 def test_rows_that_are_wanted_and_no_others(take: object) -> None:
     target = torch.full((ROWS, WORDS), -5, dtype=torch.int32, device=KERNEL_DEVICE)
-    take(*given(0, asked=0), target)  # type: ignore[operator]
+    take(*given(0, ticket=0), target)  # type: ignore[operator]
     assert (target == -5).all()
-    *others, source = given(1)
-    take(*others, source, target)  # type: ignore[operator]
+    for ready in (1, ALL):
+        *others, source = given(ready)
+        take(*others, source, target)  # type: ignore[operator]
     assert torch.equal(target[[1, 4]].cpu(), source[[1, 4]]) and (target[[0, 2, 3]] == -5).all()
 
 
 @pytest.mark.gpu
 def test_the_device_waits_until_rows_are_ready() -> None:
     target = torch.zeros(ROWS, WORDS, dtype=torch.int32, device="cuda")
-    asked, ready, wanted, source = given(1)
-    take_host_rows(asked, ready, wanted, source, target)  # compiles
+    ticket, ready, wanted, source = given(1)
+    take_host_rows(ticket, ready, wanted, source, target)  # compiles
     torch.cuda.synchronize()
     ready.zero_()
     target.zero_()
     expected = source.clone()
     source.zero_()
-    take_host_rows(asked, ready, wanted, source, target)
+    take_host_rows(ticket, ready, wanted, source, target)
     done = torch.cuda.Event()
     done.record()
 
