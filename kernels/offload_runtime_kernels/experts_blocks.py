@@ -18,28 +18,24 @@ _ROWS_ALONE = tl.constexpr(4)
 
 
 @jit
-def _rounded(first, second, DTYPE: tl.constexpr):
-    """fp32 numbers as they are in `DTYPE`, two at a time, as processors are fast at it. Triton does not see through
-    this: where it does, it brings them through shared memory to the threads that have them."""
+def _rounded(w, DTYPE: tl.constexpr):
+    """fp32 numbers as they are in `DTYPE`. Triton does not see through this: where it does, it brings them through
+    shared memory to the threads that have them."""
     if INTERPRETED:
-        found = first.to(DTYPE).to(tl.float32), second.to(DTYPE).to(tl.float32)
-    elif DTYPE.is_bf16():
+        found = w.to(DTYPE).to(tl.float32)
+    elif DTYPE.is_bf16():  # one instruction: the upper of two, with zero below it
         found = tl.inline_asm_elementwise(
-            "{.reg .b32 p; cvt.rn.bf16x2.f32 p, $3, $2; shl.b32 $0, p, 16; and.b32 $1, p, 0xFFFF0000;}",
-            "=r,=r,r,r", [first, second], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+            "{.reg .f32 z; mov.f32 z, 0f00000000; cvt.rn.bf16x2.f32 $0, $1, z;}", "=r,r", [w], dtype=tl.float32,
+            is_pure=True, pack=1,
         )  # fmt: skip
     elif DTYPE.is_fp16():
         found = tl.inline_asm_elementwise(
-            "{.reg .b32 p; .reg .b16 a, b; cvt.rn.f16x2.f32 p, $3, $2; mov.b32 {a, b}, p; cvt.f32.f16 $0, a; "
-            "cvt.f32.f16 $1, b;}",
-            "=r,=r,r,r", [first, second], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
+            "{.reg .b16 h; cvt.rn.f16.f32 h, $1; cvt.f32.f16 $0, h;}", "=r,r", [w], dtype=tl.float32, is_pure=True,
+            pack=1,
         )  # fmt: skip
     else:
         tl.static_assert(DTYPE.is_fp32())
-        found = tl.inline_asm_elementwise(
-            "mov.b32 $0, $2; mov.b32 $1, $3;", "=r,=r,r,r", [first, second], dtype=(tl.float32, tl.float32),
-            is_pure=True, pack=1,
-        )  # fmt: skip
+        found = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [w], dtype=tl.float32, is_pure=True, pack=1)
     return found
 
 
@@ -68,16 +64,15 @@ def _add_decoded(
     sums, x_ptrs, at, w, DTYPE: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add products with decoded weights [BLOCK, ...] of so many columns, a few at a time."""
-    first, second = _halves(w, BLOCK, COLUMNS)
-    half: tl.constexpr = COLUMNS // 2
-    if half > BLOCK_K:
+    """Add products with decoded weights [BLOCK, ...] of so many columns, `BLOCK_K` at a time."""
+    if COLUMNS > BLOCK_K:
+        half: tl.constexpr = COLUMNS // 2
+        first, second = _halves(w, BLOCK, COLUMNS)
         sums = _add_decoded(sums, x_ptrs, at, first, DTYPE, K, BLOCK, BLOCK_K, half)
         sums = _add_decoded(sums, x_ptrs, at + half, second, DTYPE, K, BLOCK, BLOCK_K, half)
     else:
-        first, second = _rounded(tl.trans(first), tl.trans(second), DTYPE)
-        sums = _add_products(sums, x_ptrs, at, first, K, half)
-        sums = _add_products(sums, x_ptrs, at + half, second, K, half)
+        w = tl.trans(tl.reshape(w, [BLOCK, COLUMNS]))
+        sums = _add_products(sums, x_ptrs, at, _rounded(w, DTYPE), K, COLUMNS)
     return sums
 
 
@@ -94,9 +89,10 @@ def block_products(
     if ROWS <= _ROWS_ALONE:
         for tile in tl.range(0, (K + 255) // 256, num_stages=STAGES):
             planes = load_tile(w_ptrs, tile, BLOCKS, FORM, K % 256 == 0, BLOCK, True)
-            for half in tl.static_range(2):
-                w = decode_half(planes, half, FORM, BLOCK, tl.float32, False)
-                sums = _add_decoded(sums, x_ptrs, (2 * tile + half) * 128, w, dtype, K, BLOCK, BLOCK_K, 128)
+            first = decode_half(planes, 0, FORM, BLOCK, tl.float32, False)
+            w = tl.join(first, decode_half(planes, 1, FORM, BLOCK, tl.float32, False))
+            w = tl.permute(w, (0, 7, 1, 2, 3, 4, 5, 6))
+            sums = _add_decoded(sums, x_ptrs, tile * 256, w, dtype, K, BLOCK, BLOCK_K, 256)
     else:
         # What is repeated has to fit the cache of instructions, of which a step's multiply-adds are most.
         for step in tl.range(0, (K + 127) // 128, num_stages=STAGES):
