@@ -77,7 +77,7 @@ class Pool:
 def drawn(seed: int) -> list[tuple[int, torch.Tensor]]:
     """Choices of a few passes."""
     make, found = torch.Generator().manual_seed(seed), list[tuple[int, torch.Tensor]]()
-    for turn in range(12):
+    for turn in range(5):
         for layer in range(LAYERS):
             rows = (1, 1, 3, 16)[turn % 4]
             found.append((layer, torch.rand(rows, EXPERTS, generator=make).topk(CHOSEN).indices.sort().values))
