@@ -200,6 +200,16 @@ def test_another_file_or_element_type_is_refused_and_named(
 
 
 @pytest.mark.slow
+def test_a_share_of_states_alone_is_refused_by_name(others: list[OtherRank], third: OtherRank, tmp_path: Path) -> None:
+    """The first of three ranks would have one of four layers."""
+    target = written_family(tmp_path, "qwen3_5_text", HYBRID, "none")
+    said = r"rank . .* has layers . to ., .* start fewer ranks"
+    with pytest.raises(OptionError, match=said), first_rank([*others, third], target):
+        pass
+    assert "start fewer ranks" in others[0].ended() and "start fewer ranks" in third.ended()
+
+
+@pytest.mark.slow
 def test_layers_that_do_not_fit_there_are_refused_by_name(others: list[OtherRank], target: Path) -> None:
     with (
         pytest.raises(HostError, match=r"rank 1 .* has failed: .*--ram"),

@@ -8,7 +8,7 @@ context, requests at once, rows of a window. Each of the others plans its layers
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -65,6 +65,18 @@ def _check_model(config: ModelConfig, ranks: int) -> None:
     require(config.num_layers >= ranks, f"{many}, and each needs one: start fewer")
 
 
+def _check_shares(config: ModelConfig, dealt: Sequence[range], group: HostGroup) -> None:
+    """Refuse shares of a hybrid's layers that are not models by themselves. Raises `OptionError`."""
+    # The first rank says to where sequences are cut, which states decide.
+    deltas, first = config.deltas, dealt[0]
+    has_states = not deltas or min(deltas) in first
+    require(has_states, f"layer {min(deltas, default=0)} has states, and rank 0 ends before: give it more memory")
+    for rank, own in enumerate(dealt):
+        what = f"{group.name(rank)} has layers {own.start} to {own.stop - 1}, all of which have states alone"
+        remedy = "give it more memory, or start fewer ranks"
+        require(not config.attentions.keys().isdisjoint(own), f"{what}, and needs one with keys and values: {remedy}")
+
+
 def share_layers(config: RuntimeConfig, source: CheckpointSource) -> Shares:
     """Meet the other ranks, and deal the layers out by what each has free.
 
@@ -95,10 +107,7 @@ def share_layers(config: RuntimeConfig, source: CheckpointSource) -> Shares:
         )
         require_same(facts, _SAME)
         dealt = deal(source.layout(dtype).layer_bytes, [one["free_bytes"] for one in facts])
-        # The first rank says to where sequences are cut, which states decide.
-        deltas, first = source.config().deltas, dealt[0]
-        has_states = not deltas or min(deltas) in first
-        require(has_states, f"layer {min(deltas, default=0)} has states, and rank 0 ends before: give it more memory")
+        _check_shares(source.config(), dealt, group)
     except BaseException as error:
         group.say_end(str(error) or type(error).__name__)
         group.close()
