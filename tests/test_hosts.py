@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from offload_runtime.config import ServerConfig
-from offload_runtime.engine import Runtime
+from offload_runtime.engine import Conversation, Runtime
 from offload_runtime.errors import HostError, OptionError
 from offload_runtime.hosts.link import BUSY, FAILED, MORE, PASS, Message, Orders
 from offload_runtime.hosts.stage import RemoteStage, serve_passes
@@ -34,6 +34,7 @@ from tests.helpers.hosts import LOOPBACK, OtherRank, first_rank, free_port, rank
 from tests.helpers.models import random_model
 from tests.test_cli_process import command, environment
 from tests.test_hidden_states import DEVICES, play, random_passes
+from tests.test_prefix_cache import say
 
 TARGET = "deep_target"
 TEXTS = ["the quick brown fox jumps over the lazy dog and the quick brown fox", "a link, a layer, a link, a", "on"]
@@ -166,6 +167,180 @@ def written_family(directory: Path, family: str, changes: dict[str, Any], draft:
         stated = settings(open_checkpoint(directory / "target").config())
         write_dflash(directory / "head", stated, random_tensors(config_of(stated)))
     return directory / "target"
+
+
+def turn(talk: Conversation, text: str) -> tuple[list[int], int]:
+    """An answer's tokens, and how many of its prompt were not read."""
+    reply = talk.say(text, max_new_tokens=12, temperature=0.8, seed=3, ignore_eos=True)
+    list(reply)
+    return reply.result.tokens, reply.result.stats.kept_tokens
+
+
+def go_on(runtime: Runtime, path: Path, text: str) -> tuple[list[int], int]:
+    """A turn of a conversation that comes from a file, and goes there again."""
+    talk = runtime.load_conversation(path)
+    said = turn(talk, text)
+    talk.save(path)
+    return said
+
+
+def check_sessions(
+    groups: Sequence[list[OtherRank]], target: Path, directory: Path, device: str = "cpu", **options: Any
+) -> None:
+    """A conversation that one machine has begun goes on with other ranks, and on one again, as it does on one alone:
+    with the same tokens, of which as few are read again."""
+    alone, shared = directory / "alone", directory / "shared"
+    with Runtime.load(target, device=device, **options) as one:
+        talk = one.conversation()
+        turn(talk, LONG * 2)
+        for path in (alone, shared):
+            talk.save(path)
+        for others in groups:
+            expected = [go_on(one, alone, text) for text in TEXTS]
+            assert expected[0][1] > 512
+            with first_rank(others, target, device=device, **options) as several:
+                assert [go_on(several, shared, text) for text in TEXTS[:2]] == expected[:2]
+            assert [rank.ended() for rank in others] == [""] * len(others)
+            assert go_on(one, shared, TEXTS[2]) == expected[2]
+
+
+def test_sessions_go_from_one_machine_to_two_and_back(
+    others: list[OtherRank], windowed_target: Path, tmp_path: Path
+) -> None:
+    check_sessions([others], windowed_target, tmp_path, draft="ngram")
+
+
+@pytest.mark.gpu
+def test_sessions_go_from_one_process_on_a_gpu_to_two_and_back(
+    others: list[OtherRank], windowed_target: Path, tmp_path: Path
+) -> None:
+    """All on one card."""
+    options: dict[str, Any] = {"device": "cuda:0", "vram": "4GB", "dtype": "bf16", "host_timeout_s": 60.0}
+    check_sessions([others], windowed_target, tmp_path, draft="ngram", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["states and KV on the host", "windows that slide in some layers", "MTP"])
+def test_sessions_of_families(others: list[OtherRank], third: OtherRank, tmp_path: Path, kind: str) -> None:
+    """Three ranks go on from what two have saved."""
+    family, options, changes = FAMILIES[kind]
+    if changes:
+        changes = {"num_hidden_layers": 6, "layer_types": KINDS[:2] * 3}  # of which each rank has two
+    target = written_family(tmp_path, family, {**changes, "max_position_embeddings": 2048}, options["draft"])
+    check_sessions([others, [*others, third]], target, tmp_path, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("name", ["deep_target", "windowed_target", "states"])
+def test_what_slots_lose_comes_back_to_all_ranks(
+    others: list[OtherRank], request: pytest.FixtureRequest, tmp_path: Path, name: str, on_disk: bool
+) -> None:
+    """From memory, or from files that one machine has begun. Where the second of two layers has a window, the first
+    rank, which has none, knows what that reaches."""
+    one, two, options = LONGER * 2, LONGER[::-1], {"max_batch": 1, "draft": "none", "context": 900}
+    prompts, changes = [one, two, one, one[:100], two, one[:300], [*one, 5]], {**HYBRID, "max_position_embeddings": 900}
+    if name == "states":
+        target = written_family(tmp_path, "qwen3_5_text", changes, "none")
+    else:
+        target = request.getfixturevalue(name)
+
+    def answers(runtime: Runtime) -> list[tuple[list[int], int]]:
+        store: dict[str, Any] = {"sessions": tmp_path / "kept"} if on_disk else {"prefix_cache_bytes": 1 << 30}
+        with runtime.serving(**store) as engine:
+            said = [say(runtime, engine, prompt) for prompt in prompts]
+        return [(one.tokens, one.num_kept) for one in said]
+
+    with Runtime.load(target, device="cpu", **options) as runtime:
+        expected = [answers(runtime) for _ in range(2)][on_disk]
+    assert expected[2][1] >= 512
+    with first_rank(others, target, **options) as several:
+        assert answers(several) == expected
+    assert others[0].ended() == ""
+
+
+class Reaching:
+    """A stage that does something where it has some of a prompt, before a row of an answer, or when it has saved or
+    restored a block."""
+
+    def __init__(self, stage: Any, when: str, act: Callable[[], None]) -> None:
+        self._stage, self._when, self._act = stage, when, act
+        self.begin_restore = stage.begin_restore
+
+    def _reach(self, when: str) -> None:
+        if when == self._when:
+            self._act()
+
+    def run(self, batch: Any, committed: Any, residuals: Iterator[Any], num_kept: int) -> Any:
+        def some() -> Iterator[Any]:
+            for number, residual in enumerate(residuals):
+                if number or not batch.prompts:
+                    self._reach("prefill" if batch.prompts else "decode")
+                yield residual
+
+        return self._stage.run(batch, committed, some(), num_kept)
+
+    def save_block(self, slot: int, block: int, to: Any, *, length: int) -> None:
+        self._stage.save_block(slot, block, to, length=length)
+        self._reach("save")
+
+    def restore_block(self, slot: int, saved: Any, count: int) -> None:
+        self._stage.restore_block(slot, saved, count)
+        self._reach("restore")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["prefill", "decode", "save"])
+def test_a_session_outlives_a_rank(others: list[OtherRank], target: Path, tmp_path: Path, when: str) -> None:
+    """Whenever that is killed, which is named: what was saved last is whole, and others go on from it."""
+    path, other = tmp_path / "chat", OtherRank()
+    with first_rank([other], target, draft="none") as several:
+        talk, runner = several.conversation(), several.engine.target.runner
+        turn(talk, LONG)
+        talk.save(path)
+        runner.following = cast(Any, Reaching(runner.following, when, other.close))
+        with pytest.raises(HostError, match="rank 1"):
+            turn(talk, LONG * 2)
+            assert when == "save"
+            talk.save(path)
+        assert other.process.poll() is not None
+    with Runtime.load(target, device="cpu", draft="none") as one:
+        talk = one.conversation()
+        turn(talk, LONG)
+        expected = turn(talk, TEXTS[0])
+    with first_rank(others, target, draft="none") as several:
+        assert turn(several.load_conversation(path), TEXTS[0]) == expected
+    assert others[0].ended() == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["states and KV on the host", "windows that slide in some layers"])
+@pytest.mark.parametrize("when", ["save", "restore"])
+def test_a_session_that_is_interrupted_leaves_all_ranks_alike(
+    others: list[OtherRank], tmp_path: Path, kind: str, when: str
+) -> None:
+    """By Ctrl-C behind a block that only the others have. The talk goes on, and so does what was saved."""
+    path, (family, options, changes) = tmp_path / "chat", FAMILIES[kind]
+    target = written_family(tmp_path, family, {**changes, "max_position_embeddings": 2048}, options["draft"])
+    with Runtime.load(target, device="cpu", **options) as one:
+        talk = one.conversation()
+        turn(talk, LONG * 2)
+        talk.save(path)
+        expected = [turn(talk, text)[0] for text in (TEXTS[0], LONG)]
+    with first_rank(others, target, **options) as several:
+        talk, runner = several.load_conversation(path), several.engine.target.runner
+        assert turn(talk, TEXTS[0])[0] == expected[0]
+        following = runner.following
+        runner.following = cast(Any, Reaching(following, when, lambda: signal.raise_signal(signal.SIGINT)))
+        with pytest.raises(KeyboardInterrupt):
+            if when == "save":
+                talk.save(tmp_path / "other")
+            talk.load(path)
+        runner.following = following
+        assert turn(talk, LONG)[0] == expected[1]
+        talk.load(path)
+        assert turn(talk, TEXTS[0])[0] == expected[0]
+    assert others[0].ended() == ""
 
 
 REFUSED = [
@@ -409,13 +584,14 @@ def test_the_server_says_who_is_gone(others: list[OtherRank], target: Path) -> N
 
 @pytest.mark.slow
 def test_a_server_goes_on_when_the_other_rank_is_there_again(target: Path, tmp_path: Path) -> None:
-    """One that was killed, and then one that was started again beside it, as a machine is that was switched off. The
-    store is here, as it is torchrun's."""
+    """One that was killed, and then one that was started again beside it, as a machine is that was switched off. What
+    slots hold is kept at the end. The store is here, as it is torchrun's."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = {"target": str(target), "device": "cpu", "interface": LOOPBACK}
     words = command("serve", "--target", str(target), "--device", "cpu", "--interface", LOOPBACK, "--port", "0")
+    words += ["--sessions", str(tmp_path / "kept")]
     own = {**environment(tmp_path), **rank_environment(0, 2, store.port, has_store=True)}
-    asked = {"messages": [{"role": "user", "content": TEXTS[0]}], "max_tokens": 8, "temperature": 0.0}
+    asked = {"messages": [{"role": "user", "content": LONG}], "max_tokens": 8, "temperature": 0.0}
     found, urls, others = list[str](), list[str](), list[OtherRank]()
     with subprocess.Popen([*words, "--grace", "0"], stderr=subprocess.PIPE, text=True, env=own) as first:
         assert first.stderr is not None
@@ -440,6 +616,7 @@ def test_a_server_goes_on_when_the_other_rank_is_there_again(target: Path, tmp_p
             for one in others:
                 one.close()
     assert len(found) == 3 and len({*found}) == 1
+    assert len(list((tmp_path / "kept").glob("*.kv"))) == 1
 
 
 @pytest.mark.slow

@@ -385,9 +385,10 @@ class DeltaStates:
 
     def save(self, slot: int, length: int, to: SavedBlock) -> None:
         """Copy the states behind so many tokens, which it `saves`, to host memory. Anchors have arrived there."""
-        anchor = self._anchor_at(slot, length)
+        anchor, layers = self._anchor_at(slot, length), to.keys() & self._of_layers.keys()
+        assert not layers or self.saves(slot, length) == length, "a whole block ends where there are states"
         kept = {} if anchor is None else self._views(anchor)
-        for layer in to.keys() & self._of_layers.keys():
+        for layer in layers:
             for target, source in zip(to[layer], kept.get(layer) or self._at(layer, slot, length), strict=True):
                 target.copy_(source)
 

@@ -78,11 +78,12 @@ class KVCache:
         }
         self._windows = {
             (one.window, num_blocks(one.reserved_tokens(capacity_tokens, pass_rows)))
-            for one in config.all_attentions
+            for one in config.all_attentions.values()
             if one.window is not None
         }
         # Of every sequence the end of what was ever written, and the first block that was restored in layers of these.
         self._written, self._restored_from = [0] * batch, [0] * batch
+        self._saved_layers = {layer for layer in config.all_attentions if layer >= 0}  # of whole blocks
         self._owners = owners or (0,) * config.num_layers
         self.capacity_tokens = capacity_tokens
         self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
@@ -229,18 +230,18 @@ class KVCache:
             to[layer][0].copy_(self._block(layer, slot, block), non_blocking=True)
         self._wait()
         if self._states is not None:
-            end = min((block + 1) * BLOCK_TOKENS, length)
-            self._states.save(slot, self._states.saves(slot, end), to)
+            self._states.save(slot, min((block + 1) * BLOCK_TOKENS, length), to)
 
     def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
         """Commit the first `count` tokens of a saved block behind the committed ones, which are whole blocks; waits
-        until they are there. Layers that it does not have are those whose windows will not reach it."""
+        until they are there. Layers that it does not have are those whose windows will not reach it; it has those of
+        machines behind, too."""
         block, rest = divmod(self._lengths[slot], BLOCK_TOKENS)
         assert not rest and 0 < count <= BLOCK_TOKENS
         self.begin_window([slot], [count])
         for layer in saved.keys() & self._num_blocks.keys():
             self._block(layer, slot, block).copy_(saved[layer][0], non_blocking=True)
-        if not self._num_blocks.keys() <= saved.keys():
+        if not self._saved_layers <= saved.keys():
             self._restored_from[slot] = block + 1
         self._wait()
         if self._states is not None:  # they come with the last block: there is nothing left to commit of them then

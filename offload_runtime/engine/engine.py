@@ -28,7 +28,6 @@ from offload_runtime.engine.prefix_cache import PrefixCache, SavedCache
 from offload_runtime.engine.proposing import WindowChooser
 from offload_runtime.engine.request import GenerationResult, GenerationStats, PromptRoom, Request
 from offload_runtime.hosts.shares import Shares
-from offload_runtime.options import require
 from offload_runtime.plan.sizes import RunPlan
 from offload_runtime.runners.model_runner import OnLayer
 from offload_runtime.sampling import SlotSampling, TokenLogprobs, token_logprobs
@@ -369,9 +368,7 @@ class Engine:
         return sum(nbytes for _, nbytes in peaks)
 
     def saved_caches(self) -> dict[str, SavedCache]:
-        """Return the caches whose blocks are saved. Raises `OptionError` where other machines have some of them."""
-        remedy = "drop --session, --sessions and --prefix-cache; what slots hold is used all the same"
-        require(self.shares is None, f"keys and values of several machines are not saved yet: {remedy}")
+        """Return the caches whose blocks are saved."""
         return SavedCache.of(self.plan, self.target, self.draft, self.drafter.draft_state)
 
 

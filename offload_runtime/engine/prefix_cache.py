@@ -28,7 +28,8 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 from offload_runtime.cache.delta import ANCHOR_TOKENS
 from offload_runtime.cache.saved_blocks import BlockFiles, BlockLayout, BlockStore, block_names, first_whole_block
 from offload_runtime.engine.load_model import LoadedModel
-from offload_runtime.errors import BudgetError, SessionError, StorageError
+from offload_runtime.errors import BudgetError, HostError, SessionError, StorageError
+from offload_runtime.models.config import ModelConfig
 from offload_runtime.options import require
 from offload_runtime.plan.sizes import RunPlan
 from offload_runtime.runners.draft_kv import DraftKVState
@@ -93,6 +94,11 @@ class SavedCache:
                 caches[name] = cls(model, source, state, reads, locks)
         return caches
 
+    @property
+    def config(self) -> ModelConfig:
+        """Return the model's, also where other machines have some of its layers."""
+        return self.model.config.complete
+
     @cached_property
     def made_with(self) -> Mapping[str, str]:
         """Return all that its keys and values depend on, besides tokens and frequencies. Raises `CheckpointError` where
@@ -107,7 +113,7 @@ class SavedCache:
         if self.reads is not None:
             made_with["reads"] = self.reads.fingerprint
         recurrence = {"chunk size": f"{CHUNK_TOKENS} tokens", "recurrence": str(_RECURRENCE)}
-        return made_with | (recurrence if self.model.config.deltas else {})
+        return made_with | (recurrence if self.config.deltas else {})
 
     def kind(self, store: BlockStore) -> str:
         """Return what tells its keys and values from those of others in a store; raises as `made_with`. Nothing is read
@@ -124,8 +130,8 @@ class SavedCache:
     @cached_property
     def layouts(self) -> list[BlockLayout]:
         """Return the layouts of a block that has what every longer text needs alone, and of one that is whole."""
-        config, dtype = self.model.config, self.model.plan.dtype
-        return [BlockLayout.of(config, dtype, whole=whole, locks=self.locks) for whole in (False, True)]
+        dtype = self.model.plan.dtype
+        return [BlockLayout.of(self.config, dtype, whole=whole, locks=self.locks) for whole in (False, True)]
 
     def blocks(
         self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int, slot: int, held: int
@@ -133,10 +139,10 @@ class SavedCache:
         """Return the blocks of a text by their names, and what is to be in them: whole are those that it takes to go on
         behind the text, and where a slot that has its first `held` tokens has the anchor at a block's end that any text
         keeps."""
-        first_whole, found = first_whole_block(self.model.config, len(tokens)), dict[str, BlockLayout]()
+        first_whole, found = first_whole_block(self.config, len(tokens)), dict[str, BlockLayout]()
         for block, name in enumerate(self.names(store, tokens, prompt_tokens)):
             end, whole = (block + 1) * BLOCK_TOKENS, block >= first_whole
-            if self.model.config.deltas and not end % ANCHOR_TOKENS and end <= held:
+            if self.config.deltas and not end % ANCHOR_TOKENS and end <= held:
                 whole = whole or self.model.runner.cache.saves(slot, end) == end
             found[name] = self.layouts[whole]
         return found
@@ -144,7 +150,7 @@ class SavedCache:
     def find(self, store: BlockStore, tokens: Sequence[int], prompt_tokens: int) -> list[str]:
         """Return the leading full blocks of a text that a store has, as many as bring it back; this uses them."""
         names = self.names(store, tokens[: len(tokens) // BLOCK_TOKENS * BLOCK_TOKENS], prompt_tokens)
-        config, whole = self.model.config, self.layouts[True]
+        config, whole = self.config, self.layouts[True]
         names = names[: store.find(names)]
         while not all(store.holds(one, whole) for one in names[first_whole_block(config, len(names) * BLOCK_TOKENS) :]):
             names.pop()
@@ -160,7 +166,7 @@ class SavedCache:
         """Save those blocks of a slot's first `length` tokens that are not there yet. Raises as `BlockStore.save`."""
         if not all(store.holds(name, layout) for name, layout in blocks.items()):
             self._synchronize()
-        store.save(blocks, partial(self.model.runner.cache.save_block, slot, length=length))
+        store.save(blocks, partial(self.model.runner.save_block, slot, length=length))
 
     def restore(self, store: BlockStore, slot: int, tokens: Sequence[int], names: Sequence[str]) -> None:
         """Bring a slot, which holds some of these tokens or none, to all of them. What came before an error stays.
@@ -171,10 +177,10 @@ class SavedCache:
             self.draft_state.catch_up(slot, ())
         while rest := cache.length(slot) % BLOCK_TOKENS:
             cache.truncate(slot, cache.length(slot) - rest)
-        cache.begin_restore(slot, len(tokens))
+        self.model.runner.begin_restore(slot, len(tokens))
         try:
             for saved in store.read(names[cache.length(slot) // BLOCK_TOKENS :], self.layouts):
-                cache.restore_block(slot, saved, min(BLOCK_TOKENS, len(tokens) - cache.length(slot)))
+                self.model.runner.restore_block(slot, saved, min(BLOCK_TOKENS, len(tokens) - cache.length(slot)))
         finally:
             if self.draft_state is not None:
                 self.draft_state.restored(slot, tokens[: cache.length(slot)])
@@ -260,8 +266,11 @@ class PrefixCache:
     def save_all(self) -> None:
         """Let the stores that outlive the process have what slots hold, and the others nothing any more."""
         self._saved = [(store, one) for store, one in self._saved if store.lasts]
-        for slot in self._slots:
-            self._save(slot)
+        try:
+            for slot in self._slots:
+                self._save(slot)
+        except HostError as error:
+            logging.getLogger(__name__).warning("what slots hold is not saved: %s", error)
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int, int]:
         """Return the slot that holds the longest beginning of a text, how many tokens it has of that, and how many the

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from offload_runtime.errors import HostError
 from offload_runtime.hosts.group import HostGroup
 
-LOAD, PASS, MORE, ROWS, CUT, QUIT, BUSY, DONE, FAILED, ECHO = range(10)
+LOAD, PASS, MORE, ROWS, CUT, QUIT, BUSY, DONE, FAILED, ECHO, SAVE, MAKE_ROOM, RESTORE = range(13)
 _BEAT_S = 1.0
 _FOR_EVER = timedelta(days=3650)  # for who waits for orders
 _MOST_BYTES = 1 << 40

@@ -2,20 +2,39 @@
 one message.
 
 A `RemoteStage` is what a runner sees of the ranks behind it. There `serve_passes` runs the same passes through layers
-of its own, which may have another `RemoteStage` behind them. The slots of all ranks hold the same tokens: a pass says
-what was committed since the last one.
+of its own, which may have another `RemoteStage` behind them. The slots of all ranks hold the same tokens: an order says
+what was committed since the last one. Saved blocks are those of one machine: of each the first rank asks for the layers
+that are not its own, or sends them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
+from offload_runtime.cache.device import KVCache
+from offload_runtime.cache.saved_blocks import BlockLayout, SavedBlock
 from offload_runtime.core import Batch, TokenTree
 from offload_runtime.errors import HostError, OffloadError
-from offload_runtime.hosts.link import CUT, DONE, FAILED, MORE, PASS, QUIT, ROWS, Link, Message, Orders
+from offload_runtime.hosts.link import (
+    CUT,
+    DONE,
+    FAILED,
+    MAKE_ROOM,
+    MORE,
+    PASS,
+    QUIT,
+    RESTORE,
+    ROWS,
+    SAVE,
+    Link,
+    Message,
+    Orders,
+)
+from offload_runtime.models.part import PartConfig
 from offload_runtime.runners.model_runner import HiddenTaps, ModelRunner, RowsDecoder
 from offload_runtime.stream.device import current_device
 
@@ -29,9 +48,10 @@ class RemoteStage:
     """
 
     def __init__(self, orders: Orders, runner: ModelRunner) -> None:
-        self._orders = orders
-        self._paths = dict[int, list[int]]()  # of slots, since the last pass
+        self._orders, self._cache = orders, runner.cache
+        self._paths = dict[int, list[int]]()  # of slots, since the last order
         self._like, self._width = runner.decoder.final_norm, runner.decoder.config.hidden_size
+        self._num_layers = runner.decoder.num_layers
         runner.cache.on_path = self._commit
         runner.following = self
 
@@ -44,10 +64,8 @@ class RemoteStage:
         """Take a pass through them, as `NextStage.run` says. Raises `HostError`."""
         parts = map(_to_bytes, residuals)
         first = next(parts)  # where this fails no order leaves, and the next one has these paths
-        paths, self._paths = self._paths, {}
         says = {
-            "paths": [[slot, rows] for slot, rows in paths.items()],
-            "committed": list(zip(batch.slots, committed, strict=True)),
+            **self._news(dict(zip(batch.slots, committed, strict=True))),
             "trees": [[slot, tree.parents] for slot, tree in batch.trees.items()],
             "prompts": [[slot, len(tokens)] for slot, tokens in batch.prompts.items()],
         }
@@ -56,9 +74,42 @@ class RemoteStage:
         decisive, *kept = found.split([len(found) - num_kept * num_rows, *[num_rows] * num_kept])
         return decisive.to(self._like.device), kept
 
+    def _news(self, lengths: Mapping[int, int]) -> dict[str, Any]:
+        """Return what was committed since the last order, and how many tokens slots have now."""
+        paths, self._paths = self._paths, {}
+        return {"paths": [*paths.items()], "committed": [*lengths.items()]}
+
+    def _ask(self, kind: int, slot: int, says: Mapping[str, Any], rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Give an order about a slot, with rows, uint8; return those of the answer. Raises `HostError`."""
+        news = self._news({slot: self._cache.length(slot)})
+        return self._orders.ask(kind, {**news, "slot": slot, **says}, rows).rows
+
+    def save_block(self, slot: int, block: int, to: SavedBlock, *, length: int) -> None:
+        """Copy their layers of a block, as `NextStage.save_block` says. Raises `HostError`."""
+        if behind := self._behind(to):
+            found = self._ask(SAVE, slot, {"block": block, "length": length, "layers": [*behind]})
+            parts = _parts(behind)
+            for part, as_found in zip(parts, found.split([len(part) for part in parts]), strict=True):
+                part.copy_(as_found)
+
+    def begin_restore(self, slot: int, length: int) -> None:
+        """Let them make room, as `NextStage.begin_restore` says. Raises `HostError`."""
+        self._ask(MAKE_ROOM, slot, {"length": length})
+
+    def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
+        """Let them have their layers of a block, as `NextStage.restore_block` says. Raises `HostError`."""
+        behind = self._behind(saved)
+        rows = torch.cat(_parts(behind)) if behind else None
+        self._ask(RESTORE, slot, {"count": count, "layers": [*behind]}, rows)
+
+    def _behind(self, block: SavedBlock) -> SavedBlock:
+        """Return their layers of a block, by their numbers there."""
+        return {layer - self._num_layers: parts for layer, parts in block.items() if layer >= self._num_layers}
+
 
 def serve_passes(link: Link, runner: ModelRunner) -> None:
-    """Run the passes of the rank before through this one's layers until it says that there are no more.
+    """Run the passes of the rank before through this one's layers, and save and restore these, until it says that there
+    is no more to do.
 
     Raises:
         HostError: It is gone, or a rank behind.
@@ -67,10 +118,14 @@ def serve_passes(link: Link, runner: ModelRunner) -> None:
     assert isinstance(runner.decoder, RowsDecoder)
     cut = set[int]()  # slots of prompts that the rank before has given up, and which have begun here
     with link.beats():
-        while (order := link.receive()).kind == PASS:
+        while (order := link.receive()).kind != QUIT:
             try:
                 with link.at_work(), current_device(runner.decoder.final_norm.device):
-                    found = _run_pass(order, link, runner, runner.decoder, cut)
+                    _catch_up(runner.cache, order.says, cut)
+                    if order.kind == PASS:
+                        found = _run_pass(order, link, runner, runner.decoder)
+                    else:
+                        found = _move_block(order, runner, runner.decoder)
             except _CutError:
                 cut.update(slot for slot, _ in order.says["prompts"])
                 link.send(DONE, {})
@@ -79,7 +134,6 @@ def serve_passes(link: Link, runner: ModelRunner) -> None:
                 link.send(FAILED, {"error": error_text(link, error)})
                 raise
             link.send(DONE, {}, found)
-    assert order.kind == QUIT
     link.send(DONE, {})
 
 
@@ -137,12 +191,9 @@ def _num_rows(says: Mapping[str, Any]) -> int:
     return sum(count for _, count in says["prompts"]) + sum(len(parents) for _, parents in says["trees"])
 
 
-def _run_pass(
-    order: Message, link: Link, runner: ModelRunner, decoder: RowsDecoder, cut: set[int]
-) -> list[torch.Tensor]:
-    """Return the rows that a pass gives back as bytes, [N, H] each: what `NextStage.run` returns. What was begun in
-    slots that were `cut` is forgotten. Raises `_CutError`."""
-    cache, says = runner.cache, order.says
+def _catch_up(cache: KVCache, says: Mapping[str, Any], cut: set[int]) -> None:
+    """Bring the slots that an order is about to what the rank before has in them. What was begun in slots that were
+    `cut` is forgotten."""
     for slot, rows in says["paths"]:
         cache.commit_path(slot, rows)
     for slot, length in says["committed"]:
@@ -151,11 +202,39 @@ def _run_pass(
             cache.truncate(slot, length)
             cut.discard(slot)
         assert cache.length(slot) == length, "all ranks hold the same tokens"
+
+
+def _move_block(order: Message, runner: ModelRunner, decoder: RowsDecoder) -> list[torch.Tensor]:
+    """Save a block, or restore one, or make room for some; return the bytes of one that is saved."""
+    says, config = order.says, decoder.config
+    if order.kind == MAKE_ROOM:
+        runner.begin_restore(says["slot"], says["length"])
+        return []
+    assert isinstance(config, PartConfig)
+    layers, dtype = config.complete.layers[config.first :], decoder.final_norm.dtype
+    layout = BlockLayout({one: layers[one].attention.saved_tensors(dtype, whole=True) for one in says["layers"]})
+    memory = torch.empty(layout.nbytes, dtype=torch.uint8)
+    if order.kind == SAVE:
+        runner.save_block(says["slot"], says["block"], layout.views(memory), length=says["length"])
+        return [memory]
+    assert order.kind == RESTORE
+    runner.restore_block(says["slot"], layout.views(memory.copy_(order.rows)), says["count"])
+    return []
+
+
+def _run_pass(order: Message, link: Link, runner: ModelRunner, decoder: RowsDecoder) -> list[torch.Tensor]:
+    """Return the rows that a pass gives back as bytes, [N, H] each: what `NextStage.run` returns. Raises
+    `_CutError`."""
     decoder.begin_pass(_Arriving(link, order, decoder.room))
-    batch = runner.forward(_batch(says))
+    batch = runner.forward(_batch(order.says))
     kept = [part for parts in batch.hidden.values() for part in parts]
     streams = torch.cat(kept).split(decoder.config.hidden_size, dim=1) if kept else []
     return [_to_bytes(rows) for rows in (batch.logits, *streams)]
+
+
+def _parts(block: SavedBlock) -> list[torch.Tensor]:
+    """Return the memory of a block's tensors, uint8 each."""
+    return [tensor.view(-1).view(torch.uint8) for tensor in chain(*block.values())]
 
 
 def _batch(says: Mapping[str, Any]) -> Batch:

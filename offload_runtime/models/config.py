@@ -86,9 +86,10 @@ class ModelConfig:
         return True
 
     @cached_property
-    def all_attentions(self) -> tuple[Attention, ...]:
-        """Return the attentions by whose windows a sequence can be cut, wherever their layers are."""
-        return tuple(self.attentions.values())
+    def all_attentions(self) -> Mapping[int, Attention]:
+        """Return the attentions by whose windows a sequence can be cut, wherever their layers are, by their numbers
+        counted from the first layer here."""
+        return self.attentions
 
     @property
     def attention(self) -> Attention:

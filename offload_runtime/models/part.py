@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -52,9 +52,9 @@ class PartConfig(ModelConfig):
         return self.whole
 
     @cached_property
-    def all_attentions(self) -> tuple[Attention, ...]:
+    def all_attentions(self) -> Mapping[int, Attention]:
         """Return those of the whole model: to how many tokens a sequence can be cut is the same on all machines."""
-        return tuple(self.complete.attentions.values())
+        return {layer - self.first: one for layer, one in self.complete.attentions.items()}
 
     def layer_prefix(self, number: int) -> str:
         """Return what stands before the names of a layer's tensors."""

@@ -460,8 +460,9 @@ class ModelPlan:
 
     @property
     def kv_block_bytes(self) -> int:
-        """Return the bytes of a saved block of one sequence, of all layers, with the states behind it."""
-        return BlockLayout.of(self.config, self.dtype).nbytes
+        """Return the bytes of a saved block of one sequence, of all layers, those of other machines, too, with the
+        states behind it."""
+        return BlockLayout.of(self.config.complete, self.dtype).nbytes
 
     def reserved_kv_bytes(self, layers: Iterable[int]) -> int:
         """Return what some layers reserve of the whole context."""

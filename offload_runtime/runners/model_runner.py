@@ -23,6 +23,7 @@ from offload_runtime_kernels.kv_blocks import RopeRows
 from offload_runtime_kernels.linear import TILE_ROWS
 
 from offload_runtime.cache.device import KVCache
+from offload_runtime.cache.saved_blocks import SavedBlock
 from offload_runtime.core import Batch, BatchShape, TokenTree
 from offload_runtime.grammar import token_masks
 from offload_runtime.models.config import ModelConfig
@@ -262,7 +263,8 @@ class RowsDecoder(Decoder):
 
 
 class NextStage(Protocol):
-    """Has the layers of a model that follow those of a runner, on another machine."""
+    """Has the layers of a model that follow those of a runner, on another machine. All of it raises `HostError` where
+    that has ended, is not heard from, or has failed."""
 
     def run(
         self, batch: Batch, committed: Sequence[int], residuals: Iterable[torch.Tensor], num_kept: int
@@ -279,10 +281,16 @@ class NextStage(Protocol):
             Behind the last layer [N, H], on the compute device: the rows of the trees, then of each prompt that of its
             last token. And of each stream that a head reads, in ascending order, what it is of all rows, [N, H], on
             the host.
-
-        Raises:
-            HostError: Another machine has ended, is not heard from, or has failed.
         """
+
+    def save_block(self, slot: int, block: int, to: SavedBlock, *, length: int) -> None:
+        """Copy those layers of a block that are there, as `KVCache.save_block` does those that are here."""
+
+    def begin_restore(self, slot: int, length: int) -> None:
+        """Make room for a sequence, as `KVCache.begin_restore` does here."""
+
+    def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
+        """Commit tokens of a saved block, as `KVCache.restore_block` does here; the caches are as long still."""
 
 
 @dataclass(eq=False)
@@ -369,6 +377,25 @@ class ModelRunner:
         if sampling is not None and batch.tokens is None:
             decide(batch, sampling, committed)
         return batch
+
+    def save_block(self, slot: int, block: int, to: SavedBlock, *, length: int) -> None:
+        """Copy layers of a block, as `KVCache.save_block` does, wherever they are. Raises `HostError`."""
+        self.cache.save_block(slot, block, to, length=length)
+        if self.following is not None:
+            self.following.save_block(slot, block, to, length=length)
+
+    def begin_restore(self, slot: int, length: int) -> None:
+        """Make room for a sequence, as `KVCache.begin_restore` does, wherever layers are. Raises as that, and
+        `HostError`."""
+        self.cache.begin_restore(slot, length)
+        if self.following is not None:
+            self.following.begin_restore(slot, length)
+
+    def restore_block(self, slot: int, saved: SavedBlock, count: int) -> None:
+        """Commit tokens of a saved block, as `KVCache.restore_block` does, wherever layers are. Raises `HostError`."""
+        if self.following is not None:  # first: a cache that is ahead of this one is cut, none is behind it
+            self.following.restore_block(slot, saved, count)
+        self.cache.restore_block(slot, saved, count)
 
     def go_ahead(self) -> bool:
         """Enqueue, where that is possible, the plain pass behind the one that is running, which `CapturedPasses` says
