@@ -201,9 +201,9 @@ class TraceRecorder:
         if host:
             self.add_host(name, started_s, time.perf_counter(), {})
 
-    def add_host(self, name: str, start_s: float, end_s: float, args: dict[str, Any], *, row: str = HOST) -> None:
-        """A span of the host's own work, or of another row, by `time.perf_counter`."""
-        self._keep(Span(row, name, start_s, end_s, args, on_device=False))
+    def add_host(self, name: str, start_s: float, end_s: float, args: dict[str, Any]) -> None:
+        """A span of the host's own work, by `time.perf_counter`."""
+        self._keep(Span(HOST, name, start_s, end_s, args, on_device=False))
 
     def begin_pass(self, nbytes: int) -> None:
         """A pass of the target begins; the link has begun so many bytes so far."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from offload_runtime_kernels.expert_buffers import BufferTables
 
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch, TokenTree
@@ -20,6 +21,7 @@ from offload_runtime.plan.report import forecast
 from offload_runtime.plan.search import plan_run
 from offload_runtime.runners.model_runner import HiddenTaps
 from offload_runtime.sizes import parse_bytes
+from offload_runtime.stream import expert_pool
 from offload_runtime.weights.checkpoint import DescribedModel
 from offload_runtime.weights.expert_hits import note_hits
 from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
@@ -212,6 +214,26 @@ def test_an_answer_that_breaks_off_leaves_the_pool_fit(mixture: Path, expected: 
                 runtime.generate(PROMPTS[1], max_new_tokens=4, on_prefill=raising(KeyboardInterrupt(), after=layers))
         result = runtime.generate(PROMPTS[1], max_new_tokens=12, ignore_eos=True, temperature=0.0)
         assert list(result.tokens) == expected[1]
+
+
+def test_an_answer_that_breaks_off_before_a_fetch_leaves_the_pool_fit(
+    mixture: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the tables have the expert already."""
+    fetch = expert_pool.fetch_experts
+
+    def broken(tables: BufferTables, host: torch.Tensor, pool: torch.Tensor) -> None:
+        if tables.fetched[0, 0] > 0:
+            monkeypatch.setattr(expert_pool, "fetch_experts", fetch)
+            raise KeyboardInterrupt
+        fetch(tables, host, pool)
+
+    with load(mixture, context=300, draft="none", expert_pool=(2 * COUNT + 1) * EXPERT_BYTES) as runtime:
+        assert answers(runtime) == expected
+        monkeypatch.setattr(expert_pool, "fetch_experts", broken)
+        with pytest.raises(KeyboardInterrupt):
+            answers(runtime)
+        assert answers(runtime) == expected
 
 
 def test_a_pool_too_small_for_a_token_is_refused_before_loading(mixture: Path) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
+from offload_runtime_kernels.encoded_linear import INTERPRETED
 
 # When a buffer was used that nothing may take.
 NEVER = 1 << 62
@@ -30,15 +31,16 @@ _CHOICES, _LANES = 64, 1024
 # Programs and words a step of each: enough bytes on their way to fill a link.
 _PROGRAMS, _STEP_WORDS = 64, 4096
 _LAST_TICKET = 0x7FFFFFFF
-_NEVER = tl.constexpr(NEVER)
+_NEVER, _NEWEST = tl.constexpr(NEVER), tl.constexpr(_LAST_TICKET)
+_TICKET, _LAYER, _ASKED = tl.constexpr(TICKET_BITS), tl.constexpr(LAYER_BITS), tl.constexpr(ASKED_BIT)
 
 
 class CpuQuestions(NamedTuple):
     """Says how the device asks the CPU to compute experts.
 
     Attributes:
-        shares: [E + 1] fp32, host: by the number of missing experts how many of them it is owed.
-        owed: [1] fp32, beside the tables: the part of an expert that it is owed.
+        shares: [E + 1] fp32, beside the tables: by the number of missing experts how many of them it is owed.
+        owed: [1] fp32, likewise: the part of an expert that it is owed.
         tickets: [2] int32, likewise: the newest ticket, and that of this layer, which is 0 where nothing is asked.
         asked: [N k] int32, likewise: of each choice whether the CPU computes it; older where nothing is asked.
         report: [1 + N k] int64, host: the ticket, the layer and the tokens, and of each choice the ticket, whether it
@@ -172,6 +174,13 @@ def _oldest(used_ptr, num_buffers, LANES: tl.constexpr):
     return when, which
 
 
+@jit
+def _fence():
+    """Let the host find what the device has written before, kernels before this one too, once it finds what follows."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise("{ fence.acq_rel.sys; mov.u32 $0, 0; }", "=r", [], tl.int32, False, 1)
+
+
 # Of any alignment, so that one binary serves all.
 @jit(do_not_specialize=("choices_ptr", "layer", "count", "tokens", "num_buffers", "room", "unit_bytes"))
 def _place_kernel(
@@ -200,24 +209,26 @@ def _place_kernel(
     num_asked = 0
     if ASKS:
         owed = tl.load(owed_ptr) + tl.load(shares_ptr + missing, mask=missing > 0, other=0.0)
-        num_asked = tl.minimum(tl.floor(owed + 1e-5).to(tl.int32), missing)
+        num_asked = tl.minimum((owed + 1e-5).to(tl.int32), missing)  # none where a rounded sum left less than none
         last = tl.load(tickets_ptr)
-        following = tl.where(last == 0x7FFFFFFF, 1, last + 1)
+        following = tl.where(last == _NEWEST, 1, last + 1)
         tl.debug_barrier()  # all have read the last ones
         tl.store(owed_ptr, owed - num_asked)
         tl.store(tickets_ptr, tl.where(num_asked > 0, following, last))
         tl.store(tickets_ptr + 1, tl.where(num_asked > 0, following, 0))
         if num_asked > 0:
             is_asked = is_missing * (rank < num_asked).to(tl.int32)
-            ticket = following.to(tl.int64) << 32
+            ticket = following.to(tl.int64) << _TICKET
             for first in range(0, count, CHOICES):
                 at = first + tl.arange(0, CHOICES)
                 choice = tl.load(choices_ptr + at, mask=at < count, other=-1).to(tl.int32)
                 asked = tl.max((choice[:, None] == expert[None, :]).to(tl.int32) * is_asked[None, :], axis=1)
                 tl.store(asked_ptr + at, asked, mask=at < count)
-                tl.store(report_ptr + 1 + at, ticket | (asked.to(tl.int64) << 31) | choice, mask=at < count)
-            tl.store(report_ptr, ticket | (layer << 16) | tokens)
+                tl.store(report_ptr + 1 + at, ticket | (asked.to(tl.int64) << _ASKED) | choice, mask=at < count)
+            _fence()
+            tl.store(report_ptr, ticket | (layer << _LAYER) | tokens)
     num_fetched = tl.minimum(missing - num_asked, room - found)
+    tl.debug_barrier()  # all have read what is wanted, of few experts each warp by itself
     tl.store(wanted_ptr + expert, is_missing * (rank >= num_asked + num_fetched).to(tl.int32), mask=real)
     if num_fetched > 0:
         taken = 0
@@ -241,12 +252,13 @@ def _place_kernel(
                 first_used = tl.min(when, axis=0)
                 taken += 1
     tl.store(fetched_ptr, num_fetched)
-    tl.store(bytes_ptr, num_fetched * unit_bytes)
+    nbytes = num_fetched.to(tl.int64) * unit_bytes
+    tl.store(bytes_ptr, nbytes)
     part = tl.arange(0, 8)
     more = tl.where(part == 0, 1, 0).to(tl.int64)
     if FIRST:
         more = tl.where(part == 1, found + missing, tl.where(part == 2, found, more))
-    more = tl.where(part == 3, num_fetched * unit_bytes, tl.where(part == 4, num_asked, more))
+    more = tl.where(part == 3, nbytes, tl.where(part == 4, num_asked, more))
     counts = tl.load(counts_ptr + part, mask=part < 5, other=0) + more
     tl.debug_barrier()  # all have read what time it is
     tl.store(counts_ptr + part, counts, mask=part < 5)

@@ -1057,7 +1057,7 @@ struct Layer {
 
 // What a device asks for and shows, and where it finds results: experts_cpu.py and expert_buffers.py say more.
 struct Asker {
-    const volatile int64_t* report;
+    const int64_t* report;
     const uint8_t* x;
     uint8_t* y;
     int32_t* ready;
@@ -1113,7 +1113,7 @@ class Watcher {
         for (auto active = Clock::now(); !stopped;) {
             for (size_t i = 0; i < askers.size(); ++i) {
                 Asker& asker = *askers[i];
-                if (*asker.report >> 32 == asker.seen) continue;
+                if (read(asker.report) >> 32 == asker.seen) continue;
                 lock.unlock();
                 serve(asker);
                 lock.lock();
@@ -1131,13 +1131,19 @@ class Watcher {
         }
     }
 
+    // What a device has written, before all that it wrote earlier is read.
+    static int64_t read(const int64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+
     void serve(Asker& asker) {
-        int64_t header = *asker.report, ticket = header >> 32, tokens = header & 0xFFFF;
+        int64_t header = read(asker.report), ticket = header >> 32, tokens = header & 0xFFFF;
         const Layer& layer = asker.layers[header >> 16 & 0xFFFF];
         choices.assign(tokens * layer.num_chosen, 0), wanted.clear(), blocks.clear();
         for (size_t i = 0; i < choices.size(); ++i) {
             int64_t word;
-            while ((word = asker.report[1 + i]) >> 32 != ticket) pause();
+            while ((word = read(asker.report + 1 + i)) >> 32 != ticket) {
+                if (read(asker.report) != header) return;  // the next pass writes over what an interrupted one has asked
+                pause();
+            }
             choices[i] = word & 0x7FFFFFFF;
             if (word >> 31 & 1 && std::find(wanted.begin(), wanted.end(), choices[i]) == wanted.end())
                 wanted.push_back(choices[i]);

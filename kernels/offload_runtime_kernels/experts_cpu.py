@@ -425,25 +425,30 @@ class ExpertsCpu:
             raise MemoryError(f"rows of {count} experts find no memory")
         return Work(count * layer.expert_bytes, seconds)
 
-    def serve(self, asker: Asker) -> None:
-        """Compute what a device asks for, from now on.
+    def watch(self) -> None:
+        """Start the thread that looks at what devices ask for.
 
         Raises:
-            NoCpuShare: The system refuses a thread.
+            NoCpuShare: The system refuses it.
         """
+        watcher = self.library.code.experts_watch(self._threads)
+        if not watcher:
+            raise NoCpuShare("the system refuses a thread that looks at what devices ask for")
+        self._watcher.append(watcher)
+
+    def serve(self, asker: Asker) -> None:
+        """Compute what a device asks for, from now on."""
         code = self.library.code
         if not self._watcher:
-            watcher = code.experts_watch(self._threads)
-            if not watcher:
-                raise NoCpuShare("the system refuses a thread that looks at what devices ask for")
-            self._watcher.append(watcher)
+            self.watch()
         self._askers.append(asker)
         code.experts_add_asker(self._watcher[0], ctypes.byref(asker.described))
 
     def wake(self) -> None:
         """Look more often at what devices ask for, which they may soon do: without, they wait up to five
         milliseconds."""
-        self.library.code.experts_wake(self._watcher[0])
+        for watcher in self._watcher:
+            self.library.code.experts_wake(watcher)
 
     def close(self) -> None:
         """End the threads, which first finish what they compute."""
@@ -460,5 +465,6 @@ def _stop(code: Any, threads: int, watchers: list[int], askers: list[Asker], pro
     if os.getpid() == process:  # a fork has none of them
         for watcher in watchers:
             code.experts_unwatch(watcher)
+        watchers.clear()
         code.experts_stop(threads)
     askers.clear()

@@ -30,7 +30,7 @@ def take_host_rows_reference(
 @jit
 def _wait_kernel(ticket_ptr, ready_ptr):
     ticket = tl.load(ticket_ptr)
-    ready = tl.load(ready_ptr, volatile=True)
+    ready = tl.load(ready_ptr, mask=ticket != 0, other=0, volatile=True)  # a look over the link takes microseconds
     while (ticket != 0) & (ready != ticket) & (ready != -1):
         ready = tl.load(ready_ptr, volatile=True)
 

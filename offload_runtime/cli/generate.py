@@ -299,9 +299,11 @@ def show_stats(stats: GenerationStats, device: str) -> None:
     for name, items in lists.items():
         lines += [f"{name}: {', '.join(map(str, items[:8]))}{', ...' * (len(items) > 8)}"] if items else []
     if stats.link_gbps is not None:
-        idle = "" if stats.link_idle_share is None else f", idle {100 * stats.link_idle_share:.1f} %"
-        waited = f"{format_bytes(stats.bytes_per_pass)} a pass, {stats.stall_s:.2f} s waited for"
-        lines.append(f"link {link_figure(stats)}{idle}, {waited}")
+        figures = [f"link {link_figure(stats)}", f"{format_bytes(stats.bytes_per_pass)} a pass"]
+        if stats.link_idle_share is not None:
+            figures.insert(1, f"idle {100 * stats.link_idle_share:.1f} %")
+            figures.append(f"{stats.stall_s:.2f} s waited for")
+        lines.append(", ".join(figures))
     if stats.expert_hit_rate is not None:
         brought = f"{format_bytes(stats.expert_bytes_per_pass)} of them a pass over the link"
         on_cpu = ""

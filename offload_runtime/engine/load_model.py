@@ -330,6 +330,8 @@ def load_models(
                 card.budget.device,
                 "a retrieval verifier over a KV cache there does: take --speculation chain or --kv gpu",
             )
+    for card in cards if plan.target.host_experts and on_gpu else ():
+        require_readable_arenas(card.budget.device, "experts on demand do: have room for all of them on the device")
     load = partial(
         load_model, registrar=registrar, pinned_bytes=plan.limits.pinned_bytes, on_progress=on_progress, undo=undo
     )
@@ -429,6 +431,7 @@ def _start_cpu(plan: ModelPlan, share: float | None, undo: ExitStack) -> CpuThre
     try:
         library = load_experts_library(user_directory("cache", holds="compiled code") / "experts", plan.dtype, kinds)
         threads = ExpertsCpu(library, expert_threads())
+        threads.watch()
     except NoCpuShare as error:
         require(share is None, f"--cpu-share {share}: {error}")
         logging.getLogger(__name__).warning("%s", error)
@@ -516,8 +519,6 @@ def connect_model(
     pools = list[ExpertPool | None]()
     for one, own, of_card in zip(cards, plan.cards, experts, strict=True):
         queues = None if own.placement.pool_buffers is None else one.queues
-        if queues is not None and own.experts and of_card.is_cuda and joined is None:
-            require_readable_arenas(of_card.device, "experts on demand do")
         x = torch.empty(0, plan.config.hidden_size, dtype=plan.dtype, device=of_card.device)
         pools.append(joined or make_pool(own.experts, of_card, queues, x, cpu=cpu))
         if (pool := pools[-1]) is not None:

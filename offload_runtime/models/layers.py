@@ -77,8 +77,6 @@ class Weight(Protocol):
 
 
 Weights = Mapping[str, Weight]  # by packed name
-# What the host does in the middle of a pass, for which the device may wait. Where passes are graphs it does so once the
-# whole of one is enqueued, and if that fails or is interrupted the second one lets the device go on without.
 
 
 class ExpertStore(NamedTuple):

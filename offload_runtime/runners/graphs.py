@@ -197,7 +197,7 @@ class StepGraphs:
         made = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream), ExitStack() as undo:
             # What a collection frees may need calls that a capture forbids, such as unlocking host memory.
-            undo.enter_context(without_collections())
+            undo.enter_context(_without_collections())
             made.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             undo.callback(made.capture_end)
             with self._on_other_devices():
@@ -219,7 +219,7 @@ class StepGraphs:
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def _without_collections() -> Iterator[None]:
     """Let nothing be freed by the garbage collector for a while."""
     if not gc.isenabled():
         yield

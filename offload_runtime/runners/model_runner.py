@@ -329,8 +329,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, sampling: SlotSampling | None = None, *, layers: Layers | None = None) -> Batch:
-        """Enqueue one pass over a batch on the current stream. Waits for nothing but the choices of experts, where the
-        host has to know them.
+        """Enqueue one pass over a batch on the current stream. Waits for nothing but, where a pass brings whole layers
+        of experts, the one before.
 
         Args:
             batch: More than one prompt, or trees with prompts, take a cache that `mixes`, and several prompts are no

@@ -267,6 +267,8 @@ class DraftRunner:
             self.leave(slot)  # without filters
         for make, shape in steps:
             if self._runner.streamer.can_capture(shape.num_rows):
+                if self.on_demand:  # behind a step that brought whole layers
+                    self._runner.streamer.begin_pass(shape.num_rows)
                 self.graphs.capture(self._key(make, shape), partial(make, shape))
         if not self.rereads:
             cache.adopt(0, self._spare[:1], 0)

@@ -33,12 +33,16 @@ class Rate:
         self._total = 0, 0.0
 
     def note(self, nbytes: int, seconds: float) -> None:
-        """Take up what has been done in all."""
+        """Take up what has been done in all, since the last call or `skip`."""
         more, more_s = nbytes - self._total[0], seconds - self._total[1]
         if more_s > 0:
             kept = 1 - min(1.0, more / _REMEMBERED_BYTES)
             self._nbytes, self._seconds = kept * self._nbytes + more, kept * self._seconds + more_s
             self._total = nbytes, seconds
+
+    def skip(self, nbytes: int, seconds: float) -> None:
+        """Leave out what has been done in all since the last call."""
+        self._total = nbytes, seconds
 
     def seconds(self, nbytes: int) -> float:
         """Return how long so many bytes are expected to take."""
@@ -70,15 +74,16 @@ class CpuExperts:
             torch.zeros(rows, x.shape[1], dtype=x.dtype, pin_memory=on_card) for rows in (MOST_CPU_ROWS, count)
         )
         self._ready = torch.zeros(1, dtype=torch.int32, pin_memory=on_card)
-        shares = torch.zeros(1 + width, pin_memory=on_card)
+        self._shares_host = torch.zeros(1 + width, pin_memory=on_card)
         self.questions = CpuQuestions(
-            shares, torch.zeros(1, device=x.device), torch.zeros(2, dtype=torch.int32, device=x.device),
+            torch.zeros(1 + width, device=x.device), torch.zeros(1, device=x.device),
+            torch.zeros(2, dtype=torch.int32, device=x.device),
             torch.zeros(count, dtype=torch.int32, device=x.device),
             torch.zeros(1 + count, dtype=torch.int64, pin_memory=on_card),
         )  # fmt: skip
-        self._shares, self._missing = shares.numpy(), np.arange(1 + width)
+        self._missing = np.arange(1 + width)
         if share is not None:
-            self._shares[:] = share * self._missing
+            self.questions.shares.copy_(torch.from_numpy(share * self._missing))
         self._link, self._cpu, self._expert_bytes, self._seen = Rate(), Rate(), 0, 0
         report = self.questions.report
         self._asker = Asker(layers, width, report, self._x_host, self._y_host, self._ready)
@@ -110,18 +115,24 @@ class CpuExperts:
         self._threads.wake()
         if self.share is not None or not self._expert_bytes:
             return
-        self._link.note(self._engine.bytes_copied, self._engine.copy_seconds())
         self._cpu.note(*self._asker.total)
         link_s, cpu_s = (rate.seconds(self._expert_bytes) for rate in (self._link, self._cpu))
         few = np.floor(self._missing * link_s / (link_s + cpu_s))
         needed_s, more_s = (np.maximum((self._missing - n) * link_s, n * cpu_s) for n in (few, few + 1))
         best = few + ((more_s < needed_s) & (few < self._missing))
-        self._shares[:] = np.where(best > 0, best, 1 / _ASKED_AGAIN)
+        # A pass may be running, whose kernels' warps must all read the same: they read what a kernel has written.
+        self._shares_host.numpy()[:] = np.where(best > 0, best, 1 / _ASKED_AGAIN)
+        copy_words(_words(self._shares_host), _words(self.questions.shares))
+
+    def measure_link(self, *, begins: bool) -> None:
+        """Begin to measure the link, or end it: while whole layers are prefetched nothing else is on it."""
+        (self._link.skip if begins else self._link.note)(self._engine.bytes_copied, self._engine.copy_seconds())
 
     def take_computed(self) -> list[int]:
         """Return the experts that were computed since the last call, the newest first, each once, by the numbers that
         the tables' owners have."""
-        count, self._seen = self._asker.num_computed - self._seen, self._asker.num_computed
+        total = self._asker.num_computed
+        count, self._seen = total - self._seen, total
         return [*dict.fromkeys(self._asker.last_computed(count))]
 
 

@@ -72,7 +72,7 @@ class ExpertPool:
         pace: LinkPace | None = None, make_cpu: Callable[[BufferTables], CpuExperts] | None = None,
     ) -> None:  # fmt: skip
         self.buffers, self.engine, self._layers, self._pace = buffers, engine, layers, pace
-        self._row_of = {layer: row for row, layer in enumerate(layers)}
+        self._numbers_of, self._row_of = [*layers], {layer: row for row, layer in enumerate(layers)}
         self._rows = [*layers.values()]
         self._width = max(one.num_experts for one in self._rows)
         self._tables = BufferTables.of(buffers.device, layers=len(layers), experts=self._width, buffers=len(buffers))
@@ -97,7 +97,6 @@ class ExpertPool:
         self._arrived = torch.zeros(len(self._spare), 2, dtype=torch.int32, pin_memory=on_card)
         self._exchanged = torch.zeros(len(self._spare), dtype=torch.int32, pin_memory=on_card)
         self._num_exchanged, self._nothing = 0, torch.zeros(1, dtype=torch.int64, device=buffers.device)
-        self._exchange_done = engine.new_event()
         # While the host has the tables: buffers by owner, layer times width plus expert, the least recently used first,
         # and those of none; of the card's layers the numbers as they are fetched.
         self._cached: OrderedDict[int, int] | None = None
@@ -109,6 +108,7 @@ class ExpertPool:
         # Of each row: what was prefetched has arrived; what was enqueued has read its buffers.
         self._layer_ready, self._layer_free = ([engine.new_event() for _ in layers] for _ in range(2))
         self._bytes_prefetched, self._before = 0, PoolCounts()
+        self._is_placed = False  # the tables may say of experts that they are there which are still to be fetched
 
     @property
     def is_whole(self) -> bool:
@@ -172,6 +172,8 @@ class ExpertPool:
         if engine is None or (self.buffers.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self._whole_layer, self._pass = None, layers
+        if self._is_placed:
+            self._forget()
         if self.prefetches_layers(rows):
             self._begin_prefetching()
             for free in self._layer_free:
@@ -216,12 +218,20 @@ class ExpertPool:
         if following is not None and following in self._pass:
             self._prefetch_layer(row + 1, keep=(row, row + 1))
 
+    def _forget(self) -> None:
+        """Let go of all experts, as a pass was interrupted between what the tables say and what it was to fetch."""
+        self._wait_for_card()
+        self._end_exchange()
+        self._cached, self._is_placed = OrderedDict(), False
+
     def _begin_prefetching(self) -> None:
         """Take the tables from the card, unless the host has them."""
         self._arriving.clear()
         if self._cached is None:
             self._wait_for_card()
             self._end_exchange()
+            if self.cpu is not None:
+                self.cpu.measure_link(begins=True)
             owners, used = self._tables.owners.tolist(), self._tables.used.tolist()
             held = sorted((when, owner, n) for n, (when, owner) in enumerate(zip(used, owners, strict=True)))
             self._cached = OrderedDict((owner, n) for _, owner, n in held if owner >= 0)
@@ -231,9 +241,10 @@ class ExpertPool:
     def _end_prefetching(self) -> None:
         """Give the tables back to the card. Copies of an interrupted pass must not come behind what it fetches."""
         assert self.engine is not None and self._cached is not None
-        if self._arriving:
-            self.engine.drain()
-            self._arriving.clear()
+        self.engine.drain()
+        self._arriving.clear()
+        if self.cpu is not None:
+            self.cpu.measure_link(begins=False)
         tables, now = self._tables, int(self._tables.counts_host[0])
         owners, used = torch.full((len(self.buffers),), -1, dtype=torch.int32), torch.full((len(self.buffers),), -NEVER)
         for age, (owner, buffer) in enumerate(reversed(self._cached.items())):
@@ -269,7 +280,7 @@ class ExpertPool:
         units = self._units[row]
         size = len(units[0])
         copies = [(self.buffers[buffer, :size], units[expert]) for expert, buffer in buffers.items()]
-        self.engine.enqueue_all(copies, free=free, ready=ready, label=(EXPERTS, (row,)))
+        self.engine.enqueue_all(copies, free=free, ready=ready, label=(EXPERTS, (self._numbers_of[row],)))
         self._bytes_prefetched += len(copies) * size
 
     # --- on demand
@@ -286,6 +297,7 @@ class ExpertPool:
         if cpu is not None:
             cpu.fetch_rows(x)
         for number in range(-(-min(units.num_experts, choices.numel()) // self._room)):
+            self._is_placed = True
             place_experts(
                 choices, tables, row, experts=units.num_experts, room=self._room, unit_bytes=host.shape[1],
                 questions=None if cpu is None else cpu.questions, is_first=number == 0,
@@ -293,6 +305,7 @@ class ExpertPool:
             if self._pace is not None:
                 self._pace(self._nothing)
             fetch_experts(tables, host, self.buffers)
+            self._is_placed = False
             if self._pace is not None:
                 self._pace(tables.fetched_bytes)
             yield buffers
@@ -304,14 +317,14 @@ class ExpertPool:
         buffers, in exchange for which a kernel gives others when they are full."""
         engine, cpu = self.engine, self.cpu
         assert engine is not None and cpu is not None
-        if engine.is_done(self._exchange_done):
+        if (self._exchanged[: self._num_exchanged] >= 0).all():
             self._end_exchange()
         if self._computed and not self._num_exchanged and engine.is_done(self._computed[0][1]):
             arrived, _ = self._computed.popleft()
-            self._num_exchanged = count = len(arrived)
-            self._arrived[:count] = torch.tensor([*arrived.items()])
+            count = len(arrived)
+            self._arrived[:count], self._exchanged[:count] = torch.tensor([*arrived.items()]), -1
+            self._num_exchanged = count  # an exchange that is interrupted here never ends, and hands nothing out
             adopt_experts(self._arrived[:count], self._tables, self._exchanged[:count])
-            engine.compute_record(self._exchange_done)
         on_their_way = {
             *self._arrived[: self._num_exchanged, 0].tolist(),
             *chain(*(some for some, _ in self._computed)),
@@ -333,7 +346,7 @@ class ExpertPool:
 
     def _end_exchange(self) -> None:
         """Take note of what was given in exchange, if anything."""
-        self._spare += self._exchanged[: self._num_exchanged].tolist()
+        self._spare += [one for one in self._exchanged[: self._num_exchanged].tolist() if one >= 0]
         self._num_exchanged = 0
 
     def _wait_for_card(self) -> None:

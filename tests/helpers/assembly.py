@@ -112,7 +112,8 @@ def pool_of(weights: HostWeights, size: int | None, device: torch.device, cpu_sh
         kinds = {place.encoding for one in experts.values() for place in one.places.values()}
         library = load_experts_library(Path(tempfile.gettempdir()) / "experts-of-tests", dtype, kinds)
         cpu = CpuThreads(cpu_share, ExpertsCpu(library, 1))
-    queues = None if size is None else CopyQueues(make_copy_engine(device), demand=make_copy_engine(device))
+    engine = make_copy_engine(device)
+    queues = None if size is None else CopyQueues(engine, demand=engine)
     x = torch.empty(0, weights.config.hidden_size, dtype=dtype, device=device)
     pool = make_pool(experts, buffers, queues, x, cpu=cpu)
     if pool is not None:
