@@ -191,9 +191,8 @@ def test_answers_are_plain_decodings(kind: str, place: str, targets: dict[str, P
         assert [level.proposed_by for level in stats.acceptance] == [kind]
 
 
-@pytest.mark.parametrize(("family", "layout"), [
-    ("qwen3_5_text", "qwen"), *(pytest.param(*one, marks=pytest.mark.slow) for one in MIXTURES),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "layout"), [("qwen3_5_text", "qwen"), *MIXTURES])
 def test_hybrids_and_mixtures_draft_with_what_they_carry(family: str, layout: str, tmp_path: Path) -> None:
     """A head's experts, too, are in a pool."""
     mtp = Mtp.of(family, family_model(family, 1, max_position_embeddings=1024), 1)

@@ -79,6 +79,7 @@ def compare(others: list[OtherRank], target: Path, device: str = "cpu", **option
     assert [one.ended() for one in others] == [""] * len(others)
 
 
+@pytest.mark.slow
 def test_two_ranks_say_what_one_says(others: list[OtherRank], target: Path) -> None:
     compare(others, target, draft="ngram")
 

@@ -161,13 +161,10 @@ def _check_drafts(runtime: Runtime, expected: Sequence[Sequence[int]], gamma: in
         assert passes <= -(-len(tokens) // (gamma + 1)) + 1 and min(accepted[:gamma]) >= 0.6 * passes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "device"),
-    [
-        ("tree", "cpu,cpu"),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in product(("chain", "chunks", "TriForce"), ("cpu",))),
-    ],
-)
+    ("how", "device"), [("tree", "cpu,cpu"), *product(("chain", "chunks", "TriForce"), ("cpu",))]
+)  # fmt: skip
 def test_a_hybrid_drafts_right_for_itself(hybrid: Path, expected: list[list[int]], how: str, device: str) -> None:
     with Runtime.load(hybrid, draft=hybrid, max_batch=3, **DRAFTING[how], **ASKED | {"device": device}) as loaded:
         _check_drafts(loaded, expected, DRAFTING[how]["gamma"])

@@ -108,9 +108,8 @@ def test_tokens_are_those_of_plain_decoding(short_target: Path, windows: str, ba
             assert answers(runtime, **asked) == tokens
 
 
-@pytest.mark.parametrize("path", [
-    "random_target", *(pytest.param(one, marks=pytest.mark.slow) for one in ("exact_target", "exact_hybrid")),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["random_target", "exact_target", "exact_hybrid"])
 def test_each_card_has_copies_of_its_own_layers(request: pytest.FixtureRequest, path: str) -> None:
     target = request.getfixturevalue(path)
     options = {"resident_layers": 1, "dtype": "fp32" if path == "exact_hybrid" else "bf16"}

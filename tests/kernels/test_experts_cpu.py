@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -101,16 +100,16 @@ NUMBERS = (
 )  # fmt: skip
 
 
-def _cases() -> Iterator[Any]:
+def _cases() -> Iterator[tuple[ops.Stored, torch.dtype, ops.Instructions]]:
     """Every encoding by the machine's instructions, and every fourth by others, in dtypes that take turns."""
     for number, encoding in enumerate((*ops.ENCODINGS, *NUMBERS)):
         others = () if number % 4 else (("plain", "avx2")[number // 4 % 2],)
         for each, instructions in enumerate(("native", *others)):
             dtype = (BF16, FP16, FP32)[(number + each) % 3]
-            fast = (encoding, instructions) == ("MXFP4", "native")
-            yield pytest.param(encoding, dtype, instructions, marks=() if fast else pytest.mark.slow)
+            yield encoding, dtype, instructions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("encoding", "dtype", "instructions"), list(_cases()))
 def test_bits_are_expected(
     libraries: Path, encoding: ops.Stored, dtype: torch.dtype, instructions: ops.Instructions

@@ -183,9 +183,9 @@ def check_fp8(whole: ScaledRows, form: ScaledFormat, columns: int, nbytes: int |
         assert bool((out[len(out) - start :] == 7.0).all())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [
-    ScaledFormat("FP8", 4, 32, FP32), pytest.param(ScaledFormat("FP8", 128, 128, FP32), marks=pytest.mark.slow),
-    pytest.param(ScaledFormat("FP8", 1, 1 << 16, FP16), marks=pytest.mark.slow),
+    ScaledFormat("FP8", 4, 32, FP32), ScaledFormat("FP8", 128, 128, FP32), ScaledFormat("FP8", 1, 1 << 16, FP16),
     pytest.param(ScaledFormat("FP8", 1, 1 << 16, BF16), marks=pytest.mark.gpu),
 ])  # fmt: skip
 def test_fp8_numbers_come_back(form: ScaledFormat) -> None:
