@@ -317,7 +317,7 @@ class Asker:
         report: Of the questions.
         x: [N, H] in a library's dtype: rows of the layer that is asked for.
         y: [N k, H] likewise, by row and choice: what comes of those that are asked for.
-        ready: [1] int32: becomes the ticket when it is there, and `host_rows.ALL` when threads end.
+        ready: [1] int32: becomes the ticket when it is there, and `host_rows.ENDED` when threads end.
     """
 
     def __init__(

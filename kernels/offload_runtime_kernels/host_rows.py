@@ -9,8 +9,8 @@ import torch
 
 from offload_runtime_kernels._jit import jit, require_triton, tl, triton
 
-# What lets the device go on whatever it waits for: nobody will write anything any more.
-ALL = -1
+# What lets the device go on whatever it waits for, when the threads have ended.
+ENDED = -1
 
 _BLOCK = 1024
 
@@ -21,7 +21,7 @@ def take_host_rows_reference(
     """Plain torch version of `take_host_rows`: the host waits."""
     if not ticket.item():
         return
-    while ready.item() not in (ticket.item(), ALL):
+    while ready.item() not in (ticket.item(), ENDED):
         time.sleep(0)
     some = wanted.nonzero()[:, 0]
     target[some] = source[some.cpu()].to(target.device)
@@ -64,7 +64,7 @@ def take_host_rows(
 
     Args:
         ticket: [1] int32, beside the target: 0 where there are none to wait for, whatever the others say.
-        ready: [1] int32, host: the ticket, once `source` is written, or `ALL`.
+        ready: [1] int32, host: the ticket, once `source` is written, or `ENDED`.
         wanted: [R] int32, beside the target: not 0 where a row is to be copied.
         source: [R, W] int32, host, contiguous. What is on the host is page-locked where the target is on a GPU.
         target: [R, W] int32, contiguous. Other rows are left as they are.

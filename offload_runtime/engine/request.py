@@ -48,8 +48,9 @@ class GenerationStats:
             over all links together.
         link_peak_gbps: Bandwidth of back-to-back copies, measured when the runtime was loaded; of several cards the sum
             of those that stream something, whose links were measured one after the other.
-        stall_s: Time that the compute side waited for the link in these passes. The cards of a pass compute one after
-            the other, and each waits for its own link while it has the rows: the sum is what the passes waited.
+        stall_s: Time that the compute side waited for copies in these passes, not for experts that its kernels fetch
+            or the CPU computes. The cards of a pass compute one after the other, and each waits for its own link while
+            it has the rows: the sum is what the passes waited.
         peak_vram_bytes: Most device memory in use so far: by the driver on CUDA, by the ledger on the CPU.
         pinned_bytes: Page-locked host memory.
         acceptance: For every level of speculation what was proposed and accepted, the target's decisions last: with a

@@ -13,7 +13,7 @@ import torch
 from offload_runtime_kernels import experts_cpu as ops
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, expert_rows
 from offload_runtime_kernels.gguf_blocks import FORMATS
-from offload_runtime_kernels.host_rows import ALL
+from offload_runtime_kernels.host_rows import ENDED
 from offload_runtime_kernels.scaled_rows import WHOLE_ROW, ScaledFormat
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -214,7 +214,7 @@ def test_devices_are_served_side_by_side(simple: ops.ExpertsLibrary) -> None:
                 written = torch.isin(device.problem.choices, torch.tensor(some))
                 assert torch.equal(found[written], expected[written]) and found[~written].isnan().all()
         last = devices[1].asker
-    assert all(device.ready.item() == ALL for device in devices)
+    assert all(device.ready.item() == ENDED for device in devices)
     assert last.num_computed == 20 and last.last_computed(2) in ([8 + 1, 8 + 4], [8 + 4, 8 + 1])
     assert last.total.nbytes == 20 * problems[1].layer(simple).expert_bytes and last.total.seconds > 0
 

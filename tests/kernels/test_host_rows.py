@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from offload_runtime_kernels.host_rows import ALL, take_host_rows, take_host_rows_reference, take_host_rows_triton
+from offload_runtime_kernels.host_rows import ENDED, take_host_rows, take_host_rows_reference, take_host_rows_triton
 
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 
@@ -26,7 +26,7 @@ def test_rows_that_are_wanted_and_no_others(take: object) -> None:
     target = torch.full((ROWS, WORDS), -5, dtype=torch.int32, device=KERNEL_DEVICE)
     take(*given(0, ticket=0), target)  # type: ignore[operator]
     assert (target == -5).all()
-    for ready in (1, ALL):
+    for ready in (1, ENDED):
         *others, source = given(ready)
         take(*others, source, target)  # type: ignore[operator]
     assert torch.equal(target[[1, 4]].cpu(), source[[1, 4]]) and (target[[0, 2, 3]] == -5).all()
