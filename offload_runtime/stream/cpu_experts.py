@@ -120,9 +120,11 @@ class CpuExperts:
         few = np.floor(self._missing * link_s / (link_s + cpu_s))
         needed_s, more_s = (np.maximum((self._missing - n) * link_s, n * cpu_s) for n in (few, few + 1))
         best = few + ((more_s < needed_s) & (few < self._missing))
-        # A pass may be running, whose kernels' warps must all read the same: they read what a kernel has written.
-        self._shares_host.numpy()[:] = np.where(best > 0, best, 1 / _ASKED_AGAIN)
-        copy_words(_words(self._shares_host), _words(self.questions.shares))
+        shares, before = np.where(best > 0, best, 1 / _ASKED_AGAIN), self._shares_host.numpy()
+        if (shares != before).any():
+            # A pass may be running, whose kernels' warps must all read the same: they read what a kernel has written.
+            before[:] = shares
+            copy_words(_words(self._shares_host), _words(self.questions.shares))
 
     def measure_link(self, *, begins: bool) -> None:
         """Begin to measure the link, or end it: while whole layers are prefetched nothing else is on it."""
