@@ -103,18 +103,18 @@ def test_all_that_is_wanted_comes(version: str, buffers: int, share: float | Non
 
 @pytest.mark.parametrize("version", ["_reference", "_triton"])
 def test_the_least_recently_used_go(version: str) -> None:
-    pool, held = Pool(version, 30), dict[tuple[int, int], None]()
-    for layer, choices in drawn(2):
+    """Of those that were used at the same time any may go."""
+    pool, used = Pool(version, 30), dict[tuple[int, int], int]()
+    for turn, (layer, choices) in enumerate(drawn(2)):
         if choices.numel() > 30:
             continue
         pool.rounds(layer, choices)
-        wanted = {(layer, expert): None for expert in choices.flatten().tolist()}
-        kept = [key for key in held if key not in wanted]
-        held = dict.fromkeys(kept[max(0, len(kept) + len(wanted) - 30) :]) | wanted
-        there = pool.tables.buffers.ge(0).nonzero().tolist()
-        used = pool.tables.used.unique()
-        # Of those that were used at the same time any may go.
-        assert len(there) == min(len(held), 30) and len({*map(tuple, there)} ^ {*held}) <= 2 * 30 // len(used) + CHOSEN
+        wanted = {(layer, expert) for expert in choices.flatten().tolist()}
+        there = {(layer, expert) for layer, expert in pool.tables.buffers.ge(0).nonzero().tolist()}
+        gone, stayed = used.keys() - there, (used.keys() & there) - wanted
+        assert wanted <= there and len(there) == min(30, len(used.keys() | wanted))
+        assert not gone or not stayed or max(used[one] for one in gone) <= min(used[one] for one in stayed)
+        used = {one: turn if one in wanted else used[one] for one in there}
 
 
 @pytest.mark.parametrize("version", ["_reference", "_triton"])
