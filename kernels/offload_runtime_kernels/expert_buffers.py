@@ -32,6 +32,7 @@ _CHOICES, _LANES = 64, 1024
 _PROGRAMS, _STEP_WORDS = 64, 4096
 _LAST_TICKET = 0x7FFFFFFF
 _NEVER, _NEWEST = tl.constexpr(NEVER), tl.constexpr(_LAST_TICKET)
+_NUM_COUNTS = tl.constexpr(NUM_COUNTS)
 _TICKET, _LAYER, _ASKED = tl.constexpr(TICKET_BITS), tl.constexpr(LAYER_BITS), tl.constexpr(ASKED_BIT)
 
 
@@ -259,10 +260,10 @@ def _place_kernel(
     if FIRST:
         more = tl.where(part == 1, found + missing, tl.where(part == 2, found, more))
     more = tl.where(part == 3, nbytes, tl.where(part == 4, num_asked, more))
-    counts = tl.load(counts_ptr + part, mask=part < 5, other=0) + more
+    counts = tl.load(counts_ptr + part, mask=part < _NUM_COUNTS, other=0) + more
     tl.debug_barrier()  # all have read what time it is
-    tl.store(counts_ptr + part, counts, mask=part < 5)
-    tl.store(counts_host_ptr + part, counts, mask=part < 5)
+    tl.store(counts_ptr + part, counts, mask=part < _NUM_COUNTS)
+    tl.store(counts_host_ptr + part, counts, mask=part < _NUM_COUNTS)
 
 
 @jit(do_not_specialize=("arrived_ptr", "count", "num_buffers"))

@@ -388,12 +388,12 @@ class ExpertsCpu:
         cores = physical_first(allowed)[:threads] if cores is None else cores
         if len(cores) < threads or not set(cores) <= set(allowed):
             raise NoCpuShare(f"{threads} threads need a core each, of the {len(allowed)} that this process may use")
-        self.library, self._watcher = library, list[int]()
+        self.library, self._watchers = library, list[int]()
         self._threads = library.code.experts_start(threads, (ctypes.c_int32 * threads)(*cores[:threads]))
         if not self._threads:
             raise NoCpuShare(f"the system refuses {threads} threads")
         self._askers = list[Asker]()  # whose memory stays as long as threads may use it
-        owned = self._threads, self._watcher, self._askers
+        owned = self._threads, self._watchers, self._askers
         self._stop = weakref.finalize(self, _stop, library.code, *owned, os.getpid())
 
     def compute(
@@ -410,7 +410,7 @@ class ExpertsCpu:
             experts: The number of each that is wanted, and the address of its block.
         """
         (tokens, num_chosen), count = choices.shape, len(experts)
-        assert layer.library is self.library and not self._watcher
+        assert layer.library is self.library and not self._watchers
         assert x.shape == (tokens, layer.shape.hidden) and out.shape == (tokens, num_chosen, layer.shape.hidden)
         assert x.dtype == out.dtype == self.library.dtype and choices.dtype == torch.int64
         assert x.is_cpu and choices.is_cpu and out.is_cpu
@@ -434,20 +434,20 @@ class ExpertsCpu:
         watcher = self.library.code.experts_watch(self._threads)
         if not watcher:
             raise NoCpuShare("the system refuses a thread that looks at what devices ask for")
-        self._watcher.append(watcher)
+        self._watchers.append(watcher)
 
     def serve(self, asker: Asker) -> None:
         """Compute what a device asks for, from now on."""
         code = self.library.code
-        if not self._watcher:
+        if not self._watchers:
             self.watch()
         self._askers.append(asker)
-        code.experts_add_asker(self._watcher[0], ctypes.byref(asker.described))
+        code.experts_add_asker(self._watchers[0], ctypes.byref(asker.described))
 
     def wake(self) -> None:
         """Look more often at what devices ask for, which they may soon do: without, they wait up to five
         milliseconds."""
-        for watcher in self._watcher:
+        for watcher in self._watchers:
             self.library.code.experts_wake(watcher)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from offload_runtime_kernels._jit import jit, require_triton, tl, triton
 
 # What lets the device go on whatever it waits for, when the threads have ended.
 ENDED = -1
+_ENDED = tl.constexpr(ENDED)
 
 _BLOCK = 1024
 
@@ -31,7 +32,7 @@ def take_host_rows_reference(
 def _wait_kernel(ticket_ptr, ready_ptr):
     ticket = tl.load(ticket_ptr)
     ready = tl.load(ready_ptr, mask=ticket != 0, other=0, volatile=True)  # a look over the link takes microseconds
-    while (ticket != 0) & (ready != ticket) & (ready != -1):
+    while (ticket != 0) & (ready != ticket) & (ready != _ENDED):
         ready = tl.load(ready_ptr, volatile=True)
 
 

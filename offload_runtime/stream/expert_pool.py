@@ -72,7 +72,7 @@ class ExpertPool:
         pace: LinkPace | None = None, make_cpu: Callable[[BufferTables], CpuExperts] | None = None,
     ) -> None:  # fmt: skip
         self.buffers, self.engine, self._layers, self._pace = buffers, engine, layers, pace
-        self._numbers_of, self._row_of = [*layers], {layer: row for row, layer in enumerate(layers)}
+        self._layer_of, self._row_of = [*layers], {layer: row for row, layer in enumerate(layers)}
         self._rows = [*layers.values()]
         self._width = max(one.num_experts for one in self._rows)
         self._tables = BufferTables.of(buffers.device, layers=len(layers), experts=self._width, buffers=len(buffers))
@@ -280,7 +280,7 @@ class ExpertPool:
         units = self._units[row]
         size = len(units[0])
         copies = [(self.buffers[buffer, :size], units[expert]) for expert, buffer in buffers.items()]
-        self.engine.enqueue_all(copies, free=free, ready=ready, label=(EXPERTS, (self._numbers_of[row],)))
+        self.engine.enqueue_all(copies, free=free, ready=ready, label=(EXPERTS, (self._layer_of[row],)))
         self._bytes_prefetched += len(copies) * size
 
     # --- on demand
