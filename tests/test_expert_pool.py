@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType
-from offload_runtime_kernels.expert_buffers import BufferTables
 
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch, TokenTree
@@ -222,11 +221,11 @@ def test_an_answer_that_breaks_off_before_a_fetch_leaves_the_pool_fit(
     """When the tables have the expert already."""
     fetch = expert_pool.fetch_experts
 
-    def broken(tables: BufferTables, host: torch.Tensor, pool: torch.Tensor) -> None:
-        if tables.fetched[0, 0] > 0:
+    def broken(fetched: torch.Tensor, *others: Any, **options: Any) -> None:
+        if fetched[0, 0] > 0:
             monkeypatch.setattr(expert_pool, "fetch_experts", fetch)
             raise KeyboardInterrupt
-        fetch(tables, host, pool)
+        fetch(fetched, *others, **options)
 
     with load(mixture, context=300, draft="none", expert_pool=(2 * COUNT + 1) * EXPERT_BYTES) as runtime:
         assert answers(runtime) == expected

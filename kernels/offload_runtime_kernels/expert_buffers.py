@@ -3,9 +3,12 @@ from page-locked host memory: nothing waits for the host, and graphs can hold al
 
 A round of a layer has a time of its own, and so has a buffer, of when it was used last. In a round
     what is wanted and in a buffer                   is used now
-    the first ones of those that are missing         are left to the CPU, as many as it is owed
+    the first ones of those that are missing         are left to the CPU, as many as it has credit for
     those behind them, as far as there is room       are fetched into the buffers that were not used for longest
     others                                           are wanted in the next round
+
+What is left to the CPU gets a buffer, too, as long as not too many have one like that, and is brought there while the
+pass goes on: nothing takes it until `release_experts`, before which the layer must not ask again.
 """
 
 from __future__ import annotations
@@ -28,20 +31,20 @@ TICKET_BITS, LAYER_BITS, ASKED_BIT = 32, 16, 31
 NUM_COUNTS = 5
 
 _CHOICES, _LANES = 64, 1024
-# Programs and words a step of each: enough bytes on their way to fill a link.
-_PROGRAMS, _STEP_WORDS = 64, 4096
+# Programs and words a step of each: enough bytes on their way to fill a link; fewer beside other kernels.
+_PROGRAMS, _PROGRAMS_BESIDE, _STEP_WORDS = 64, 16, 4096
 _LAST_TICKET = 0x7FFFFFFF
 _NEVER, _NEWEST = tl.constexpr(NEVER), tl.constexpr(_LAST_TICKET)
 _NUM_COUNTS = tl.constexpr(NUM_COUNTS)
 _TICKET, _LAYER, _ASKED = tl.constexpr(TICKET_BITS), tl.constexpr(LAYER_BITS), tl.constexpr(ASKED_BIT)
 
 
-class CpuQuestions(NamedTuple):
-    """Says how the device asks the CPU to compute experts.
+class CpuShare(NamedTuple):
+    """Says which missing experts are left to the CPU, and how it learns of them.
 
     Attributes:
-        shares: [E + 1] fp32, beside the tables: by the number of missing experts how many of them it is owed.
-        owed: [1] fp32, likewise: the part of an expert that it is owed.
+        shares: [E + 1] fp32, beside the tables: by the number of missing experts how many of them it should compute.
+        credit: [1] fp32, likewise: the part of an expert that is left of them.
         tickets: [2] int32, likewise: the newest ticket, and that of this layer, which is 0 where nothing is asked.
         asked: [N k] int32, likewise: of each choice whether the CPU computes it; older where nothing is asked.
         report: [1 + N k] int64, host: the ticket, the layer and the tokens, and of each choice the ticket, whether it
@@ -49,7 +52,7 @@ class CpuQuestions(NamedTuple):
     """
 
     shares: torch.Tensor
-    owed: torch.Tensor
+    credit: torch.Tensor
     tickets: torch.Tensor
     asked: torch.Tensor
     report: torch.Tensor
@@ -63,10 +66,14 @@ class BufferTables:
         buffers: [L, E] int32: the buffer of each expert; -1 where none has it.
         owners: [S] int32: layer times E plus expert; -1 where there is none.
         used: [S] int64: when each was used last, `NEVER` of those that nothing may take.
+        found: [E] int32: the buffers of those that this round is about; -1 of others, and of those left to the CPU.
         wanted: [E] int32: not 0 of what the next round of a layer is about.
         fetched: [2, 1 + E] int32: how many experts this round fetches, which, and, in the second row, into which
             buffers.
         fetched_bytes: [1] int64: of these.
+        brought: [L, 2, 1 + E] int32: the same of what each layer has left to the CPU, which is brought meanwhile.
+        brought_bytes: [L, 1] int64: of these.
+        kept: [1] int32: the buffers of all that is being brought.
         counts: [`NUM_COUNTS`] int64.
         counts_host: The same in page-locked memory.
     """
@@ -74,9 +81,13 @@ class BufferTables:
     buffers: torch.Tensor
     owners: torch.Tensor
     used: torch.Tensor
+    found: torch.Tensor
     wanted: torch.Tensor
     fetched: torch.Tensor
     fetched_bytes: torch.Tensor
+    brought: torch.Tensor
+    brought_bytes: torch.Tensor
+    kept: torch.Tensor
     counts: torch.Tensor
     counts_host: torch.Tensor
 
@@ -87,8 +98,9 @@ class BufferTables:
         int32, int64 = (torch.zeros(0, dtype=dtype, device=device) for dtype in (torch.int32, torch.int64))
         return cls(
             int32.new_full((layers, experts), -1), int32.new_full((buffers,), -1), int64.new_zeros(buffers),
-            int32.new_zeros(experts), int32.new_zeros(2, 1 + experts), int64.new_zeros(1),
-            int64.new_zeros(NUM_COUNTS), counts_host,
+            int32.new_full((experts,), -1), int32.new_zeros(experts), int32.new_zeros(2, 1 + experts),
+            int64.new_zeros(1), int32.new_zeros(layers, 2, 1 + experts), int64.new_zeros(layers, 1),
+            int32.new_zeros(1), int64.new_zeros(NUM_COUNTS), counts_host,
         )  # fmt: skip
 
 
@@ -97,64 +109,64 @@ class BufferTables:
 
 def place_experts_reference(
     choices: torch.Tensor, tables: BufferTables, layer: int, *, experts: int, room: int, unit_bytes: int,
-    questions: CpuQuestions | None, is_first: bool,
+    cpu: CpuShare | None, is_first: bool,
 ) -> None:  # fmt: skip
     """Plain torch version of `place_experts`."""
     of_layer, flat = tables.buffers[layer], choices.flatten().tolist()
     wanted = sorted({*flat}) if is_first else tables.wanted.nonzero().flatten().tolist()
     missing = [expert for expert in wanted if of_layer[expert] < 0]
     found = [expert for expert in wanted if of_layer[expert] >= 0]
-    now, asked = int(tables.counts[0]) + 1, list[int]()
+    now, asked, brought = int(tables.counts[0]) + 1, list[int](), list[int]()
     tables.used[of_layer[found].long()] = now
-    if questions is not None and is_first:
+    tables.found.fill_(-1)
+    tables.found[found] = of_layer[found]
+    if cpu is not None and is_first:
         if missing:
-            questions.owed.add_(float(questions.shares[len(missing)]))
-        asked = missing[: int(questions.owed + 1e-5)]
-        questions.owed.sub_(len(asked))
-        last = int(questions.tickets[0])
+            cpu.credit.add_(float(cpu.shares[len(missing)]))
+        asked = missing[: int(cpu.credit + 1e-5)]
+        brought = asked[: len(tables.owners) - int(tables.kept) - max(room, len(found))]
+        cpu.credit.sub_(len(asked))
+        tables.kept.add_(len(brought))
+        last = int(cpu.tickets[0])
         ticket = 1 if last == _LAST_TICKET else last + 1
-        questions.tickets.copy_(torch.tensor([ticket if asked else last, ticket if asked else 0]))
+        cpu.tickets.copy_(torch.tensor([ticket if asked else last, ticket if asked else 0]))
         if asked:
             marks = [int(choice in asked) for choice in flat]
-            questions.asked[: len(flat)] = torch.tensor(marks, dtype=torch.int32)
+            cpu.asked[: len(flat)] = torch.tensor(marks, dtype=torch.int32)
             for at, (choice, mark) in enumerate(zip(flat, marks, strict=True), 1):
-                questions.report[at] = ticket << TICKET_BITS | mark << ASKED_BIT | choice
-            questions.report[0] = ticket << TICKET_BITS | layer << LAYER_BITS | len(choices)
-    fetched = missing[len(asked) :][: room - len(found)]
-    for number, expert in enumerate(fetched):
-        buffer = int(tables.used.argmin())
-        assert tables.used[buffer] < now, "there is room"
-        if (owner := int(tables.owners[buffer])) >= 0:
-            tables.buffers.view(-1)[owner] = -1
-        of_layer[expert], tables.used[buffer] = buffer, now
-        tables.owners[buffer] = layer * tables.buffers.shape[1] + expert
-        tables.fetched[0, 1 + number], tables.fetched[1, 1 + number] = expert, buffer
+                cpu.report[at] = ticket << TICKET_BITS | mark << ASKED_BIT | choice
+            cpu.report[0] = ticket << TICKET_BITS | layer << LAYER_BITS | len(choices)
+    fetched = missing[len(asked) :][: max(0, room - len(found))]
+    for some, into, when in ((brought, tables.brought[layer], NEVER), (fetched, tables.fetched, now)):
+        into[0, 0] = len(some)
+        for number, expert in enumerate(some, 1):
+            buffer = int(tables.used.argmin())
+            assert tables.used[buffer] < now, "there is room"
+            if (owner := int(tables.owners[buffer])) >= 0:
+                tables.buffers.view(-1)[owner] = -1
+            of_layer[expert], tables.used[buffer] = buffer, when
+            tables.owners[buffer] = layer * tables.buffers.shape[1] + expert
+            into[0, number], into[1, number] = expert, buffer
+    tables.found[fetched] = of_layer[fetched]
     tables.wanted.zero_()
     tables.wanted[missing[len(asked) + len(fetched) :]] = 1
-    tables.fetched[0, 0] = len(fetched)
-    nbytes = tables.fetched_bytes[0] = len(fetched) * unit_bytes
+    tables.fetched_bytes[0], tables.brought_bytes[layer] = len(fetched) * unit_bytes, len(brought) * unit_bytes
     of_first = (len(wanted), len(found)) if is_first else (0, 0)
+    nbytes = (len(fetched) + len(brought)) * unit_bytes
     tables.counts.add_(torch.tensor([1, *of_first, nbytes, len(asked)], device=tables.counts.device))
     tables.counts_host.copy_(tables.counts)
 
 
-def adopt_experts_reference(arrived: torch.Tensor, tables: BufferTables, spare: torch.Tensor) -> None:
-    """Plain torch version of `adopt_experts`."""
-    flat = tables.buffers.view(-1)
-    for number, (owner, buffer) in enumerate(arrived.tolist()):
-        spare[number] = buffer
-        if flat[owner] < 0:
-            spare[number] = oldest = int(tables.used.argmin())
-            if (before := int(tables.owners[oldest])) >= 0:
-                flat[before] = -1
-            flat[owner], tables.owners[buffer], tables.used[buffer] = buffer, owner, tables.counts[0]
-            tables.owners[oldest], tables.used[oldest] = -1, NEVER
+def release_experts_reference(tables: BufferTables) -> None:
+    """Plain torch version of `release_experts`."""
+    tables.used[tables.used == NEVER] = tables.counts[0]
+    tables.kept.zero_()
 
 
-def fetch_experts_reference(tables: BufferTables, host: torch.Tensor, pool: torch.Tensor) -> None:
+def fetch_experts_reference(fetched: torch.Tensor, host: torch.Tensor, pool: torch.Tensor) -> None:
     """Plain torch version of `fetch_experts`."""
-    count = int(tables.fetched[0, 0])
-    for expert, buffer in tables.fetched[:, 1 : 1 + count].T.tolist():
+    count = int(fetched[0, 0])
+    for expert, buffer in fetched[:, 1 : 1 + count].T.tolist():
         pool[buffer, : host.shape[1]] = host[expert]
 
 
@@ -183,10 +195,16 @@ def _fence():
 
 
 # Of any alignment, so that one binary serves all.
-@jit(do_not_specialize=("choices_ptr", "layer", "count", "tokens", "num_buffers", "room", "unit_bytes"))
+@jit(
+    do_not_specialize=(
+        "choices_ptr", "brought_ptr", "brought_bytes_ptr", "layer", "count", "tokens", "num_buffers", "room",
+        "unit_bytes",
+    )
+)  # fmt: skip
 def _place_kernel(
-    choices_ptr, buffers_ptr, owners_ptr, used_ptr, wanted_ptr, fetched_ptr, bytes_ptr, counts_ptr, counts_host_ptr,
-    shares_ptr, owed_ptr, tickets_ptr, asked_ptr, report_ptr, layer, count, tokens, num_buffers, room, unit_bytes,
+    choices_ptr, buffers_ptr, owners_ptr, used_ptr, found_ptr, wanted_ptr, fetched_ptr, fetched_bytes_ptr, brought_ptr,
+    brought_bytes_ptr, kept_ptr, counts_ptr, counts_host_ptr, shares_ptr, credit_ptr, tickets_ptr, asked_ptr,
+    report_ptr, layer, count, tokens, num_buffers, room, unit_bytes,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr, LANES: tl.constexpr,
     FIRST: tl.constexpr, ASKS: tl.constexpr,
 ):  # fmt: skip
@@ -206,15 +224,21 @@ def _place_kernel(
     found, missing = tl.sum(is_found.to(tl.int32)), tl.sum(is_missing)
     now = tl.load(counts_ptr) + 1
     tl.store(used_ptr + buffer, now, mask=is_found)
+    tl.store(found_ptr + expert, tl.where(is_found, buffer, -1), mask=real)
     rank = tl.cumsum(is_missing) - is_missing
-    num_asked = 0
+    num_asked, num_brought = 0, 0
     if ASKS:
-        owed = tl.load(owed_ptr) + tl.load(shares_ptr + missing, mask=missing > 0, other=0.0)
-        num_asked = tl.minimum((owed + 1e-5).to(tl.int32), missing)  # none where a rounded sum left less than none
+        credit = tl.load(credit_ptr) + tl.load(shares_ptr + missing, mask=missing > 0, other=0.0)
+        num_asked = tl.minimum((credit + 1e-5).to(tl.int32), missing)  # none where a rounded sum left less than none
+        kept = tl.load(kept_ptr)
+        num_brought = tl.minimum(num_asked, num_buffers - kept - tl.maximum(room, found))
         last = tl.load(tickets_ptr)
         following = tl.where(last == _NEWEST, 1, last + 1)
         tl.debug_barrier()  # all have read the last ones
-        tl.store(owed_ptr, owed - num_asked)
+        tl.store(credit_ptr, credit - num_asked)
+        tl.store(kept_ptr, kept + num_brought)
+        tl.store(brought_ptr, num_brought)
+        tl.store(brought_bytes_ptr, num_brought.to(tl.int64) * unit_bytes)
         tl.store(tickets_ptr, tl.where(num_asked > 0, following, last))
         tl.store(tickets_ptr + 1, tl.where(num_asked > 0, following, 0))
         if num_asked > 0:
@@ -228,33 +252,38 @@ def _place_kernel(
                 tl.store(report_ptr + 1 + at, ticket | (asked.to(tl.int64) << _ASKED) | choice, mask=at < count)
             _fence()
             tl.store(report_ptr, ticket | (layer << _LAYER) | tokens)
-    num_fetched = tl.minimum(missing - num_asked, room - found)
+    num_fetched = tl.minimum(missing - num_asked, tl.maximum(room - found, 0))
     tl.debug_barrier()  # all have read what is wanted, of few experts each warp by itself
     tl.store(wanted_ptr + expert, is_missing * (rank >= num_asked + num_fetched).to(tl.int32), mask=real)
-    if num_fetched > 0:
-        taken = 0
-        lane = tl.arange(0, LANES)
-        while taken < num_fetched:
-            tl.debug_barrier()  # what was used now has been written
-            when, which = _oldest(used_ptr, num_buffers, LANES)
+    taken, num_taken = 0, num_brought + num_fetched
+    lane = tl.arange(0, LANES)
+    while taken < num_taken:
+        tl.debug_barrier()  # what was used now has been written
+        when, which = _oldest(used_ptr, num_buffers, LANES)
+        first_used = tl.min(when, axis=0)
+        while (taken < num_taken) & (first_used < now):
+            at_lane = tl.argmin(when, axis=0)
+            target = tl.sum(tl.where(lane == at_lane, which, 0))
+            is_brought = taken < num_brought
+            number = tl.where(is_brought, taken, taken - num_brought)
+            wanted_rank = tl.where(is_brought, taken, num_asked + number)
+            own = tl.sum(tl.where((is_missing > 0) & (rank == wanted_rank), expert, 0))
+            before = tl.load(owners_ptr + target)
+            tl.store(buffers_ptr + before, -1, mask=before >= 0)
+            tl.store(buffers_ptr + layer * WIDTH + own, target)
+            tl.store(owners_ptr + target, layer * WIDTH + own)
+            tl.store(used_ptr + target, tl.where(is_brought, _NEVER, now))
+            tl.store(found_ptr + own, target, mask=taken >= num_brought)
+            into = tl.where(is_brought, brought_ptr, fetched_ptr) + 1 + number
+            tl.store(into, own)
+            tl.store(into + WIDTH + 1, target)
+            when = tl.where(lane == at_lane, _NEVER, when)
             first_used = tl.min(when, axis=0)
-            while (taken < num_fetched) & (first_used < now):
-                at_lane = tl.argmin(when, axis=0)
-                target = tl.sum(tl.where(lane == at_lane, which, 0))
-                own = tl.sum(tl.where((is_missing > 0) & (rank == num_asked + taken), expert, 0))
-                before = tl.load(owners_ptr + target)
-                tl.store(buffers_ptr + before, -1, mask=before >= 0)
-                tl.store(buffers_ptr + layer * WIDTH + own, target)
-                tl.store(owners_ptr + target, layer * WIDTH + own)
-                tl.store(used_ptr + target, now)
-                tl.store(fetched_ptr + 1 + taken, own)
-                tl.store(fetched_ptr + WIDTH + 2 + taken, target)
-                when = tl.where(lane == at_lane, _NEVER, when)
-                first_used = tl.min(when, axis=0)
-                taken += 1
+            taken += 1
     tl.store(fetched_ptr, num_fetched)
     nbytes = num_fetched.to(tl.int64) * unit_bytes
-    tl.store(bytes_ptr, nbytes)
+    tl.store(fetched_bytes_ptr, nbytes)
+    nbytes += tl.cast(num_brought, tl.int64) * unit_bytes
     part = tl.arange(0, 8)
     more = tl.where(part == 0, 1, 0).to(tl.int64)
     if FIRST:
@@ -266,30 +295,17 @@ def _place_kernel(
     tl.store(counts_host_ptr + part, counts, mask=part < _NUM_COUNTS)
 
 
-@jit(do_not_specialize=("arrived_ptr", "count", "num_buffers"))
-def _adopt_kernel(
-    arrived_ptr, buffers_ptr, owners_ptr, used_ptr, counts_ptr, spare_ptr, count, num_buffers, LANES: tl.constexpr
-):  # fmt: skip
-    lane = tl.arange(0, LANES)
+@jit(do_not_specialize=("num_buffers",))
+def _release_kernel(used_ptr, kept_ptr, counts_ptr, num_buffers, LANES: tl.constexpr):
     now = tl.load(counts_ptr)
-    for number in range(count):
-        tl.debug_barrier()
-        owner, buffer = tl.load(arrived_ptr + 2 * number), tl.load(arrived_ptr + 2 * number + 1)
-        is_missing = tl.load(buffers_ptr + owner) < 0
-        when, which = _oldest(used_ptr, num_buffers, LANES)
-        oldest = tl.sum(tl.where(lane == tl.argmin(when, axis=0), which, 0))
-        before = tl.load(owners_ptr + oldest)
-        tl.debug_barrier()
-        tl.store(buffers_ptr + before, -1, mask=is_missing & (before >= 0))
-        tl.store(buffers_ptr + owner, buffer, mask=is_missing)
-        tl.store(owners_ptr + buffer, owner, mask=is_missing)
-        tl.store(used_ptr + buffer, now, mask=is_missing)
-        tl.store(owners_ptr + oldest, -1, mask=is_missing)
-        tl.store(used_ptr + oldest, _NEVER, mask=is_missing)
-        tl.store(spare_ptr + number, tl.where(is_missing, oldest, buffer))
+    for first in range(0, num_buffers, LANES):
+        buffer = first + tl.arange(0, LANES)
+        used = tl.load(used_ptr + buffer, mask=buffer < num_buffers, other=0)
+        tl.store(used_ptr + buffer, now, mask=used == _NEVER)
+    tl.store(kept_ptr, 0)
 
 
-@jit
+@jit(do_not_specialize=("fetched_ptr",))
 def _fetch_kernel(
     fetched_ptr, host_ptr, pool_ptr, host_words, pool_words, words, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -304,41 +320,43 @@ def _fetch_kernel(
 
 def place_experts_triton(
     choices: torch.Tensor, tables: BufferTables, layer: int, *, experts: int, room: int, unit_bytes: int,
-    questions: CpuQuestions | None, is_first: bool,
+    cpu: CpuShare | None, is_first: bool,
 ) -> None:  # fmt: skip
     """Triton version of `place_experts`: one program does it."""
     require_triton("experts on demand")
     one = tables
-    asks = questions if questions is not None and is_first else None
+    asks = cpu if cpu is not None and is_first else None
     # Triton wants a pointer for every argument; an unused one may point anywhere.
     asking = (one.counts,) * 5 if asks is None else asks
     with torch.cuda.device_of(one.buffers):
         _place_kernel[(1,)](
-            choices, one.buffers, one.owners, one.used, one.wanted, one.fetched, one.fetched_bytes, one.counts,
-            one.counts_host, *asking, layer, choices.numel(), len(choices), len(one.owners), room, unit_bytes,
-            EXPERTS=experts, WIDTH=one.buffers.shape[1], BLOCK=triton.next_power_of_2(experts), CHOICES=_CHOICES,
-            LANES=_LANES, FIRST=is_first, ASKS=asks is not None, num_warps=4,
+            choices, one.buffers, one.owners, one.used, one.found, one.wanted, one.fetched, one.fetched_bytes,
+            one.brought[layer], one.brought_bytes[layer], one.kept, one.counts, one.counts_host, *asking, layer,
+            choices.numel(), len(choices), len(one.owners), room, unit_bytes, EXPERTS=experts,
+            WIDTH=one.buffers.shape[1], BLOCK=triton.next_power_of_2(experts), CHOICES=_CHOICES, LANES=_LANES,
+            FIRST=is_first, ASKS=asks is not None, num_warps=4,
         )  # fmt: skip
 
 
-def adopt_experts_triton(arrived: torch.Tensor, tables: BufferTables, spare: torch.Tensor) -> None:
-    """Triton version of `adopt_experts`."""
+def release_experts_triton(tables: BufferTables) -> None:
+    """Triton version of `release_experts`."""
     require_triton("experts on demand")
-    with torch.cuda.device_of(tables.buffers):
-        _adopt_kernel[(1,)](
-            arrived, tables.buffers, tables.owners, tables.used, tables.counts, spare, len(arrived),
-            len(tables.owners), LANES=_LANES, num_warps=4,
+    with torch.cuda.device_of(tables.used):
+        _release_kernel[(1,)](
+            tables.used, tables.kept, tables.counts, len(tables.used), LANES=_LANES, num_warps=4
         )  # fmt: skip
 
 
-def fetch_experts_triton(tables: BufferTables, host: torch.Tensor, pool: torch.Tensor) -> None:
+def fetch_experts_triton(
+    fetched: torch.Tensor, host: torch.Tensor, pool: torch.Tensor, *, beside: bool = False
+) -> None:
     """Triton version of `fetch_experts`."""
     require_triton("experts on demand")
     of_host, of_pool = host.view(torch.int32), pool.view(torch.int32)
     with torch.cuda.device_of(pool):
-        _fetch_kernel[(_PROGRAMS,)](
-            tables.fetched, of_host, of_pool, of_host.stride(0), of_pool.stride(0), of_host.shape[1],
-            WIDTH=tables.buffers.shape[1], BLOCK=_STEP_WORDS, num_warps=8,
+        _fetch_kernel[(_PROGRAMS_BESIDE if beside else _PROGRAMS,)](
+            fetched, of_host, of_pool, of_host.stride(0), of_pool.stride(0), of_host.shape[1],
+            WIDTH=fetched.shape[1] - 1, BLOCK=_STEP_WORDS, num_warps=8,
         )  # fmt: skip
 
 
@@ -347,51 +365,44 @@ def fetch_experts_triton(tables: BufferTables, host: torch.Tensor, pool: torch.T
 
 def place_experts(
     choices: torch.Tensor, tables: BufferTables, layer: int, *, experts: int, room: int, unit_bytes: int,
-    questions: CpuQuestions | None = None, is_first: bool = True,
+    cpu: CpuShare | None = None, is_first: bool = True,
 ) -> None:  # fmt: skip
-    """Find buffers for a round of what rows of a layer have chosen, as the module says, and say what is to be fetched.
-    Enqueued on the current stream; on a GPU what is on the host is page-locked.
+    """Find buffers for a round of what rows of a layer have chosen, as the module says, and say what is to be fetched,
+    and brought. Enqueued on the current stream; on a GPU what is on the host is page-locked.
 
     Args:
         choices: [N, k] int64 on the device.
         tables: Of the pool.
         layer: Its row there.
         experts: How many it has.
-        room: Buffers that may be taken: all but those that were used `NEVER`.
+        room: Buffers that a round may be about; others may be kept for what is brought.
         unit_bytes: Of an expert.
-        questions: How to ask the CPU; None: all that is missing is fetched.
-        is_first: Of the rounds of these choices. Others neither look at these nor ask the CPU.
+        cpu: What is left to the CPU; None: all that is missing is fetched.
+        is_first: Of the rounds of these choices. Others neither look at these nor leave anything to the CPU.
     """
     assert choices.dtype == torch.int64 and choices.is_contiguous() and choices.ndim == 2
     assert experts <= tables.buffers.shape[1] and layer < 1 << 31 - LAYER_BITS
     place = place_experts_triton if choices.is_cuda else place_experts_reference
-    place(
-        choices, tables, layer, experts=experts, room=room, unit_bytes=unit_bytes, questions=questions,
-        is_first=is_first,
-    )  # fmt: skip
+    place(choices, tables, layer, experts=experts, room=room, unit_bytes=unit_bytes, cpu=cpu, is_first=is_first)
 
 
-def adopt_experts(arrived: torch.Tensor, tables: BufferTables, spare: torch.Tensor) -> None:
-    """Let experts that were brought into buffers which nothing may take be found there, each in exchange for the
-    buffer that was not used for longest; where another buffer has the expert by now it stays as it is. Enqueued on the
-    current stream.
-
-    Args:
-        arrived: [M, 2] int32, host: layer times E plus expert, and the buffer.
-        tables: Of the pool.
-        spare: [M] int32, host: becomes the buffers which nothing may take from then on.
-    """
-    assert arrived.dtype == spare.dtype == torch.int32 and arrived.shape == (len(spare), 2)
-    (adopt_experts_triton if tables.buffers.is_cuda else adopt_experts_reference)(arrived, tables, spare)
+def release_experts(tables: BufferTables) -> None:
+    """Let go of the buffers of all that was brought, which has arrived: they are used now. Enqueued on the current
+    stream."""
+    (release_experts_triton if tables.used.is_cuda else release_experts_reference)(tables)
 
 
-def fetch_experts(tables: BufferTables, host: torch.Tensor, pool: torch.Tensor) -> None:
+def fetch_experts(fetched: torch.Tensor, host: torch.Tensor, pool: torch.Tensor, *, beside: bool = False) -> None:
     """Copy experts as the last `place_experts` says. Enqueued on the current stream.
 
     Args:
-        tables: Of the pool.
+        fetched: `fetched` of the pool's tables, or what was `brought` of a layer.
         host: uint8 [E, bytes of one], a multiple of 16, page-locked on a GPU: those of the layer.
         pool: uint8 [S, at least as many], the buffers.
+        beside: Whether other kernels compute meanwhile.
     """
     assert host.dtype == pool.dtype == torch.uint8 and host.shape[1] <= pool.shape[1]
-    (fetch_experts_triton if pool.is_cuda else fetch_experts_reference)(tables, host, pool)
+    if pool.is_cuda:
+        fetch_experts_triton(fetched, host, pool, beside=beside)
+    else:
+        fetch_experts_reference(fetched, host, pool)

@@ -825,7 +825,6 @@ constexpr auto AWAKE = std::chrono::milliseconds(5), AWAIT = std::chrono::millis
 // Between looks at what devices ask for: for so long behind the last news, and later.
 constexpr auto LATELY = std::chrono::seconds(1);
 constexpr auto NAP = std::chrono::microseconds(50), LONG_NAP = std::chrono::microseconds(5000);
-constexpr int64_t LOGGED = 256;
 
 // What is asked for: tasks are the panels of the first matrices of all experts, and then those of the second ones.
 struct Job {
@@ -1047,22 +1046,22 @@ class Pool {
     }
 };
 
-// A layer's experts, where they lie, and how many of them a token has. A width is of the numbers of layers' experts.
+// A layer's experts, where they lie, and how many of them a token has.
 struct Layer {
     Experts experts;
-    int64_t num_chosen, width;
+    int64_t num_chosen;
     Bytes first;  // expert
     int64_t step, bytes;
 };
 
 // What a device asks for and shows, and where it finds results: experts_cpu.py and expert_buffers.py say more.
-struct Asker {
+struct Mailbox {
     const int64_t* report;
     const uint8_t* x;
     uint8_t* y;
     int32_t* ready;
     const Layer* layers;
-    int64_t* log;  // bytes, nanoseconds, how many experts were computed, and the owners of the last ones
+    int64_t* total;  // bytes and nanoseconds
     int32_t seen;  // ticket
 };
 
@@ -1081,11 +1080,11 @@ class Watcher {
     ~Watcher() {
         wake([this] { stopped = true; });
         thread.join();
-        for (Asker* asker : askers) __atomic_store_n(asker->ready, -1, __ATOMIC_RELEASE);  // none waits for ever
+        for (Mailbox* mailbox : mailboxes) __atomic_store_n(mailbox->ready, -1, __ATOMIC_RELEASE);  // none waits for ever
     }
 
-    void add(Asker* asker) {
-        wake([&] { askers.push_back(asker); });
+    void add(Mailbox* mailbox) {
+        wake([&] { mailboxes.push_back(mailbox); });
     }
 
     template <typename Change>
@@ -1100,7 +1099,7 @@ class Watcher {
 
   private:
     Pool& pool;
-    std::vector<Asker*> askers;
+    std::vector<Mailbox*> mailboxes;
     std::vector<int64_t> choices, wanted;
     std::vector<Bytes> blocks;
     std::mutex mutex;
@@ -1111,11 +1110,11 @@ class Watcher {
     void watch() {
         std::unique_lock<std::mutex> lock(mutex);
         for (auto active = Clock::now(); !stopped;) {
-            for (size_t i = 0; i < askers.size(); ++i) {
-                Asker& asker = *askers[i];
-                if (read(asker.report) >> 32 == asker.seen) continue;
+            for (size_t i = 0; i < mailboxes.size(); ++i) {
+                Mailbox& mailbox = *mailboxes[i];
+                if (read(mailbox.report) >> 32 == mailbox.seen) continue;
                 lock.unlock();
-                serve(asker);
+                serve(mailbox);
                 lock.lock();
                 is_woken = true;
             }
@@ -1134,14 +1133,14 @@ class Watcher {
     // What a device has written, before all that it wrote earlier is read.
     static int64_t read(const int64_t* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
 
-    void serve(Asker& asker) {
-        int64_t header = read(asker.report), ticket = header >> 32, tokens = header & 0xFFFF;
-        const Layer& layer = asker.layers[header >> 16 & 0xFFFF];
+    void serve(Mailbox& mailbox) {
+        int64_t header = read(mailbox.report), ticket = header >> 32, tokens = header & 0xFFFF;
+        const Layer& layer = mailbox.layers[header >> 16 & 0xFFFF];
         choices.assign(tokens * layer.num_chosen, 0), wanted.clear(), blocks.clear();
         for (size_t i = 0; i < choices.size(); ++i) {
             int64_t word;
-            while ((word = read(asker.report + 1 + i)) >> 32 != ticket) {
-                if (read(asker.report) != header) return;  // the next pass writes over what an interrupted one has asked
+            while ((word = read(mailbox.report + 1 + i)) >> 32 != ticket) {
+                if (read(mailbox.report) != header) return;  // the next pass writes over what an interrupted one has asked
                 pause();
             }
             choices[i] = word & 0x7FFFFFFF;
@@ -1149,13 +1148,11 @@ class Watcher {
                 wanted.push_back(choices[i]);
         }
         for (int64_t expert : wanted) blocks.push_back(layer.first + expert * layer.step);
-        double seconds = pool.compute(layer.experts, asker.x, tokens, choices.data(), layer.num_chosen, wanted.data(),
-                                      blocks.data(), wanted.size(), asker.y);
-        asker.seen = ticket;
-        asker.log[0] += wanted.size() * layer.bytes, asker.log[1] += (int64_t)(seconds * 1e9);
-        for (int64_t expert : wanted)
-            asker.log[3 + asker.log[2]++ % LOGGED] = (&layer - asker.layers) * layer.width + expert;
-        __atomic_store_n(asker.ready, (int32_t)ticket, __ATOMIC_RELEASE);
+        double seconds = pool.compute(layer.experts, mailbox.x, tokens, choices.data(), layer.num_chosen, wanted.data(),
+                                      blocks.data(), wanted.size(), mailbox.y);
+        mailbox.seen = ticket;
+        mailbox.total[0] += wanted.size() * layer.bytes, mailbox.total[1] += (int64_t)(seconds * 1e9);
+        __atomic_store_n(mailbox.ready, (int32_t)ticket, __ATOMIC_RELEASE);
     }
 };
 
@@ -1199,7 +1196,7 @@ void* experts_watch(void* pool) try {
     return nullptr;
 }
 
-void experts_add_asker(void* watcher, Asker* asker) { ((Watcher*)watcher)->add(asker); }
+void experts_add_mailbox(void* watcher, Mailbox* mailbox) { ((Watcher*)watcher)->add(mailbox); }
 
 // Devices may soon ask for something.
 void experts_wake(void* watcher) {

@@ -48,7 +48,6 @@ _TARGETS: dict[Instructions, tuple[str, ...]] = {
     "native": ("-march=native",), "avx2": ("-mavx2", "-mfma", "-mf16c"), "plain": (),
 }  # fmt: skip
 _DIGEST_BYTES = 32
-_LOGGED = 256  # experts that were computed last
 
 
 class NoCpuShare(Exception):
@@ -91,14 +90,14 @@ class _Experts(ctypes.Structure):
 
 class _Layer(ctypes.Structure):
     _fields_ = (
-        ("experts", _Experts), ("num_chosen", ctypes.c_int64), ("width", ctypes.c_int64), ("first", ctypes.c_void_p),
-        ("step", ctypes.c_int64), ("bytes", ctypes.c_int64),
+        ("experts", _Experts), ("num_chosen", ctypes.c_int64), ("first", ctypes.c_void_p), ("step", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
     )  # fmt: skip
 
 
-class _Asker(ctypes.Structure):
+class _Mailbox(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("report", "x", "y", "ready", "layers", "log")),
+        *((name, ctypes.c_void_p) for name in ("report", "x", "y", "ready", "layers", "total")),
         ("seen", ctypes.c_int32),
     )  # fmt: skip
 
@@ -198,7 +197,7 @@ class ExpertsLibrary:
         for name, result, arguments in (
             ("instructions", ctypes.c_char_p, []), ("start", address, [ctypes.c_int, address]),
             ("stop", None, [address]), ("compute", ctypes.c_double, computed), ("watch", address, [address]),
-            ("add_asker", None, [address] * 2), ("wake", None, [address]), ("unwatch", None, [address]),
+            ("add_mailbox", None, [address] * 2), ("wake", None, [address]), ("unwatch", None, [address]),
         ):  # fmt: skip
             function = getattr(code, f"experts_{name}")
             function.restype, function.argtypes = result, arguments
@@ -308,47 +307,37 @@ def _described(where: HostMatrix, columns: int, code: int) -> _Matrix:
     return found
 
 
-class Asker:
-    """What a device asks of the CPU as `expert_buffers.CpuQuestions` says, and where it finds results; all of it is in
-    host memory.
+class Mailbox:
+    """Memory through which a device asks the CPU to compute experts, as `expert_buffers.CpuShare` says, and is given
+    the results; all of it is on the host.
 
     Args:
-        num_layers, width: Of the tables: their layers, and the numbers of experts that each has.
-        report: Of the questions.
+        num_layers: Of the pool's tables.
+        report: Of the share.
         x: [N, H] in a library's dtype: rows of the layer that is asked for.
         y: [N k, H] likewise, by row and choice: what comes of those that are asked for.
         ready: [1] int32: becomes the ticket when it is there, and `host_rows.ENDED` when threads end.
     """
 
     def __init__(
-        self, num_layers: int, width: int, report: torch.Tensor, x: torch.Tensor, y: torch.Tensor, ready: torch.Tensor
+        self, num_layers: int, report: torch.Tensor, x: torch.Tensor, y: torch.Tensor, ready: torch.Tensor
     ) -> None:
         assert x.is_contiguous() and y.is_contiguous() and x.shape[1] == y.shape[1] and x.dtype == y.dtype
-        self._width, self._layers, log = width, (_Layer * num_layers)(), torch.zeros(3 + _LOGGED, dtype=torch.int64)
-        self._log, self._held = log.numpy(), list[Any]([report, x, y, ready, log])
+        self._layers, total = (_Layer * num_layers)(), torch.zeros(2, dtype=torch.int64)
+        self._total, self._held = total.numpy(), list[Any]([report, x, y, ready, total])
         places = (one.data_ptr() for one in (report, x, y, ready))
-        self.described = _Asker(*places, ctypes.addressof(self._layers), log.data_ptr())
+        self.described = _Mailbox(*places, ctypes.addressof(self._layers), total.data_ptr())
 
     def add(self, row: int, experts: HostExperts, num_chosen: int, host: torch.Tensor) -> None:
         """Let a layer be asked for, which is this row of the tables, with its experts in uint8 [E, bytes of one]."""
         self._held += [experts, host]
         where = host.data_ptr(), host.stride(0), experts.expert_bytes
-        self._layers[row] = _Layer(experts.described, num_chosen, self._width, *where)
+        self._layers[row] = _Layer(experts.described, num_chosen, *where)
 
     @property
     def total(self) -> Work:
         """Return all that was computed."""
-        return Work(int(self._log[0]), 1e-9 * int(self._log[1]))
-
-    @property
-    def num_computed(self) -> int:
-        """Return how many experts were computed, again and again."""
-        return int(self._log[2])
-
-    def last_computed(self, count: int) -> list[int]:
-        """Return the last experts that were computed, the newest first: layer times width plus expert."""
-        total = self.num_computed
-        return [int(self._log[3 + (total - 1 - back) % _LOGGED]) for back in range(min(count, total, _LOGGED))]
+        return Work(int(self._total[0]), 1e-9 * int(self._total[1]))
 
 
 def physical_first(cores: Sequence[int], folder: Path = Path("/sys/devices/system/cpu")) -> list[int]:
@@ -392,8 +381,8 @@ class ExpertsCpu:
         self._threads = library.code.experts_start(threads, (ctypes.c_int32 * threads)(*cores[:threads]))
         if not self._threads:
             raise NoCpuShare(f"the system refuses {threads} threads")
-        self._askers = list[Asker]()  # whose memory stays as long as threads may use it
-        owned = self._threads, self._watchers, self._askers
+        self._mailboxes = list[Mailbox]()  # whose memory stays as long as threads may use it
+        owned = self._threads, self._watchers, self._mailboxes
         self._stop = weakref.finalize(self, _stop, library.code, *owned, os.getpid())
 
     def compute(
@@ -436,13 +425,13 @@ class ExpertsCpu:
             raise NoCpuShare("the system refuses a thread that looks at what devices ask for")
         self._watchers.append(watcher)
 
-    def serve(self, asker: Asker) -> None:
+    def serve(self, mailbox: Mailbox) -> None:
         """Compute what a device asks for, from now on."""
         code = self.library.code
         if not self._watchers:
             self.watch()
-        self._askers.append(asker)
-        code.experts_add_asker(self._watchers[0], ctypes.byref(asker.described))
+        self._mailboxes.append(mailbox)
+        code.experts_add_mailbox(self._watchers[0], ctypes.byref(mailbox.described))
 
     def wake(self) -> None:
         """Look more often at what devices ask for, which they may soon do: without, they wait up to five
@@ -461,10 +450,10 @@ class ExpertsCpu:
         self.close()
 
 
-def _stop(code: Any, threads: int, watchers: list[int], askers: list[Asker], process: int) -> None:
+def _stop(code: Any, threads: int, watchers: list[int], mailboxes: list[Mailbox], process: int) -> None:
     if os.getpid() == process:  # a fork has none of them
         for watcher in watchers:
             code.experts_unwatch(watcher)
         watchers.clear()
         code.experts_stop(threads)
-    askers.clear()
+    mailboxes.clear()

@@ -377,12 +377,11 @@ def _make_triforce(
     budget: DeviceBudget, recorder: TraceRecorder | None,
 ) -> Drafter:  # fmt: skip
     runner, batch = target.runner, plan.target.batch
-    layers, source = runner.streamer.resident_layers(), runner.cache
-    assert layers is not None, "refused when it was planned"
+    source = runner.cache
     trees = [GuessTree(guess_parents(plan, count), budget.device) for count in range(1, batch + 1)]
     window, most_tokens = DeviceWindow(budget.device, batch=batch), source.max_tokens_with_draft
     verifier = RetrievalVerifier(
-        runner.decoder, layers, retrieved, target.rope, window, max_tokens_with_draft=most_tokens, batch=batch
+        runner.decoder, runner.streamer, retrieved, target.rope, window, max_tokens_with_draft=most_tokens, batch=batch
     )  # fmt: skip
     first = None
     if draft is not None:

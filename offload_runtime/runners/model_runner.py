@@ -827,6 +827,7 @@ class CapturedPasses:
             found = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots)
             self._chosen[:count].copy_(found.clamp_min(0))  # behind NaN there is no token, and nothing follows
             self.graphs.show(found, part * 2 * CAPTURED_ROWS)
+        self._streamer.end_pass()
 
     def _tokens(self, launched: _Launched) -> list[int]:
         """Return those that a pass has chosen. Waits for it."""

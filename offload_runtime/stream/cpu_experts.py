@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 from offload_runtime_kernels.copy_words import copy_words
-from offload_runtime_kernels.expert_buffers import BufferTables, CpuQuestions
-from offload_runtime_kernels.experts_cpu import Asker, ExpertsCpu, HostExperts, Work
+from offload_runtime_kernels.expert_buffers import BufferTables, CpuShare
+from offload_runtime_kernels.experts_cpu import ExpertsCpu, HostExperts, Mailbox, Work
 from offload_runtime_kernels.host_rows import take_host_rows
 
 from offload_runtime.sizes import GB
@@ -61,21 +61,21 @@ class CpuExperts:
         x: Like the rows of a pass: their dtype, width and device.
 
     Attributes:
-        questions: What the card asks.
+        asked: What the card leaves to the CPU.
     """
 
     def __init__(
         self, threads: ExpertsCpu, share: float | None, engine: CopyEngine, tables: BufferTables, *, num_chosen: int,
         x: torch.Tensor,
     ) -> None:  # fmt: skip
-        self._threads, self.share, self._engine = threads, share, engine
+        self._threads, self._share, self._engine = threads, share, engine
         (layers, width), count, on_card = tables.buffers.shape, MOST_CPU_ROWS * num_chosen, x.is_cuda
         self._x_host, self._y_host = (
             torch.zeros(rows, x.shape[1], dtype=x.dtype, pin_memory=on_card) for rows in (MOST_CPU_ROWS, count)
         )
         self._ready = torch.zeros(1, dtype=torch.int32, pin_memory=on_card)
         self._shares_host = torch.zeros(1 + width, pin_memory=on_card)
-        self.questions = CpuQuestions(
+        self.asked = CpuShare(
             torch.zeros(1 + width, device=x.device), torch.zeros(1, device=x.device),
             torch.zeros(2, dtype=torch.int32, device=x.device),
             torch.zeros(count, dtype=torch.int32, device=x.device),
@@ -83,20 +83,19 @@ class CpuExperts:
         )  # fmt: skip
         self._missing = np.arange(1 + width)
         if share is not None:
-            self.questions.shares.copy_(torch.from_numpy(share * self._missing))
-        self._link, self._cpu, self._expert_bytes, self._seen = Rate(), Rate(), 0, 0
-        report = self.questions.report
-        self._asker = Asker(layers, width, report, self._x_host, self._y_host, self._ready)
-        threads.serve(self._asker)
+            self.asked.shares.copy_(torch.from_numpy(share * self._missing))
+        self._link, self._cpu, self._expert_bytes = Rate(), Rate(), 0
+        self._mailbox = Mailbox(layers, self.asked.report, self._x_host, self._y_host, self._ready)
+        threads.serve(self._mailbox)
 
     @property
     def total(self) -> Work:
         """Return all that has been computed so far."""
-        return self._asker.total
+        return self._mailbox.total
 
     def add(self, row: int, experts: HostExperts, num_chosen: int, host: torch.Tensor) -> None:
         """Let a layer's experts, of a row of the tables, be computed where they lie, uint8 [E, bytes of one]."""
-        self._asker.add(row, experts, num_chosen, host)
+        self._mailbox.add(row, experts, num_chosen, host)
         self._expert_bytes = max(self._expert_bytes, host.shape[1])
 
     def fetch_rows(self, x: torch.Tensor) -> None:
@@ -108,14 +107,14 @@ class CpuExperts:
         current stream, which waits for the CPU: until then it does what was enqueued before."""
         rows = y.view(-1, y.shape[-1]).view(torch.int32)
         source = self._y_host[: len(rows)].view(torch.int32)
-        take_host_rows(self.questions.tickets[1:], self._ready, self.questions.asked[: len(rows)], source, rows)
+        take_host_rows(self.asked.tickets[1:], self._ready, self.asked.asked[: len(rows)], source, rows)
 
     def begin_pass(self) -> None:
         """Set how much of what is missing the card asks for, by what was measured lately, and wake who answers."""
         self._threads.wake()
-        if self.share is not None or not self._expert_bytes:
+        if self._share is not None or not self._expert_bytes:
             return
-        self._cpu.note(*self._asker.total)
+        self._cpu.note(*self._mailbox.total)
         link_s, cpu_s = (rate.seconds(self._expert_bytes) for rate in (self._link, self._cpu))
         few = np.floor(self._missing * link_s / (link_s + cpu_s))
         needed_s, more_s = (np.maximum((self._missing - n) * link_s, n * cpu_s) for n in (few, few + 1))
@@ -124,18 +123,11 @@ class CpuExperts:
         if (shares != before).any():
             # A pass may be running, whose kernels' warps must all read the same: they read what a kernel has written.
             before[:] = shares
-            copy_words(_words(self._shares_host), _words(self.questions.shares))
+            copy_words(_words(self._shares_host), _words(self.asked.shares))
 
     def measure_link(self, *, begins: bool) -> None:
         """Begin to measure the link, or end it: while whole layers are prefetched nothing else is on it."""
         (self._link.skip if begins else self._link.note)(self._engine.bytes_copied, self._engine.copy_seconds())
-
-    def take_computed(self) -> list[int]:
-        """Return the experts that were computed since the last call, the newest first, each once, by the numbers that
-        the tables' owners have."""
-        total = self._asker.num_computed
-        count, self._seen = total - self._seen, total
-        return [*dict.fromkeys(self._asker.last_computed(count))]
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 Experts are units of bytes, in page-locked host memory and in a pool of equal buffers on the card. In a pass of few rows
 the card does all of that itself: it looks up each layer's choices, and brings what is missing into the buffers that
-were not used for longest. The host takes no part, so that passes are launched as if all experts were there.
+were not used for longest. The host takes no part, so that passes are launched as if all experts were there. What the
+CPU computes is brought, too, on a stream beside the pass, at the end of which it is there.
 In a pass that needs most experts of a layer all that are missing are prefetched by the host while the layer before
 computes, past kernels that compute; the buffers that they take are the first ones to be used again, so that the rest
 of the pool keeps what it has. Meanwhile the tables are the host's.
@@ -12,15 +13,16 @@ One thread at a time uses a pool, and one stream reads its buffers.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from itertools import accumulate, chain, islice
+from contextlib import nullcontext
+from itertools import accumulate, islice
 from operator import sub
 from typing import Any, NamedTuple
 
 import torch
 from offload_runtime_kernels.copy_words import copy_words
-from offload_runtime_kernels.expert_buffers import NEVER, BufferTables, adopt_experts, fetch_experts, place_experts
+from offload_runtime_kernels.expert_buffers import NEVER, BufferTables, fetch_experts, place_experts, release_experts
 from offload_runtime_kernels.experts_cpu import HostExperts
 
 from offload_runtime.stream.copy_engine import CopyEngine, LinkPace
@@ -30,8 +32,8 @@ EXPERTS = "experts"
 # A pass prefetches whole layers if it has so many times as many choices as a layer has experts: at least 1 - e^-2 of
 # them would be chosen.
 _CHOICES_OF_ALL = 2
-# Buffers for what the CPU has computed, which is brought meanwhile for later passes, and of these a pass's.
-_MOST_SPARE, _SPARE_OF_PASS = 8, 4
+# Of the buffers one in so many may wait for what the CPU has computed.
+_BUFFERS_OF_KEPT = 4
 
 
 class ExpertUnits(NamedTuple):
@@ -87,16 +89,12 @@ class ExpertPool:
         assert len(buffers) >= most_chosen, "there is room for what a row chooses"
         # By row of the tables the experts in host memory, uint8 [E, bytes of one], and the same as units.
         self._host, self._units = dict[int, torch.Tensor](), dict[int, tuple[torch.Tensor, ...]]()
-        # Buffers that kernels never take: some are on their way, then a kernel exchanges them.
-        brings_computed = self.cpu is not None and self.cpu.share is None
-        self._spare = [*range(min(_MOST_SPARE, len(buffers) - most_chosen))] if brings_computed else []
-        self._tables.used[: len(self._spare)] = NEVER
-        self._room = len(buffers) - len(self._spare)
-        # By owner the buffers of what the CPU has computed, on its way, of each pass, and when it has arrived.
-        self._computed = deque[tuple[dict[int, int], Any]]()
-        self._arrived = torch.zeros(len(self._spare), 2, dtype=torch.int32, pin_memory=on_card)
-        self._exchanged = torch.zeros(len(self._spare), dtype=torch.int32, pin_memory=on_card)
-        self._num_exchanged, self._nothing = 0, torch.zeros(1, dtype=torch.int64, device=buffers.device)
+        self._room = len(buffers)
+        if self.cpu is not None:
+            self._room -= min(len(buffers) // _BUFFERS_OF_KEPT, len(buffers) - most_chosen)
+        self._beside = torch.cuda.Stream(buffers.device) if on_card else None
+        self._bringing = set[int]()  # rows of what may be on its way there
+        self._no_bytes = torch.zeros(1, dtype=torch.int64, device=buffers.device)
         # While the host has the tables: buffers by owner, layer times width plus expert, the least recently used first,
         # and those of none; of the card's layers the numbers as they are fetched.
         self._cached: OrderedDict[int, int] | None = None
@@ -158,7 +156,7 @@ class ExpertPool:
     def prefetches_layers(self, rows: int) -> bool:
         """Return whether a pass of so many rows prefetches all experts of each layer, before any are chosen."""
         return not self.is_whole and all(
-            rows * one.chosen >= _CHOICES_OF_ALL * one.num_experts and one.num_experts <= self._room
+            rows * one.chosen >= _CHOICES_OF_ALL * one.num_experts and one.num_experts <= len(self.buffers)
             for one in self._rows
         )
 
@@ -172,6 +170,7 @@ class ExpertPool:
         if engine is None or (self.buffers.is_cuda and torch.cuda.is_current_stream_capturing()):
             return
         self._whole_layer, self._pass = None, layers
+        self.end_pass()  # an interrupted one
         if self._is_placed:
             self._forget()
         if self.prefetches_layers(rows):
@@ -183,7 +182,15 @@ class ExpertPool:
             self._end_prefetching()
         if self.cpu is not None:
             self.cpu.begin_pass()
-            self._exchange()
+
+    def end_pass(self) -> None:
+        """End a pass: what follows on the current stream finds what is on its way."""
+        if not self._bringing:
+            return
+        if self._beside is not None:
+            torch.cuda.current_stream(self.buffers.device).wait_stream(self._beside)
+        release_experts(self._tables)
+        self._bringing.clear()
 
     def enter(self, layer: int) -> None:
         """Begin a layer. In a pass that prefetches layers, what is enqueued from now on finds all of its experts."""
@@ -221,7 +228,6 @@ class ExpertPool:
     def _forget(self) -> None:
         """Let go of all experts, as a pass was interrupted between what the tables say and what it was to fetch."""
         self._wait_for_card()
-        self._end_exchange()
         self._cached, self._is_placed = OrderedDict(), False
 
     def _begin_prefetching(self) -> None:
@@ -229,13 +235,12 @@ class ExpertPool:
         self._arriving.clear()
         if self._cached is None:
             self._wait_for_card()
-            self._end_exchange()
             if self.cpu is not None:
                 self.cpu.measure_link(begins=True)
             owners, used = self._tables.owners.tolist(), self._tables.used.tolist()
             held = sorted((when, owner, n) for n, (when, owner) in enumerate(zip(used, owners, strict=True)))
             self._cached = OrderedDict((owner, n) for _, owner, n in held if owner >= 0)
-        taken = {*self._cached.values(), *self._untouchable}
+        taken = set(self._cached.values())
         self._free = [n for n in range(len(self.buffers)) if n not in taken]
 
     def _end_prefetching(self) -> None:
@@ -249,8 +254,6 @@ class ExpertPool:
         owners, used = torch.full((len(self.buffers),), -1, dtype=torch.int32), torch.full((len(self.buffers),), -NEVER)
         for age, (owner, buffer) in enumerate(reversed(self._cached.items())):
             owners[buffer], used[buffer] = owner, now - age
-        for buffer in self._untouchable:
-            used[buffer] = NEVER
         numbers = torch.full((tables.buffers.numel(),), -1, dtype=torch.int32)
         for owner, buffer in self._cached.items():
             numbers[owner] = buffer
@@ -289,65 +292,46 @@ class ExpertPool:
         """Fetch the experts that rows of a layer have chosen, in rounds of as many as there are buffers for, and yield
         the buffer of each expert in a round; see `ExpertStore.fetch` of `models.layers`."""
         row, units, tables = self._row_of[layer], self._layers[layer], self._tables
-        buffers = tables.buffers[row, : units.num_experts]
         if self.is_whole or self._whole_layer == layer:
-            yield buffers
+            yield tables.buffers[row, : units.num_experts]
             return
         host, cpu = self._host[row], self.cpu if len(x) <= MOST_CPU_ROWS else None
+        if row in self._bringing:
+            self.end_pass()
         if cpu is not None:
             cpu.fetch_rows(x)
         for number in range(-(-min(units.num_experts, choices.numel()) // self._room)):
-            self._is_placed = True
+            self._is_placed, is_first = True, number == 0
             place_experts(
                 choices, tables, row, experts=units.num_experts, room=self._room, unit_bytes=host.shape[1],
-                questions=None if cpu is None else cpu.questions, is_first=number == 0,
+                cpu=None if cpu is None else cpu.asked, is_first=is_first,
             )  # fmt: skip
-            if self._pace is not None:
-                self._pace(self._nothing)
-            fetch_experts(tables, host, self.buffers)
+            self._fetch(tables.fetched, tables.fetched_bytes, host)
+            if cpu is not None and is_first:
+                self._bring(row)
             self._is_placed = False
-            if self._pace is not None:
-                self._pace(tables.fetched_bytes)
-            yield buffers
+            yield tables.found[: units.num_experts]
         if cpu is not None:
             cpu.give_results(y)
 
-    def _exchange(self) -> None:
-        """Bring what the CPU was asked for lately by the link, which is mostly idle, for later passes: into spare
-        buffers, in exchange for which a kernel gives others when they are full."""
-        engine, cpu = self.engine, self.cpu
-        assert engine is not None and cpu is not None
-        if (self._exchanged[: self._num_exchanged] >= 0).all():
-            self._end_exchange()
-        if self._computed and not self._num_exchanged and engine.is_done(self._computed[0][1]):
-            arrived, _ = self._computed.popleft()
-            count = len(arrived)
-            self._arrived[:count], self._exchanged[:count] = torch.tensor([*arrived.items()]), -1
-            self._num_exchanged = count  # an exchange that is interrupted here never ends, and hands nothing out
-            adopt_experts(self._arrived[:count], self._tables, self._exchanged[:count])
-        on_their_way = {
-            *self._arrived[: self._num_exchanged, 0].tolist(),
-            *chain(*(some for some, _ in self._computed)),
-        }
-        owners = [one for one in cpu.take_computed() if one not in on_their_way]
-        wanted = dict(zip(owners[:_SPARE_OF_PASS], [*self._spare], strict=False))
-        if wanted:
-            ready = engine.new_event()
-            for owner, buffer in wanted.items():
-                row, expert = divmod(owner, self._width)
-                self._copy(row, {expert: buffer}, self._always_free, ready)
-            del self._spare[: len(wanted)]
-            self._computed.append((wanted, ready))
+    def _bring(self, row: int) -> None:
+        """Copy what a layer has left to the CPU, beside what follows on the current stream."""
+        beside, tables = self._beside, self._tables
+        if beside is not None:
+            beside.wait_stream(torch.cuda.current_stream(self.buffers.device))
+        self._bringing.add(row)
+        with nullcontext() if beside is None else torch.cuda.stream(beside):
+            self._fetch(tables.brought[row], tables.brought_bytes[row], self._host[row], beside=True)
 
-    @property
-    def _untouchable(self) -> list[int]:
-        """Return the buffers that nothing may take, when none are being exchanged."""
-        return [*self._spare, *chain(*(some.values() for some, _ in self._computed))]
-
-    def _end_exchange(self) -> None:
-        """Take note of what was given in exchange, if anything."""
-        self._spare += [one for one in self._exchanged[: self._num_exchanged].tolist() if one >= 0]
-        self._num_exchanged = 0
+    def _fetch(
+        self, experts: torch.Tensor, nbytes: torch.Tensor, host: torch.Tensor, *, beside: bool = False
+    ) -> None:  # fmt: skip
+        """Copy experts of a layer as tables say, on the current stream."""
+        if self._pace is not None:
+            self._pace(self._no_bytes)
+        fetch_experts(experts, host, self.buffers, beside=beside)
+        if self._pace is not None:
+            self._pace(nbytes)
 
     def _wait_for_card(self) -> None:
         """Wait for what the current stream has to do."""

@@ -487,6 +487,7 @@ class LayerStreamer:
         for index in range(self.num_layers):
             with self.layer(index) as weights:
                 yield index, weights
+        self.end_pass()
 
     def begin_pass(self, rows: int = 1) -> None:
         """A pass of so many rows begins, which asks for one `layer` after the other."""
@@ -499,6 +500,12 @@ class LayerStreamer:
             if kv is not None:
                 kv.begin_pass(card, self._snapshots[card], schedule)
             schedule.fill()  # which may plan the next pass, by a snapshot of its own
+
+    def end_pass(self) -> None:
+        """End a pass over the layers, all of which have been enqueued."""
+        for pool in self._pools:
+            if pool is not None and not pool.is_whole:
+                pool.end_pass()
 
     @contextmanager
     def layer(self, index: int) -> Iterator[LayerViews]:
@@ -531,7 +538,7 @@ class LayerStreamer:
 
     def resident_layers(self) -> list[tuple[int, LayerViews]] | None:
         """Return what `layers` hands out, for passes that take no part in the streaming; None when some are
-        streamed. Such passes fetch the experts that they miss."""
+        streamed. Such passes fetch the experts that they miss, and end with `end_pass`."""
         return None if self.num_streamed else [(index, self._resident[index]) for index in range(self.num_layers)]
 
     def _plan_pass(self, card: int) -> list[Item]:

@@ -32,10 +32,10 @@ from offload_runtime_kernels.coded_bf16 import CodedRow
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.expert_buffers import (
     BufferTables,
-    CpuQuestions,
-    adopt_experts_triton,
+    CpuShare,
     fetch_experts_triton,
     place_experts_triton,
+    release_experts_triton,
 )
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, row_bytes
 from offload_runtime_kernels.experts_decoded import decoding_bytes, expert_rows_decoded
@@ -182,17 +182,18 @@ def expert_calls() -> Iterator[tuple[str, Call]]:
     yield "experts of the host", partial(take_host_rows_triton, ints(1), ints(1), ints(4), rows, rows)
     longs = partial(ints, dtype=torch.int64)
     tables = BufferTables(
-        ints(36, 128), ints(999), longs(999), ints(128), ints(2, 129), longs(1), longs(5), longs(5)
+        ints(36, 128), ints(999), longs(999), ints(128), ints(128), ints(2, 129), longs(1), ints(36, 2, 129),
+        longs(36, 1), ints(1), longs(5), longs(5),
     )  # fmt: skip
     floats = torch.zeros(129)
-    asking = CpuQuestions(floats, floats[:1], ints(2), ints(128), longs(129))
+    share = CpuShare(floats, floats[:1], ints(2), ints(128), longs(129))
     sizes = {"experts": 128, "room": 999, "unit_bytes": 4096}
-    for questions, is_first in ((asking, True), (None, True), (None, False)):
-        place = partial(place_experts_triton, longs(1, 4), tables, 0, questions=questions, is_first=is_first, **sizes)
-        yield f"buffers of experts {is_first} {questions is None}", place
-    yield "experts that arrived", partial(adopt_experts_triton, ints(2, 2), tables, ints(2))
+    for cpu, is_first in ((share, True), (None, True), (None, False)):
+        place = partial(place_experts_triton, longs(1, 4), tables, 0, cpu=cpu, is_first=is_first, **sizes)
+        yield f"buffers of experts {is_first} {cpu is None}", place
+    yield "experts that arrived", partial(release_experts_triton, tables)
     units = ints(999, 4096, dtype=torch.uint8)
-    yield "experts on demand", partial(fetch_experts_triton, tables, units, units)
+    yield "experts on demand", partial(fetch_experts_triton, tables.fetched, units, units)
     for shape, kind in ((gpt_oss, "MXFP4"), (qwen3, "Q4_K"), *((qwen3, how) for how in numbers)):
         scratch = ints(decoding_bytes(shape, 8192, 8, BF16.itemsize), dtype=torch.uint8)
         decoded, name = partial(expert_rows_decoded, scratch=scratch), getattr(kind, "number", kind)

@@ -9,7 +9,7 @@ from offload_runtime_kernels import expert_buffers as ops
 from tests.helpers.kernel_conditions import KERNEL_DEVICE
 
 LAYERS, EXPERTS, CHOSEN, BYTES = 3, 20, 4, 48
-NAMES = ("place_experts", "adopt_experts", "fetch_experts")
+NAMES = ("place_experts", "release_experts", "fetch_experts")
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,53 +24,67 @@ def wait() -> None:
 class Pool:
     """Buffers, and what is in them by one version of the operations."""
 
-    def __init__(self, version: str, buffers: int, spare: int = 0, share: float | None = None) -> None:
-        self.place, self.adopt, self.fetch = (getattr(ops, name + version) for name in NAMES)
+    def __init__(self, version: str, buffers: int, kept: int = 0, share: float | None = None) -> None:
+        self.place, self.release, self.fetch = (getattr(ops, name + version) for name in NAMES)
         self.tables = ops.BufferTables.of(KERNEL_DEVICE, layers=LAYERS, experts=EXPERTS, buffers=buffers)
-        self.tables.used[:spare] = ops.NEVER
-        self.room = buffers - spare
+        self.room = buffers - kept
         self.data = torch.zeros(buffers, BYTES + 16, dtype=torch.uint8, device=KERNEL_DEVICE)
         draw = torch.Generator().manual_seed(0)
         self.host = [
             on_host(torch.randint(256, (EXPERTS, BYTES), generator=draw, dtype=torch.uint8)) for _ in range(LAYERS)
         ]
-        self.questions = None
+        self.cpu = None
         if share is not None:
             words = torch.zeros(1 + 16 * CHOSEN, dtype=torch.int64)
             int32 = partial(torch.zeros, dtype=torch.int32, device=KERNEL_DEVICE)
-            shares, owed = on_host(share * torch.arange(EXPERTS + 1)), torch.zeros(1, device=KERNEL_DEVICE)
-            self.questions = ops.CpuQuestions(shares, owed, int32(2), int32(16 * CHOSEN), on_host(words))
+            shares, credit = (
+                share * torch.arange(EXPERTS + 1, device=KERNEL_DEVICE),
+                torch.zeros(1, device=KERNEL_DEVICE),
+            )
+            self.cpu = ops.CpuShare(shares, credit, int32(2), int32(16 * CHOSEN), on_host(words))
 
     def rounds(self, layer: int, choices: torch.Tensor) -> set[int]:
-        """Go through a layer, and return whose results there are."""
-        given, done, tables = choices.to(KERNEL_DEVICE), set[int](), self.tables
+        """Go through a layer, and return whose results there are. What is brought is not there before `arrive`."""
+        given, done, tables, wanted = choices.to(KERNEL_DEVICE), set[int](), self.tables, {*choices.flatten().tolist()}
         for number in range(-(-min(EXPERTS, choices.numel()) // self.room)):
             self.place(
-                given, tables, layer, experts=EXPERTS, room=self.room, unit_bytes=BYTES, questions=self.questions,
+                given, tables, layer, experts=EXPERTS, room=self.room, unit_bytes=BYTES, cpu=self.cpu,
                 is_first=number == 0,
             )  # fmt: skip
-            self.fetch(tables, self.host[layer], self.data)
+            self.fetch(tables.fetched, self.host[layer], self.data)
             wait()
-            here = tables.buffers[layer].tolist()
-            for expert, buffer in enumerate(here):
+            for expert, buffer in enumerate(tables.found.tolist()):
                 if buffer >= 0:
                     assert torch.equal(self.data[buffer, :BYTES].cpu(), self.host[layer][expert])
-                    assert tables.owners[buffer] == layer * EXPERTS + expert
-            done |= {expert for expert in set(choices.flatten().tolist()) if here[expert] >= 0}
-            if number == 0 and self.questions is not None and self.questions.tickets[1]:
-                done |= self.asked(choices, layer)
+                    assert tables.owners[buffer] == layer * EXPERTS + expert and expert in wanted
+                    done.add(expert)
+            if number == 0 and self.cpu is not None and self.cpu.tickets[1]:
+                asked = self.asked(choices, layer)
+                assert not asked & done
+                done |= asked
         return done
+
+    def brought(self, layer: int) -> dict[int, int]:
+        """The buffers of what a layer brings."""
+        experts, buffers = self.tables.brought[layer].tolist()
+        return dict(zip(experts[1 : 1 + experts[0]], buffers[1 : 1 + experts[0]], strict=True))
+
+    def arrive(self, layers: range) -> None:
+        for layer in layers:
+            self.fetch(self.tables.brought[layer], self.host[layer], self.data)
+        self.release(self.tables)
+        wait()
 
     def asked(self, choices: torch.Tensor, layer: int) -> set[int]:
         """What the CPU is asked for, as the report says."""
-        assert self.questions is not None
-        report, ticket = self.questions.report.tolist(), int(self.questions.tickets[1])
+        assert self.cpu is not None
+        report, ticket = self.cpu.report.tolist(), int(self.cpu.tickets[1])
         assert report[0] == ticket << 32 | layer << 16 | len(choices)
         words = report[1 : 1 + choices.numel()]
         marks = [word >> 31 & 1 for word in words]
         assert {word >> 32 for word in words} == {ticket}
         assert [word & (1 << 31) - 1 for word in words] == choices.flatten().tolist()
-        assert self.questions.asked[: len(marks)].tolist() == marks
+        assert self.cpu.asked[: len(marks)].tolist() == marks
         return {word & (1 << 31) - 1 for word in words if word >> 31 & 1}
 
 
@@ -93,7 +107,7 @@ def test_all_that_is_wanted_comes(version: str, buffers: int, share: float | Non
         assert pool.rounds(layer, choices) == set(choices.flatten().tolist())
     counts = dict(zip(("rounds", "wanted", "found", "bytes", "asked"), pool.tables.counts.tolist(), strict=True))
     assert counts["wanted"] == sum(len(choices.unique()) for _, choices in drawn(1))
-    assert counts["bytes"] == BYTES * (counts["wanted"] - counts["found"] - counts["asked"])
+    assert counts["bytes"] == BYTES * (counts["wanted"] - counts["found"] - counts["asked"])  # nothing is brought
     assert pool.tables.counts_host.tolist() == [*counts.values()]
     missing = counts["wanted"] - counts["found"]
     assert counts["asked"] == pytest.approx((share or 0.0) * missing, abs=1)
@@ -118,32 +132,33 @@ def test_the_least_recently_used_go(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["_reference", "_triton"])
-def test_what_arrives_is_exchanged_unless_it_is_there(version: str) -> None:
-    pool = Pool(version, 30, spare=2)
-    for layer, choices in drawn(3):
-        pool.rounds(layer, choices)
-    buffers, host = pool.tables.buffers, pool.host[1]
-    absent = int((buffers[1] < 0).nonzero()[0])
-    present = int((buffers[2] >= 0).nonzero()[0])
-    before, oldest = int(buffers[2, present]), int(pool.tables.used.min())
-    pool.data[0, :BYTES] = host[absent].to(KERNEL_DEVICE)
-    arrived = on_host(torch.tensor([[EXPERTS + absent, 0], [2 * EXPERTS + present, 1]], dtype=torch.int32))
-    spare = on_host(torch.zeros(2, dtype=torch.int32))
-    pool.adopt(arrived, pool.tables, spare)
-    wait()
-    given, kept = spare.tolist()
-    assert kept == 1 and buffers[2, present] == before and buffers[1, absent] == 0
-    assert given > 1 and not (buffers == given).any() and pool.tables.owners[given] == -1 and oldest >= 0
-    for layer, choices in drawn(4):  # nothing takes a spare buffer
-        assert pool.rounds(layer, choices) == set(choices.flatten().tolist())
-        assert not torch.isin(buffers, spare.to(KERNEL_DEVICE)).any()
+@pytest.mark.parametrize("kept", [3, 7])
+def test_what_the_cpu_computes_is_found_once_it_has_arrived(version: str, kept: int) -> None:
+    pool, found = Pool(version, 30, kept=kept, share=0.6), 0
+    passes = drawn(3)
+    for first in range(0, len(passes), LAYERS):
+        on_their_way = dict[int, int]()
+        for layer, choices in passes[first : first + LAYERS]:
+            assert pool.rounds(layer, choices) == set(choices.flatten().tolist())
+            on_their_way |= {buffer: layer * EXPERTS + expert for expert, buffer in pool.brought(layer).items()}
+            kept_now = (pool.tables.used == ops.NEVER).nonzero().flatten().tolist()
+            assert {*kept_now} == on_their_way.keys() and len(kept_now) == pool.tables.kept.item() <= kept
+            assert all(pool.tables.owners[buffer] == owner for buffer, owner in on_their_way.items())
+        pool.arrive(range(LAYERS))
+        assert not (pool.tables.used == ops.NEVER).any() and pool.tables.kept.item() == 0
+        for buffer, owner in on_their_way.items():
+            layer, expert = divmod(owner, EXPERTS)
+            assert pool.tables.buffers[layer, expert] == buffer
+            assert torch.equal(pool.data[buffer, :BYTES].cpu(), pool.host[layer][expert])
+        found += len(on_their_way)
+    assert found > kept
 
 
 def test_tickets_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("_reference", "_triton"):
         pool = Pool(version, CHOSEN, share=1.0)
-        assert pool.questions is not None
-        pool.questions.tickets[0] = 0x7FFFFFFF
+        assert pool.cpu is not None
+        pool.cpu.tickets[0] = 0x7FFFFFFF
         for layer, choices in drawn(5)[:2]:
             pool.rounds(layer, choices)
-        assert pool.questions.tickets.tolist() == [2, 2]
+        assert pool.cpu.tickets.tolist() == [2, 2]
