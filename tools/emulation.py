@@ -139,9 +139,9 @@ def host_pace(gbps: float) -> LinkPace:
     assert gbps > 0
     deadline_ns = 0
 
-    def pace(nbytes: int | torch.Tensor) -> None:
+    def pace(nbytes: int | torch.Tensor, *, begins: bool = False) -> None:
         nonlocal deadline_ns
-        now_ns, duration_ns = time.perf_counter_ns(), round(int(nbytes) / (gbps * GB) * 1e9)
+        now_ns, duration_ns = time.perf_counter_ns(), 0 if begins else round(int(nbytes) / (gbps * GB) * 1e9)
         deadline_ns = pace_link_reference(deadline_ns, now_ns, duration_ns, slack_ns=_HOST_SLACK_NS)
         if deadline_ns > now_ns:
             time.sleep((deadline_ns - now_ns) / 1e9)
@@ -163,9 +163,9 @@ def stream_pace(gbps: float, device: torch.device) -> LinkPace:
     torch.cuda.current_stream(device).synchronize()  # the copies have a stream of their own
     capturing, graphs = torch.cuda.Stream(device), dict[int, torch.cuda.CUDAGraph]()
 
-    def pace(nbytes: int | torch.Tensor) -> None:
+    def pace(nbytes: int | torch.Tensor, *, begins: bool = False) -> None:
         if isinstance(nbytes, torch.Tensor):
-            pace_link(deadline_ns, nbytes=nbytes, byte_ns=1e9 / (gbps * GB))
+            pace_link(deadline_ns, nbytes=nbytes, byte_ns=0.0 if begins else 1e9 / (gbps * GB))
             return
         if nbytes not in graphs:
             graph = torch.cuda.CUDAGraph()

@@ -2,9 +2,9 @@
 
     deadline = deadline + duration,  or now  if that is more than `slack` ago;   wait until now >= deadline
 
-Launched with duration 0 before copies and with bytes / bandwidth behind each of them. Streams that share a link share
-the deadline, which each moves by itself. Because durations are added to
-the deadline and not to the time of the launch, the few microseconds between a kernel and a copy do not add up; a link
+Launched with duration 0 before copies and with bytes / bandwidth behind each of them; where only the device knows the
+bytes and there are none, nothing waits. Streams that share a link share the deadline, which each moves by itself.
+Because durations are added to the deadline and not to the time of the launch, the few microseconds between a kernel and a copy do not add up; a link
 that idled longer than `slack`, or was slower than what is emulated, gets nothing of that back.
 
 One program of one warp, which sleeps between looks at the clock: it takes a block's place on one SM and hardly any of
@@ -37,19 +37,22 @@ def _read_clock(clock_ptr, TICK: tl.constexpr):
     return now
 
 
-@jit(do_not_specialize=("duration_ns",))
+@jit(do_not_specialize=("bytes_ptr", "duration_ns"))
 def _pace_link_kernel(
     deadline_ptr, clock_ptr, bytes_ptr, duration_ns, byte_ns, HAS_BYTES: tl.constexpr, SLACK: tl.constexpr,
     TICK: tl.constexpr,
 ):  # fmt: skip
+    waits = True
     if HAS_BYTES:
-        duration_ns = (tl.load(bytes_ptr).to(tl.float64) * byte_ns).to(tl.int64)
+        nbytes = tl.load(bytes_ptr)
+        waits = nbytes > 0
+        duration_ns = (nbytes.to(tl.float64) * byte_ns).to(tl.int64)
     deadline = tl.atomic_add(deadline_ptr, duration_ns.to(tl.int64)) + duration_ns
     now = _read_clock(clock_ptr, TICK)
     if now - deadline > SLACK:
         tl.atomic_max(deadline_ptr, now)
         deadline = now
-    while now < deadline:
+    while waits & (now < deadline):
         now = _read_clock(clock_ptr, TICK)
 
 
@@ -62,7 +65,8 @@ def pace_link(
     Args:
         deadline_ns: [1] int64 on the stream's device: nanoseconds of the GPU's clock, 0 at first. One link's own.
         duration_ns: What the bytes copied since the last call would have taken; 0 before the first copy.
-        nbytes: [1] int64, device: these bytes, where the host does not know them, which take `byte_ns` each.
+        nbytes: [1] int64, device: these bytes, where the host does not know them, which take `byte_ns` each; before the
+            first copy its own, with a `byte_ns` of 0.
         clock: [1] int64, device, to go by instead of the GPU's clock.
         tick_ns: By how much each look moves `clock` on; positive exactly if there is one.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,10 +11,15 @@ import torch
 from offload_runtime.errors import CopyError
 from offload_runtime.trace import CopyLog, Label
 
-# Makes copies as slow as a slower link would. Called where the copies run, in their order: with 0 when a copy begins,
-# after whatever it waited for, and then with the bytes that have been copied since the last call, to go on when the
-# slower link would be done with them. What only the device knows is an int64 tensor [1] there, for graphs to hold.
-LinkPace = Callable[[int | torch.Tensor], None]
+
+class LinkPace(Protocol):
+    """Makes copies as slow as a slower link would."""
+
+    def __call__(self, nbytes: int | torch.Tensor, *, begins: bool = False) -> None:
+        """Called where the copies run, in their order: with 0 when a copy begins, after whatever it waited for, and
+        then with the bytes that have been copied since the last call, to go on when the slower link would be done with
+        them. What only the device knows is an int64 tensor [1] there, for graphs to hold, and the same when the copy
+        `begins`."""
 
 
 class CopyEngine(Protocol):

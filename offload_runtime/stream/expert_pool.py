@@ -94,7 +94,6 @@ class ExpertPool:
             self._room -= min(len(buffers) // _BUFFERS_OF_KEPT, len(buffers) - most_chosen)
         self._beside = torch.cuda.Stream(buffers.device) if on_card else None
         self._bringing = set[int]()  # rows of what may be on its way there
-        self._no_bytes = torch.zeros(1, dtype=torch.int64, device=buffers.device)
         # While the host has the tables: buffers by owner, layer times width plus expert, the least recently used first,
         # and those of none; of the card's layers the numbers as they are fetched.
         self._cached: OrderedDict[int, int] | None = None
@@ -328,7 +327,7 @@ class ExpertPool:
     ) -> None:  # fmt: skip
         """Copy experts of a layer as tables say, on the current stream."""
         if self._pace is not None:
-            self._pace(self._no_bytes)
+            self._pace(nbytes, begins=True)
         fetch_experts(experts, host, self.buffers, beside=beside)
         if self._pace is not None:
             self._pace(nbytes)

@@ -119,7 +119,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 def before_each_copy(hook: Callable[[], object] | None) -> LinkPace:
     """A link whose copies begin with the hook, if there is one: it delays them, holds them, or raises."""
 
-    def pace(nbytes: int) -> None:
+    def pace(nbytes: int | torch.Tensor, *, begins: bool = False) -> None:
         if hook is not None and nbytes == 0:
             hook()
 

@@ -30,6 +30,16 @@ def test_the_deadline_moves_as_the_reference_says_and_is_kept(begun_ns: int, lat
     assert clock.item() == now_ns + looks * TICK_NS
 
 
+@pytest.mark.parametrize("byte_ns", [0.0, 2.5])
+def test_bytes_that_only_the_device_knows_take_their_time_and_none_wait_for_nothing(byte_ns: float) -> None:
+    begun_ns, now_ns = 3_000_000_000, 2_999_950_000
+    for nbytes in (0, 16_000):
+        deadline, clock = _int64(begun_ns), _int64(now_ns)
+        pace_link(deadline, nbytes=_int64(nbytes), byte_ns=byte_ns, clock=clock, tick_ns=TICK_NS)
+        assert deadline.item() == begun_ns + round(nbytes * byte_ns)
+        assert clock.item() == (deadline.item() + TICK_NS if nbytes else now_ns + TICK_NS)
+
+
 @given(st.lists(st.tuples(st.integers(1, 10**6), st.integers(0, 2 * SLACK_NS)), min_size=1, max_size=20))
 def test_no_sequence_of_copies_is_faster_than_the_link(copies: list[tuple[int, int]]) -> None:
     # Each copy begins a pause after the one before was through, and may itself take longer than it should.
