@@ -7,8 +7,8 @@ A round of a layer has a time of its own, and so has a buffer, of when it was us
     those behind them, as far as there is room       are fetched into the buffers that were not used for longest
     others                                           are wanted in the next round
 
-What is left to the CPU gets a buffer, too, as long as not too many have one like that, and is brought there while the
-pass goes on: nothing takes it until `release_experts`, before which the layer must not ask again.
+What is left to the CPU gets a buffer, too, unless others are on their way, and is brought there while the pass goes on:
+nothing takes the buffer until `release_experts`, before which the layer must not ask again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class BufferTables:
         fetched_bytes: [1] int64: of these.
         brought: [L, 2, 1 + E] int32: the same of what each layer has left to the CPU, which is brought meanwhile.
         brought_bytes: [L, 1] int64: of these.
-        kept: [1] int32: the buffers of all that is being brought.
+        kept: [1] int32: the buffers of all that is on its way.
         counts: [`NUM_COUNTS`] int64.
         counts_host: The same in page-locked memory.
     """
@@ -157,10 +157,11 @@ def place_experts_reference(
     tables.counts_host.copy_(tables.counts)
 
 
-def release_experts_reference(tables: BufferTables) -> None:
+def release_experts_reference(tables: BufferTables, layer: int) -> None:
     """Plain torch version of `release_experts`."""
-    tables.used[tables.used == NEVER] = tables.counts[0]
-    tables.kept.zero_()
+    count = int(tables.brought[layer, 0, 0])
+    tables.used[tables.brought[layer, 1, 1 : 1 + count].long()] = tables.counts[0]
+    tables.kept.sub_(count)
 
 
 def fetch_experts_reference(fetched: torch.Tensor, host: torch.Tensor, pool: torch.Tensor) -> None:
@@ -230,13 +231,13 @@ def _place_kernel(
     if ASKS:
         credit = tl.load(credit_ptr) + tl.load(shares_ptr + missing, mask=missing > 0, other=0.0)
         num_asked = tl.minimum((credit + 1e-5).to(tl.int32), missing)  # none where a rounded sum left less than none
-        kept = tl.load(kept_ptr)
+        kept = tl.atomic_add(kept_ptr, 0)  # all warps have the same, whatever arrives meanwhile
         num_brought = tl.minimum(num_asked, num_buffers - kept - tl.maximum(room, found))
         last = tl.load(tickets_ptr)
         following = tl.where(last == _NEWEST, 1, last + 1)
         tl.debug_barrier()  # all have read the last ones
         tl.store(credit_ptr, credit - num_asked)
-        tl.store(kept_ptr, kept + num_brought)
+        tl.atomic_add(kept_ptr, num_brought)
         tl.store(brought_ptr, num_brought)
         tl.store(brought_bytes_ptr, num_brought.to(tl.int64) * unit_bytes)
         tl.store(tickets_ptr, tl.where(num_asked > 0, following, last))
@@ -295,14 +296,12 @@ def _place_kernel(
     tl.store(counts_host_ptr + part, counts, mask=part < _NUM_COUNTS)
 
 
-@jit(do_not_specialize=("num_buffers",))
-def _release_kernel(used_ptr, kept_ptr, counts_ptr, num_buffers, LANES: tl.constexpr):
-    now = tl.load(counts_ptr)
-    for first in range(0, num_buffers, LANES):
-        buffer = first + tl.arange(0, LANES)
-        used = tl.load(used_ptr + buffer, mask=buffer < num_buffers, other=0)
-        tl.store(used_ptr + buffer, now, mask=used == _NEVER)
-    tl.store(kept_ptr, 0)
+@jit(do_not_specialize=("brought_ptr",))
+def _release_kernel(brought_ptr, used_ptr, kept_ptr, counts_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    count, number = tl.load(brought_ptr), tl.arange(0, BLOCK)
+    buffer = tl.load(brought_ptr + WIDTH + 2 + number, mask=number < count, other=0)
+    tl.store(used_ptr + buffer, tl.load(counts_ptr), mask=number < count)
+    tl.atomic_add(kept_ptr, -count)
 
 
 @jit(do_not_specialize=("fetched_ptr",))
@@ -338,12 +337,14 @@ def place_experts_triton(
         )  # fmt: skip
 
 
-def release_experts_triton(tables: BufferTables) -> None:
+def release_experts_triton(tables: BufferTables, layer: int) -> None:
     """Triton version of `release_experts`."""
     require_triton("experts on demand")
-    with torch.cuda.device_of(tables.used):
+    brought, width = tables.brought[layer], tables.buffers.shape[1]
+    with torch.cuda.device_of(brought):
         _release_kernel[(1,)](
-            tables.used, tables.kept, tables.counts, len(tables.used), LANES=_LANES, num_warps=4
+            brought, tables.used, tables.kept, tables.counts, WIDTH=width, BLOCK=triton.next_power_of_2(width),
+            num_warps=1,
         )  # fmt: skip
 
 
@@ -386,10 +387,10 @@ def place_experts(
     place(choices, tables, layer, experts=experts, room=room, unit_bytes=unit_bytes, cpu=cpu, is_first=is_first)
 
 
-def release_experts(tables: BufferTables) -> None:
-    """Let go of the buffers of all that was brought, which has arrived: they are used now. Enqueued on the current
-    stream."""
-    (release_experts_triton if tables.used.is_cuda else release_experts_reference)(tables)
+def release_experts(tables: BufferTables, layer: int) -> None:
+    """Let go of the buffers of what a layer has brought, which has arrived: they are used now. Enqueued on the current
+    stream, beside which layers may be placed."""
+    (release_experts_triton if tables.used.is_cuda else release_experts_reference)(tables, layer)
 
 
 def fetch_experts(fetched: torch.Tensor, host: torch.Tensor, pool: torch.Tensor, *, beside: bool = False) -> None:

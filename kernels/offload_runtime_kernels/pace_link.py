@@ -4,8 +4,9 @@
 
 Launched with duration 0 before copies and with bytes / bandwidth behind each of them; where only the device knows the
 bytes and there are none, nothing waits. Streams that share a link share the deadline, which each moves by itself.
-Because durations are added to the deadline and not to the time of the launch, the few microseconds between a kernel and a copy do not add up; a link
-that idled longer than `slack`, or was slower than what is emulated, gets nothing of that back.
+Because durations are added to the deadline and not to the time of the launch, the few microseconds between a kernel
+and a copy do not add up; a link that idled longer than `slack`, or was slower than what is emulated, gets nothing of
+that back.
 
 One program of one warp, which sleeps between looks at the clock: it takes a block's place on one SM and hardly any of
 its cycles.

@@ -32,8 +32,8 @@ EXPERTS = "experts"
 # A pass prefetches whole layers if it has so many times as many choices as a layer has experts: at least 1 - e^-2 of
 # them would be chosen.
 _CHOICES_OF_ALL = 2
-# Of the buffers one in so many may wait for what the CPU has computed.
-_BUFFERS_OF_KEPT = 4
+# Of what the CPU computes so many may be on their way at once: a pass ends when they have arrived.
+_MOST_BROUGHT = 2
 
 
 class ExpertUnits(NamedTuple):
@@ -91,7 +91,7 @@ class ExpertPool:
         self._host, self._units = dict[int, torch.Tensor](), dict[int, tuple[torch.Tensor, ...]]()
         self._room = len(buffers)
         if self.cpu is not None:
-            self._room -= min(len(buffers) // _BUFFERS_OF_KEPT, len(buffers) - most_chosen)
+            self._room -= min(_MOST_BROUGHT, len(buffers) - most_chosen)
         self._beside = torch.cuda.Stream(buffers.device) if on_card else None
         self._bringing = set[int]()  # rows of what may be on its way there
         # While the host has the tables: buffers by owner, layer times width plus expert, the least recently used first,
@@ -188,7 +188,6 @@ class ExpertPool:
             return
         if self._beside is not None:
             torch.cuda.current_stream(self.buffers.device).wait_stream(self._beside)
-        release_experts(self._tables)
         self._bringing.clear()
 
     def enter(self, layer: int) -> None:
@@ -258,6 +257,7 @@ class ExpertPool:
             numbers[owner] = buffer
         for target, source in ((tables.owners, owners), (tables.used, used), (tables.buffers.view(-1), numbers)):
             target.copy_(source)
+        tables.kept.zero_()
         self._cached = None
 
     def _prefetch_layer(self, row: int, *, keep: Collection[int]) -> None:
@@ -321,6 +321,7 @@ class ExpertPool:
         self._bringing.add(row)
         with nullcontext() if beside is None else torch.cuda.stream(beside):
             self._fetch(tables.brought[row], tables.brought_bytes[row], self._host[row], beside=True)
+            release_experts(tables, row)
 
     def _fetch(
         self, experts: torch.Tensor, nbytes: torch.Tensor, host: torch.Tensor, *, beside: bool = False

@@ -191,7 +191,7 @@ def expert_calls() -> Iterator[tuple[str, Call]]:
     for cpu, is_first in ((share, True), (None, True), (None, False)):
         place = partial(place_experts_triton, longs(1, 4), tables, 0, cpu=cpu, is_first=is_first, **sizes)
         yield f"buffers of experts {is_first} {cpu is None}", place
-    yield "experts that arrived", partial(release_experts_triton, tables)
+    yield "experts that arrived", partial(release_experts_triton, tables, 0)
     units = ints(999, 4096, dtype=torch.uint8)
     yield "experts on demand", partial(fetch_experts_triton, tables.fetched, units, units)
     for shape, kind in ((gpt_oss, "MXFP4"), (qwen3, "Q4_K"), *((qwen3, how) for how in numbers)):

@@ -72,7 +72,7 @@ class Pool:
     def arrive(self, layers: range) -> None:
         for layer in layers:
             self.fetch(self.tables.brought[layer], self.host[layer], self.data)
-        self.release(self.tables)
+            self.release(self.tables, layer)
         wait()
 
     def asked(self, choices: torch.Tensor, layer: int) -> set[int]:
