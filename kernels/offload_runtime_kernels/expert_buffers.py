@@ -7,8 +7,8 @@ A round of a layer has a time of its own, and so has a buffer, of when it was us
     those behind them, as far as there is room       are fetched into the buffers that were not used for longest
     others                                           are wanted in the next round
 
-What is left to the CPU gets a buffer, too, unless others are on their way, and is brought there while the pass goes on:
-nothing takes the buffer until `release_experts`, before which the layer must not ask again.
+What is left to the CPU gets a buffer, too, unless others are in flight, and is fetched there in the background while
+the pass goes on: nothing takes the buffer until `release_experts`, before which the layer must not ask again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ TICKET_BITS, LAYER_BITS, ASKED_BIT = 32, 16, 31
 NUM_COUNTS = 5
 
 _CHOICES, _LANES = 64, 1024
-# Programs and words a step of each: enough bytes on their way to fill a link; fewer beside other kernels.
-_PROGRAMS, _PROGRAMS_BESIDE, _STEP_WORDS = 64, 16, 4096
+# Programs and words a step of each: enough bytes on their way to fill a link; fewer in the background.
+_PROGRAMS, _BACKGROUND_PROGRAMS, _STEP_WORDS = 64, 16, 4096
 _LAST_TICKET = 0x7FFFFFFF
 _NEVER, _NEWEST = tl.constexpr(NEVER), tl.constexpr(_LAST_TICKET)
 _NUM_COUNTS = tl.constexpr(NUM_COUNTS)
@@ -71,9 +71,9 @@ class BufferTables:
         fetched: [2, 1 + E] int32: how many experts this round fetches, which, and, in the second row, into which
             buffers.
         fetched_bytes: [1] int64: of these.
-        brought: [L, 2, 1 + E] int32: the same of what each layer has left to the CPU, which is brought meanwhile.
-        brought_bytes: [L, 1] int64: of these.
-        kept: [1] int32: the buffers of all that is on its way.
+        background: [L, 2, 1 + E] int32: the same of what each layer has left to the CPU and fetches in the background.
+        background_bytes: [L, 1] int64: of these.
+        in_flight: [1] int32: the buffers of all that is on its way.
         counts: [`NUM_COUNTS`] int64.
         counts_host: The same in page-locked memory.
     """
@@ -85,9 +85,9 @@ class BufferTables:
     wanted: torch.Tensor
     fetched: torch.Tensor
     fetched_bytes: torch.Tensor
-    brought: torch.Tensor
-    brought_bytes: torch.Tensor
-    kept: torch.Tensor
+    background: torch.Tensor
+    background_bytes: torch.Tensor
+    in_flight: torch.Tensor
     counts: torch.Tensor
     counts_host: torch.Tensor
 
@@ -116,7 +116,7 @@ def place_experts_reference(
     wanted = sorted({*flat}) if is_first else tables.wanted.nonzero().flatten().tolist()
     missing = [expert for expert in wanted if of_layer[expert] < 0]
     found = [expert for expert in wanted if of_layer[expert] >= 0]
-    now, asked, brought = int(tables.counts[0]) + 1, list[int](), list[int]()
+    now, asked, background = int(tables.counts[0]) + 1, list[int](), list[int]()
     tables.used[of_layer[found].long()] = now
     tables.found.fill_(-1)
     tables.found[found] = of_layer[found]
@@ -124,9 +124,9 @@ def place_experts_reference(
         if missing:
             cpu.credit.add_(float(cpu.shares[len(missing)]))
         asked = missing[: int(cpu.credit + 1e-5)]
-        brought = asked[: len(tables.owners) - int(tables.kept) - max(room, len(found))]
+        background = asked[: len(tables.owners) - int(tables.in_flight) - max(room, len(found))]
         cpu.credit.sub_(len(asked))
-        tables.kept.add_(len(brought))
+        tables.in_flight.add_(len(background))
         last = int(cpu.tickets[0])
         ticket = 1 if last == _LAST_TICKET else last + 1
         cpu.tickets.copy_(torch.tensor([ticket if asked else last, ticket if asked else 0]))
@@ -137,7 +137,7 @@ def place_experts_reference(
                 cpu.report[at] = ticket << TICKET_BITS | mark << ASKED_BIT | choice
             cpu.report[0] = ticket << TICKET_BITS | layer << LAYER_BITS | len(choices)
     fetched = missing[len(asked) :][: max(0, room - len(found))]
-    for some, into, when in ((brought, tables.brought[layer], NEVER), (fetched, tables.fetched, now)):
+    for some, into, when in ((background, tables.background[layer], NEVER), (fetched, tables.fetched, now)):
         into[0, 0] = len(some)
         for number, expert in enumerate(some, 1):
             buffer = int(tables.used.argmin())
@@ -150,18 +150,18 @@ def place_experts_reference(
     tables.found[fetched] = of_layer[fetched]
     tables.wanted.zero_()
     tables.wanted[missing[len(asked) + len(fetched) :]] = 1
-    tables.fetched_bytes[0], tables.brought_bytes[layer] = len(fetched) * unit_bytes, len(brought) * unit_bytes
+    tables.fetched_bytes[0], tables.background_bytes[layer] = len(fetched) * unit_bytes, len(background) * unit_bytes
     of_first = (len(wanted), len(found)) if is_first else (0, 0)
-    nbytes = (len(fetched) + len(brought)) * unit_bytes
+    nbytes = (len(fetched) + len(background)) * unit_bytes
     tables.counts.add_(torch.tensor([1, *of_first, nbytes, len(asked)], device=tables.counts.device))
     tables.counts_host.copy_(tables.counts)
 
 
 def release_experts_reference(tables: BufferTables, layer: int) -> None:
     """Plain torch version of `release_experts`."""
-    count = int(tables.brought[layer, 0, 0])
-    tables.used[tables.brought[layer, 1, 1 : 1 + count].long()] = tables.counts[0]
-    tables.kept.sub_(count)
+    count = int(tables.background[layer, 0, 0])
+    tables.used[tables.background[layer, 1, 1 : 1 + count].long()] = tables.counts[0]
+    tables.in_flight.sub_(count)
 
 
 def fetch_experts_reference(fetched: torch.Tensor, host: torch.Tensor, pool: torch.Tensor) -> None:
@@ -198,14 +198,14 @@ def _fence():
 # Of any alignment, so that one binary serves all.
 @jit(
     do_not_specialize=(
-        "choices_ptr", "brought_ptr", "brought_bytes_ptr", "layer", "count", "tokens", "num_buffers", "room",
+        "choices_ptr", "background_ptr", "background_bytes_ptr", "layer", "count", "tokens", "num_buffers", "room",
         "unit_bytes",
     )
 )  # fmt: skip
 def _place_kernel(
-    choices_ptr, buffers_ptr, owners_ptr, used_ptr, found_ptr, wanted_ptr, fetched_ptr, fetched_bytes_ptr, brought_ptr,
-    brought_bytes_ptr, kept_ptr, counts_ptr, counts_host_ptr, shares_ptr, credit_ptr, tickets_ptr, asked_ptr,
-    report_ptr, layer, count, tokens, num_buffers, room, unit_bytes,
+    choices_ptr, buffers_ptr, owners_ptr, used_ptr, found_ptr, wanted_ptr, fetched_ptr, fetched_bytes_ptr,
+    background_ptr, background_bytes_ptr, in_flight_ptr, counts_ptr, counts_host_ptr, shares_ptr, credit_ptr,
+    tickets_ptr, asked_ptr, report_ptr, layer, count, tokens, num_buffers, room, unit_bytes,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHOICES: tl.constexpr, LANES: tl.constexpr,
     FIRST: tl.constexpr, ASKS: tl.constexpr,
 ):  # fmt: skip
@@ -227,19 +227,19 @@ def _place_kernel(
     tl.store(used_ptr + buffer, now, mask=is_found)
     tl.store(found_ptr + expert, tl.where(is_found, buffer, -1), mask=real)
     rank = tl.cumsum(is_missing) - is_missing
-    num_asked, num_brought = 0, 0
+    num_asked, num_background = 0, 0
     if ASKS:
         credit = tl.load(credit_ptr) + tl.load(shares_ptr + missing, mask=missing > 0, other=0.0)
         num_asked = tl.minimum((credit + 1e-5).to(tl.int32), missing)  # none where a rounded sum left less than none
-        kept = tl.atomic_add(kept_ptr, 0)  # all warps have the same, whatever arrives meanwhile
-        num_brought = tl.minimum(num_asked, num_buffers - kept - tl.maximum(room, found))
+        in_flight = tl.atomic_add(in_flight_ptr, 0)  # all warps have the same, whatever arrives meanwhile
+        num_background = tl.minimum(num_asked, num_buffers - in_flight - tl.maximum(room, found))
         last = tl.load(tickets_ptr)
         following = tl.where(last == _NEWEST, 1, last + 1)
         tl.debug_barrier()  # all have read the last ones
         tl.store(credit_ptr, credit - num_asked)
-        tl.atomic_add(kept_ptr, num_brought)
-        tl.store(brought_ptr, num_brought)
-        tl.store(brought_bytes_ptr, num_brought.to(tl.int64) * unit_bytes)
+        tl.atomic_add(in_flight_ptr, num_background)
+        tl.store(background_ptr, num_background)
+        tl.store(background_bytes_ptr, num_background.to(tl.int64) * unit_bytes)
         tl.store(tickets_ptr, tl.where(num_asked > 0, following, last))
         tl.store(tickets_ptr + 1, tl.where(num_asked > 0, following, 0))
         if num_asked > 0:
@@ -256,7 +256,7 @@ def _place_kernel(
     num_fetched = tl.minimum(missing - num_asked, tl.maximum(room - found, 0))
     tl.debug_barrier()  # all have read what is wanted, of few experts each warp by itself
     tl.store(wanted_ptr + expert, is_missing * (rank >= num_asked + num_fetched).to(tl.int32), mask=real)
-    taken, num_taken = 0, num_brought + num_fetched
+    taken, num_taken = 0, num_background + num_fetched
     lane = tl.arange(0, LANES)
     while taken < num_taken:
         tl.debug_barrier()  # what was used now has been written
@@ -265,17 +265,17 @@ def _place_kernel(
         while (taken < num_taken) & (first_used < now):
             at_lane = tl.argmin(when, axis=0)
             target = tl.sum(tl.where(lane == at_lane, which, 0))
-            is_brought = taken < num_brought
-            number = tl.where(is_brought, taken, taken - num_brought)
-            wanted_rank = tl.where(is_brought, taken, num_asked + number)
+            in_background = taken < num_background
+            number = tl.where(in_background, taken, taken - num_background)
+            wanted_rank = tl.where(in_background, taken, num_asked + number)
             own = tl.sum(tl.where((is_missing > 0) & (rank == wanted_rank), expert, 0))
             before = tl.load(owners_ptr + target)
             tl.store(buffers_ptr + before, -1, mask=before >= 0)
             tl.store(buffers_ptr + layer * WIDTH + own, target)
             tl.store(owners_ptr + target, layer * WIDTH + own)
-            tl.store(used_ptr + target, tl.where(is_brought, _NEVER, now))
-            tl.store(found_ptr + own, target, mask=taken >= num_brought)
-            into = tl.where(is_brought, brought_ptr, fetched_ptr) + 1 + number
+            tl.store(used_ptr + target, tl.where(in_background, _NEVER, now))
+            tl.store(found_ptr + own, target, mask=taken >= num_background)
+            into = tl.where(in_background, background_ptr, fetched_ptr) + 1 + number
             tl.store(into, own)
             tl.store(into + WIDTH + 1, target)
             when = tl.where(lane == at_lane, _NEVER, when)
@@ -284,7 +284,7 @@ def _place_kernel(
     tl.store(fetched_ptr, num_fetched)
     nbytes = num_fetched.to(tl.int64) * unit_bytes
     tl.store(fetched_bytes_ptr, nbytes)
-    nbytes += tl.cast(num_brought, tl.int64) * unit_bytes
+    nbytes += tl.cast(num_background, tl.int64) * unit_bytes
     part = tl.arange(0, 8)
     more = tl.where(part == 0, 1, 0).to(tl.int64)
     if FIRST:
@@ -296,12 +296,12 @@ def _place_kernel(
     tl.store(counts_host_ptr + part, counts, mask=part < _NUM_COUNTS)
 
 
-@jit(do_not_specialize=("brought_ptr",))
-def _release_kernel(brought_ptr, used_ptr, kept_ptr, counts_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    count, number = tl.load(brought_ptr), tl.arange(0, BLOCK)
-    buffer = tl.load(brought_ptr + WIDTH + 2 + number, mask=number < count, other=0)
+@jit(do_not_specialize=("background_ptr",))
+def _release_kernel(background_ptr, used_ptr, in_flight_ptr, counts_ptr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    count, number = tl.load(background_ptr), tl.arange(0, BLOCK)
+    buffer = tl.load(background_ptr + WIDTH + 2 + number, mask=number < count, other=0)
     tl.store(used_ptr + buffer, tl.load(counts_ptr), mask=number < count)
-    tl.atomic_add(kept_ptr, -count)
+    tl.atomic_add(in_flight_ptr, -count)
 
 
 @jit(do_not_specialize=("fetched_ptr",))
@@ -330,8 +330,8 @@ def place_experts_triton(
     with torch.cuda.device_of(one.buffers):
         _place_kernel[(1,)](
             choices, one.buffers, one.owners, one.used, one.found, one.wanted, one.fetched, one.fetched_bytes,
-            one.brought[layer], one.brought_bytes[layer], one.kept, one.counts, one.counts_host, *asking, layer,
-            choices.numel(), len(choices), len(one.owners), room, unit_bytes, EXPERTS=experts,
+            one.background[layer], one.background_bytes[layer], one.in_flight, one.counts, one.counts_host, *asking,
+            layer, choices.numel(), len(choices), len(one.owners), room, unit_bytes, EXPERTS=experts,
             WIDTH=one.buffers.shape[1], BLOCK=triton.next_power_of_2(experts), CHOICES=_CHOICES, LANES=_LANES,
             FIRST=is_first, ASKS=asks is not None, num_warps=4,
         )  # fmt: skip
@@ -340,22 +340,22 @@ def place_experts_triton(
 def release_experts_triton(tables: BufferTables, layer: int) -> None:
     """Triton version of `release_experts`."""
     require_triton("experts on demand")
-    brought, width = tables.brought[layer], tables.buffers.shape[1]
-    with torch.cuda.device_of(brought):
+    background, width = tables.background[layer], tables.buffers.shape[1]
+    with torch.cuda.device_of(background):
         _release_kernel[(1,)](
-            brought, tables.used, tables.kept, tables.counts, WIDTH=width, BLOCK=triton.next_power_of_2(width),
+            background, tables.used, tables.in_flight, tables.counts, WIDTH=width, BLOCK=triton.next_power_of_2(width),
             num_warps=1,
         )  # fmt: skip
 
 
 def fetch_experts_triton(
-    fetched: torch.Tensor, host: torch.Tensor, pool: torch.Tensor, *, beside: bool = False
+    fetched: torch.Tensor, host: torch.Tensor, pool: torch.Tensor, *, in_background: bool = False
 ) -> None:
     """Triton version of `fetch_experts`."""
     require_triton("experts on demand")
     of_host, of_pool = host.view(torch.int32), pool.view(torch.int32)
     with torch.cuda.device_of(pool):
-        _fetch_kernel[(_PROGRAMS_BESIDE if beside else _PROGRAMS,)](
+        _fetch_kernel[(_BACKGROUND_PROGRAMS if in_background else _PROGRAMS,)](
             fetched, of_host, of_pool, of_host.stride(0), of_pool.stride(0), of_host.shape[1],
             WIDTH=fetched.shape[1] - 1, BLOCK=_STEP_WORDS, num_warps=8,
         )  # fmt: skip
@@ -369,14 +369,14 @@ def place_experts(
     cpu: CpuShare | None = None, is_first: bool = True,
 ) -> None:  # fmt: skip
     """Find buffers for a round of what rows of a layer have chosen, as the module says, and say what is to be fetched,
-    and brought. Enqueued on the current stream; on a GPU what is on the host is page-locked.
+    now or in the background. Enqueued on the current stream; on a GPU what is on the host is page-locked.
 
     Args:
         choices: [N, k] int64 on the device.
         tables: Of the pool.
         layer: Its row there.
         experts: How many it has.
-        room: Buffers that a round may be about; others may be kept for what is brought.
+        room: Buffers that a round may be about; others may wait for what is in flight.
         unit_bytes: Of an expert.
         cpu: What is left to the CPU; None: all that is missing is fetched.
         is_first: Of the rounds of these choices. Others neither look at these nor leave anything to the CPU.
@@ -388,22 +388,24 @@ def place_experts(
 
 
 def release_experts(tables: BufferTables, layer: int) -> None:
-    """Let go of the buffers of what a layer has brought, which has arrived: they are used now. Enqueued on the current
-    stream, beside which layers may be placed."""
+    """Let go of the buffers of what a layer has fetched in the background, which has arrived: they are used now.
+    Enqueued on the current stream; layers may be placed on another one meanwhile."""
     (release_experts_triton if tables.used.is_cuda else release_experts_reference)(tables, layer)
 
 
-def fetch_experts(fetched: torch.Tensor, host: torch.Tensor, pool: torch.Tensor, *, beside: bool = False) -> None:
+def fetch_experts(
+    fetched: torch.Tensor, host: torch.Tensor, pool: torch.Tensor, *, in_background: bool = False
+) -> None:
     """Copy experts as the last `place_experts` says. Enqueued on the current stream.
 
     Args:
-        fetched: `fetched` of the pool's tables, or what was `brought` of a layer.
+        fetched: `fetched` of the pool's tables, or the `background` of a layer.
         host: uint8 [E, bytes of one], a multiple of 16, page-locked on a GPU: those of the layer.
         pool: uint8 [S, at least as many], the buffers.
-        beside: Whether other kernels compute meanwhile.
+        in_background: Whether other kernels compute meanwhile.
     """
     assert host.dtype == pool.dtype == torch.uint8 and host.shape[1] <= pool.shape[1]
     if pool.is_cuda:
-        fetch_experts_triton(fetched, host, pool, beside=beside)
+        fetch_experts_triton(fetched, host, pool, in_background=in_background)
     else:
         fetch_experts_reference(fetched, host, pool)

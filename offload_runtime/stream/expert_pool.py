@@ -3,7 +3,7 @@
 Experts are units of bytes, in page-locked host memory and in a pool of equal buffers on the card. In a pass of few rows
 the card does all of that itself: it looks up each layer's choices, and brings what is missing into the buffers that
 were not used for longest. The host takes no part, so that passes are launched as if all experts were there. What the
-CPU computes is brought, too, on a stream beside the pass, at the end of which it is there.
+CPU computes is fetched in the background, on a stream of its own, and is there at the end of the pass.
 In a pass that needs most experts of a layer all that are missing are prefetched by the host while the layer before
 computes, past kernels that compute; the buffers that they take are the first ones to be used again, so that the rest
 of the pool keeps what it has. Meanwhile the tables are the host's.
@@ -32,8 +32,8 @@ EXPERTS = "experts"
 # A pass prefetches whole layers if it has so many times as many choices as a layer has experts: at least 1 - e^-2 of
 # them would be chosen.
 _CHOICES_OF_ALL = 2
-# Of what the CPU computes so many may be on their way at once: a pass ends when they have arrived.
-_MOST_BROUGHT = 2
+# Of what the CPU computes so many may be in flight: a pass ends when they have arrived.
+_MOST_IN_FLIGHT = 2
 
 
 class ExpertUnits(NamedTuple):
@@ -91,9 +91,9 @@ class ExpertPool:
         self._host, self._units = dict[int, torch.Tensor](), dict[int, tuple[torch.Tensor, ...]]()
         self._room = len(buffers)
         if self.cpu is not None:
-            self._room -= min(_MOST_BROUGHT, len(buffers) - most_chosen)
-        self._beside = torch.cuda.Stream(buffers.device) if on_card else None
-        self._bringing = set[int]()  # rows of what may be on its way there
+            self._room -= min(_MOST_IN_FLIGHT, len(buffers) - most_chosen)
+        self._background_stream = torch.cuda.Stream(buffers.device) if on_card else None
+        self._in_background = set[int]()  # rows of what may be on its way there
         # While the host has the tables: buffers by owner, layer times width plus expert, the least recently used first,
         # and those of none; of the card's layers the numbers as they are fetched.
         self._cached: OrderedDict[int, int] | None = None
@@ -184,11 +184,11 @@ class ExpertPool:
 
     def end_pass(self) -> None:
         """End a pass: what follows on the current stream finds what is on its way."""
-        if not self._bringing:
+        if not self._in_background:
             return
-        if self._beside is not None:
-            torch.cuda.current_stream(self.buffers.device).wait_stream(self._beside)
-        self._bringing.clear()
+        if self._background_stream is not None:
+            torch.cuda.current_stream(self.buffers.device).wait_stream(self._background_stream)
+        self._in_background.clear()
 
     def enter(self, layer: int) -> None:
         """Begin a layer. In a pass that prefetches layers, what is enqueued from now on finds all of its experts."""
@@ -257,7 +257,7 @@ class ExpertPool:
             numbers[owner] = buffer
         for target, source in ((tables.owners, owners), (tables.used, used), (tables.buffers.view(-1), numbers)):
             target.copy_(source)
-        tables.kept.zero_()
+        tables.in_flight.zero_()
         self._cached = None
 
     def _prefetch_layer(self, row: int, *, keep: Collection[int]) -> None:
@@ -295,7 +295,7 @@ class ExpertPool:
             yield tables.buffers[row, : units.num_experts]
             return
         host, cpu = self._host[row], self.cpu if len(x) <= MOST_CPU_ROWS else None
-        if row in self._bringing:
+        if row in self._in_background:
             self.end_pass()
         if cpu is not None:
             cpu.fetch_rows(x)
@@ -307,29 +307,29 @@ class ExpertPool:
             )  # fmt: skip
             self._fetch(tables.fetched, tables.fetched_bytes, host)
             if cpu is not None and is_first:
-                self._bring(row)
+                self._fetch_in_background(row)
             self._is_placed = False
             yield tables.found[: units.num_experts]
         if cpu is not None:
             cpu.give_results(y)
 
-    def _bring(self, row: int) -> None:
-        """Copy what a layer has left to the CPU, beside what follows on the current stream."""
-        beside, tables = self._beside, self._tables
-        if beside is not None:
-            beside.wait_stream(torch.cuda.current_stream(self.buffers.device))
-        self._bringing.add(row)
-        with nullcontext() if beside is None else torch.cuda.stream(beside):
-            self._fetch(tables.brought[row], tables.brought_bytes[row], self._host[row], beside=True)
+    def _fetch_in_background(self, row: int) -> None:
+        """Copy what a layer has left to the CPU, while the current stream goes on."""
+        stream, tables = self._background_stream, self._tables
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.buffers.device))
+        self._in_background.add(row)
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            self._fetch(tables.background[row], tables.background_bytes[row], self._host[row], in_background=True)
             release_experts(tables, row)
 
     def _fetch(
-        self, experts: torch.Tensor, nbytes: torch.Tensor, host: torch.Tensor, *, beside: bool = False
+        self, experts: torch.Tensor, nbytes: torch.Tensor, host: torch.Tensor, *, in_background: bool = False
     ) -> None:  # fmt: skip
         """Copy experts of a layer as tables say, on the current stream."""
         if self._pace is not None:
             self._pace(nbytes, begins=True)
-        fetch_experts(experts, host, self.buffers, beside=beside)
+        fetch_experts(experts, host, self.buffers, in_background=in_background)
         if self._pace is not None:
             self._pace(nbytes)
 

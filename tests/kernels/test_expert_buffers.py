@@ -24,10 +24,10 @@ def wait() -> None:
 class Pool:
     """Buffers, and what is in them by one version of the operations."""
 
-    def __init__(self, version: str, buffers: int, kept: int = 0, share: float | None = None) -> None:
+    def __init__(self, version: str, buffers: int, most: int = 0, share: float | None = None) -> None:
         self.place, self.release, self.fetch = (getattr(ops, name + version) for name in NAMES)
         self.tables = ops.BufferTables.of(KERNEL_DEVICE, layers=LAYERS, experts=EXPERTS, buffers=buffers)
-        self.room = buffers - kept
+        self.room = buffers - most
         self.data = torch.zeros(buffers, BYTES + 16, dtype=torch.uint8, device=KERNEL_DEVICE)
         draw = torch.Generator().manual_seed(0)
         self.host = [
@@ -44,7 +44,7 @@ class Pool:
             self.cpu = ops.CpuShare(shares, credit, int32(2), int32(16 * CHOSEN), on_host(words))
 
     def rounds(self, layer: int, choices: torch.Tensor) -> set[int]:
-        """Go through a layer, and return whose results there are. What is brought is not there before `arrive`."""
+        """Go through a layer, and return whose results there are. What is in flight is not there before `arrive`."""
         given, done, tables, wanted = choices.to(KERNEL_DEVICE), set[int](), self.tables, {*choices.flatten().tolist()}
         for number in range(-(-min(EXPERTS, choices.numel()) // self.room)):
             self.place(
@@ -64,14 +64,14 @@ class Pool:
                 done |= asked
         return done
 
-    def brought(self, layer: int) -> dict[int, int]:
-        """The buffers of what a layer brings."""
-        experts, buffers = self.tables.brought[layer].tolist()
+    def in_background(self, layer: int) -> dict[int, int]:
+        """The buffers of what a layer fetches so."""
+        experts, buffers = self.tables.background[layer].tolist()
         return dict(zip(experts[1 : 1 + experts[0]], buffers[1 : 1 + experts[0]], strict=True))
 
     def arrive(self, layers: range) -> None:
         for layer in layers:
-            self.fetch(self.tables.brought[layer], self.host[layer], self.data)
+            self.fetch(self.tables.background[layer], self.host[layer], self.data)
             self.release(self.tables, layer)
         wait()
 
@@ -107,7 +107,9 @@ def test_all_that_is_wanted_comes(version: str, buffers: int, share: float | Non
         assert pool.rounds(layer, choices) == set(choices.flatten().tolist())
     counts = dict(zip(("rounds", "wanted", "found", "bytes", "asked"), pool.tables.counts.tolist(), strict=True))
     assert counts["wanted"] == sum(len(choices.unique()) for _, choices in drawn(1))
-    assert counts["bytes"] == BYTES * (counts["wanted"] - counts["found"] - counts["asked"])  # nothing is brought
+    assert counts["bytes"] == BYTES * (
+        counts["wanted"] - counts["found"] - counts["asked"]
+    )  # nothing in the background
     assert pool.tables.counts_host.tolist() == [*counts.values()]
     missing = counts["wanted"] - counts["found"]
     assert counts["asked"] == pytest.approx((share or 0.0) * missing, abs=1)
@@ -132,26 +134,26 @@ def test_the_least_recently_used_go(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["_reference", "_triton"])
-@pytest.mark.parametrize("kept", [3, 7])
-def test_what_the_cpu_computes_is_found_once_it_has_arrived(version: str, kept: int) -> None:
-    pool, found = Pool(version, 30, kept=kept, share=0.6), 0
+@pytest.mark.parametrize("most", [3, 7])
+def test_what_the_cpu_computes_is_found_once_it_has_arrived(version: str, most: int) -> None:
+    pool, found = Pool(version, 30, most=most, share=0.6), 0
     passes = drawn(3)
     for first in range(0, len(passes), LAYERS):
-        on_their_way = dict[int, int]()
+        in_flight = dict[int, int]()
         for layer, choices in passes[first : first + LAYERS]:
             assert pool.rounds(layer, choices) == set(choices.flatten().tolist())
-            on_their_way |= {buffer: layer * EXPERTS + expert for expert, buffer in pool.brought(layer).items()}
-            kept_now = (pool.tables.used == ops.NEVER).nonzero().flatten().tolist()
-            assert {*kept_now} == on_their_way.keys() and len(kept_now) == pool.tables.kept.item() <= kept
-            assert all(pool.tables.owners[buffer] == owner for buffer, owner in on_their_way.items())
+            in_flight |= {buffer: layer * EXPERTS + expert for expert, buffer in pool.in_background(layer).items()}
+            waiting = (pool.tables.used == ops.NEVER).nonzero().flatten().tolist()
+            assert {*waiting} == in_flight.keys() and len(waiting) == pool.tables.in_flight.item() <= most
+            assert all(pool.tables.owners[buffer] == owner for buffer, owner in in_flight.items())
         pool.arrive(range(LAYERS))
-        assert not (pool.tables.used == ops.NEVER).any() and pool.tables.kept.item() == 0
-        for buffer, owner in on_their_way.items():
+        assert not (pool.tables.used == ops.NEVER).any() and pool.tables.in_flight.item() == 0
+        for buffer, owner in in_flight.items():
             layer, expert = divmod(owner, EXPERTS)
             assert pool.tables.buffers[layer, expert] == buffer
             assert torch.equal(pool.data[buffer, :BYTES].cpu(), pool.host[layer][expert])
-        found += len(on_their_way)
-    assert found > kept
+        found += len(in_flight)
+    assert found > most
 
 
 def test_tickets_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
