@@ -20,16 +20,21 @@ import torch
 import torch.distributed as dist
 
 from offload_runtime.config import ServerConfig
+from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine import Conversation, Runtime
 from offload_runtime.errors import HostError, OptionError
+from offload_runtime.hardware import MachineProfile, profile_toml
 from offload_runtime.hosts.link import BUSY, FAILED, MORE, PASS, Message, Orders
 from offload_runtime.hosts.stage import RemoteStage, serve_passes
 from offload_runtime.plan.hosts import parse_network
 from offload_runtime.runners.model_runner import CapturedPasses, ModelRunner
 from offload_runtime.server.app import Server
+from offload_runtime.stream.copy_engine import CopyEngine
 from offload_runtime.weights.part import part_of
 from offload_runtime.weights.sources import open_checkpoint
-from tests.helpers.assembly import in_memory, make_runner, same
+from tests.helpers.assembly import HostKV, in_memory, make_runner, same
+from tests.helpers.engine import write_checkpoint
+from tests.helpers.families import family_model
 from tests.helpers.hosts import LOOPBACK, OtherRank, first_rank, free_port, rank_environment
 from tests.helpers.models import random_model
 from tests.test_cli_process import command, environment
@@ -60,7 +65,10 @@ def tokens(runtime: Runtime, prompts: list[str], **options: Any) -> list[list[in
     return [result.tokens for result in results]
 
 
-def compare(others: list[OtherRank], target: Path, device: str = "cpu", **options: Any) -> None:
+def compare(
+    others: list[OtherRank], target: Path, device: str = "cpu", *, profile: str | None = None, strides: int = 1,
+    **options: Any,
+) -> None:  # fmt: skip
     """Answers of several ranks are those of one: greedy and sampled, short and long prompts, one after the other and at
     once, and a turn that goes on from what the slots hold."""
 
@@ -73,7 +81,8 @@ def compare(others: list[OtherRank], target: Path, device: str = "cpu", **option
 
     with Runtime.load(target, device=device, max_batch=2, **options) as one:
         expected = answers(one)
-    with first_rank(others, target, device=device, max_batch=2, **options) as several:
+    with first_rank(others, target, device=device, max_batch=2, profile=profile, **options) as several:
+        assert strides_of(several) == strides
         assert answers(several) == expected
         assert several.engine.target.runner.captured is not None or device == "cpu"
     assert [one.ended() for one in others] == [""] * len(others)
@@ -102,6 +111,36 @@ def test_trees_of_a_draft_over_three_ranks(
     compare([*others, third], target, draft=draft, tree_nodes=16, resident_layers=1, dtype="bf16")
 
 
+@pytest.fixture(scope="module")
+def slow_link(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A machine whose link is so slow that nothing else takes any time, and whose layers are then dealt out in
+    strides."""
+    figures = MachineProfile(
+        "slow", "made up", gpus=1, ram_bytes=1 << 40, gpu_name="CPU", vram_bytes=1 << 40, link_gbps=1e-6,
+        hbm_gbps=1e6, tflops={"fp32": 1e6},
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("profiles") / "slow.toml"
+    path.write_text(profile_toml(figures))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def sixteen_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "deeper", num_layers=16, context=4096)
+
+
+def strides_of(runtime: Runtime) -> int:
+    return len(runtime.engine.target.runner.decoder.config.strides)
+
+
+@pytest.mark.slow
+def test_trees_of_a_draft_over_layers_in_strides(
+    others: list[OtherRank], sixteen_layers: Path, draft: Path, slow_link: str
+) -> None:
+    options = {"draft": draft, "tree_nodes": 16, "resident_layers": 0}
+    compare(others, sixteen_layers, profile=slow_link, strides=2, **options)
+
+
 @pytest.mark.slow
 def test_windows_that_slide_in_some_layers(others: list[OtherRank], windowed_target: Path) -> None:
     """Only the second of two layers has one, and the first rank has to know to where a sequence can be cut."""
@@ -123,15 +162,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "EAGLE-3": ("llama", {"draft": "eagle3", "gamma": 4, "tree_nodes": 12}, {"num_hidden_layers": 4}),
     "DFlash": ("llama", {"draft": "dflash", "gamma": 4, "tree_nodes": 12}, {"num_hidden_layers": 4}),
 }  # fmt: skip
+# Those of which the most is elsewhere, over layers that are streamed in strides.
+MANY = {"num_hidden_layers": 24, "layer_types": KINDS * 6}
+IN_STRIDES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "states and KV on the host": ("qwen3_5_text", {"draft": "ngram", "kv": "host"}, MANY),
+    "experts and states": ("qwen3_next", {"draft": "none", "expert_pool": 200_000}, MANY),
+    "MTP": ("qwen3_5_text", {"draft": "mtp", "gamma": 3, "tree_nodes": 0}, MANY),
+    "EAGLE-3": ("llama", {"draft": "eagle3", "gamma": 4, "tree_nodes": 12}, {"num_hidden_layers": 16}),
+}  # fmt: skip
 LONGER = [5 + (3 * i * i + i // 7) % 280 for i in range(300)]  # than a piece of a prompt, and a block
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", FAMILIES)
-def test_families(others: list[OtherRank], tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "strides"), [*((kind, 1) for kind in FAMILIES), *((kind, 2) for kind in IN_STRIDES)])
+def test_families(others: list[OtherRank], tmp_path: Path, slow_link: str, kind: str, strides: int) -> None:
     """With prompts of which a part is in a slot already. Heads, whose windows are given, take as many passes, too: they
     read the same."""
-    family, options, changes = FAMILIES[kind]
+    family, options, changes = FAMILIES[kind] if strides == 1 else IN_STRIDES[kind]
+    theirs = {} if strides == 1 else {"resident_layers": 0, "profile": slow_link}
     target, options = written_family(tmp_path, family, changes, options["draft"]), {**options}
     if (head := tmp_path / "head").exists():
         options["draft"] = str(head)
@@ -145,7 +193,8 @@ def test_families(others: list[OtherRank], tmp_path: Path, kind: str) -> None:
 
     with Runtime.load(target, device="cpu", max_batch=2, **options) as one:
         expected = answers(one)
-    with first_rank(others, target, max_batch=2, **options) as several:
+    with first_rank(others, target, max_batch=2, **options, **theirs) as several:
+        assert strides_of(several) == strides
         assert answers(several) == expected
     assert others[0].ended() == ""
 
@@ -163,7 +212,9 @@ def written_family(directory: Path, family: str, changes: dict[str, Any], draft:
     if draft == "mtp":
         return add_random_mtp(directory / "target", directory / "with a head")
     if draft == "eagle3":
-        Eagle3.of(model, taps=(1, 2, 4)).write(directory / "head")
+        Eagle3.of(model, taps=(1, 2, 4) if model.config.num_hidden_layers == 4 else (2, 6, 16)).write(
+            directory / "head"
+        )
     if draft == "dflash":
         stated = settings(open_checkpoint(directory / "target").config())
         write_dflash(directory / "head", stated, random_tensors(config_of(stated)))
@@ -186,11 +237,13 @@ def go_on(runtime: Runtime, path: Path, text: str) -> tuple[list[int], int]:
 
 
 def check_sessions(
-    groups: Sequence[list[OtherRank]], target: Path, directory: Path, device: str = "cpu", **options: Any
-) -> None:
+    groups: Sequence[list[OtherRank]], target: Path, directory: Path, device: str = "cpu", *,
+    profile: str | None = None, strides: int = 1, **options: Any,
+) -> None:  # fmt: skip
     """A conversation that one machine has begun goes on with other ranks, and on one again, as it does on one alone:
     with the same tokens, of which as few are read again."""
     alone, shared = directory / "alone", directory / "shared"
+    theirs = {} if profile is None else {"profile": profile, "resident_layers": 0}
     with Runtime.load(target, device=device, **options) as one:
         talk = one.conversation()
         turn(talk, LONG * 2)
@@ -199,7 +252,8 @@ def check_sessions(
         for others in groups:
             expected = [go_on(one, alone, text) for text in TEXTS]
             assert expected[0][1] > 512
-            with first_rank(others, target, device=device, **options) as several:
+            with first_rank(others, target, device=device, **options, **theirs) as several:
+                assert strides_of(several) == strides
                 assert [go_on(several, shared, text) for text in TEXTS[:2]] == expected[:2]
             assert [rank.ended() for rank in others] == [""] * len(others)
             assert go_on(one, shared, TEXTS[2]) == expected[2]
@@ -218,6 +272,14 @@ def test_sessions_go_from_one_process_on_a_gpu_to_two_and_back(
     """All on one card."""
     options: dict[str, Any] = {"device": "cuda:0", "vram": "4GB", "dtype": "bf16", "host_timeout_s": 60.0}
     check_sessions([others], windowed_target, tmp_path, draft="ngram", **options)
+
+
+@pytest.mark.slow
+def test_sessions_of_layers_in_strides(others: list[OtherRank], tmp_path: Path, slow_link: str) -> None:
+    """Which lie elsewhere than on one machine, and in blocks where it has them."""
+    family, options, changes = IN_STRIDES["MTP"]
+    target = written_family(tmp_path, family, {**changes, "max_position_embeddings": 2048}, options["draft"])
+    check_sessions([others], target, tmp_path, profile=slow_link, strides=2, **options)
 
 
 @pytest.mark.slow
@@ -261,8 +323,8 @@ def test_what_slots_lose_comes_back_to_all_ranks(
 
 
 class Reaching:
-    """A stage that does something where it has some of a prompt, before a row of an answer, or when it has saved or
-    restored a block."""
+    """A stage that does something where it has some of a prompt, before a row of an answer, behind a stride, or when it
+    has saved or restored a block."""
 
     def __init__(self, stage: Any, when: str, act: Callable[[], None]) -> None:
         self._stage, self._when, self._act = stage, when, act
@@ -271,6 +333,11 @@ class Reaching:
     def _reach(self, when: str) -> None:
         if when == self._when:
             self._act()
+
+    def run_stride(self, number: int, batch: Any, committed: Any, residuals: Iterator[Any]) -> Any:
+        found = self._stage.run_stride(number, batch, committed, residuals)
+        self._reach("stride")
+        return found
 
     def run(self, batch: Any, committed: Any, residuals: Iterator[Any], num_kept: int) -> Any:
         def some() -> Iterator[Any]:
@@ -291,11 +358,15 @@ class Reaching:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["prefill", "decode", "save"])
-def test_a_session_outlives_a_rank(others: list[OtherRank], target: Path, tmp_path: Path, when: str) -> None:
+@pytest.mark.parametrize("when", ["prefill", "decode", "save", "stride"])
+def test_a_session_outlives_a_rank(
+    others: list[OtherRank], target: Path, sixteen_layers: Path, slow_link: str, tmp_path: Path, when: str
+) -> None:
     """Whenever that is killed, which is named: what was saved last is whole, and others go on from it."""
-    path, other = tmp_path / "chat", OtherRank()
-    with first_rank([other], target, draft="none") as several:
+    path, other, theirs = tmp_path / "chat", OtherRank(), dict[str, Any]()
+    if when == "stride":
+        target, theirs = sixteen_layers, {"profile": slow_link, "resident_layers": 0}
+    with first_rank([other], target, draft="none", **theirs) as several:
         talk, runner = several.conversation(), several.engine.target.runner
         turn(talk, LONG)
         talk.save(path)
@@ -446,7 +517,7 @@ class End:
         self._out.put((Message(kind, says, torch.cat([torch.empty(0, dtype=torch.uint8), *rows])), is_received))
         is_received.wait()
 
-    beats = at_work = nullcontext  # who waits here waits for ever
+    beats = at_work = at_rest = nullcontext  # who waits here waits for ever
 
     def receive(self) -> Message:
         message, is_received = self._back.get()
@@ -484,6 +555,60 @@ def test_captured_parts_say_what_a_whole_model_says(device: dict[str, Any]) -> N
         assert (one.runner.captured is not None and one.runner.captured.graphs.num_graphs > 3) or not device
         one.close()
     whole.close()
+
+
+@pytest.mark.parametrize("host_kv", [None, HostKV()], ids=["KV here", "KV on the host"])
+@pytest.mark.parametrize("layers", [[(0, 3), (1, 4), (2, 5)], [(0, 1, 4), (2, 3, 5)]], ids=["three", "two"])
+def test_strides_say_what_a_whole_model_says(layers: list[tuple[int, ...]], host_kv: HostKV | None) -> None:
+    """In passes over windows and trees of several sequences. One was given up between two strides, of which the other
+    ranks hear by the next one."""
+    source, passes = in_memory(family_model("llama", 1, num_hidden_layers=6)), random_passes(3)[:8]
+    whole, *parts = (
+        make_runner(one, capacity_tokens=400, buffers=2, host_kv=host_kv)
+        for one in (source, *(part_of(source, own) for own in layers))
+    )
+    expected = play(whole.runner, passes, (300, 9, 1))[: len(passes)]
+    with served([one.runner for one in parts]):
+        first = parts[0].runner
+        stage = first.following
+        first.following = cast(Any, Reaching(stage, "stride", lambda: signal.raise_signal(signal.SIGINT)))
+        for batch in (Batch(prompts={0: [5] * 70}), Batch(passes[0])):
+            with pytest.raises(KeyboardInterrupt):
+                first.forward(batch)
+        first.following = stage
+        assert all(map(same, play(first, passes, (300, 9, 1))[: len(passes)], expected))
+    for one in (whole, *parts):
+        one.close()
+
+
+class Elsewhere:
+    """Layers of other machines that do nothing, and note what a ring has brought by the time that rows are there."""
+
+    def __init__(self, engine: CopyEngine) -> None:
+        self._engine, self.brought_bytes = engine, list[int]()
+
+    def run_stride(self, number: int, batch: Batch, committed: Any, residuals: Iterator[Any]) -> torch.Tensor:
+        rows = torch.cat([*residuals])
+        self._engine.drain()
+        self.brought_bytes.append(self._engine.bytes_copied)
+        return rows
+
+    def run(self, batch: Any, committed: Any, residuals: Iterator[Any], num_kept: int) -> Any:
+        return self.run_stride(0, batch, committed, residuals), []
+
+
+def test_the_link_brings_a_ring_whenever_rows_are_elsewhere() -> None:
+    """So of six layers in three strides, with two buffers, all come meanwhile, and of consecutive ones two."""
+    source, found = in_memory(family_model("llama", 1, num_hidden_layers=12)), list[list[int]]()
+    for layers in ((0, 1, 4, 5, 8, 9), range(6)):
+        one = make_runner(part_of(source, layers), buffers=2)
+        one.runner.following = stage = Elsewhere(one.engine)
+        for _ in range(2):
+            one.runner.forward(Batch({0: TokenTree((5,))}))
+        layer_bytes = one.weights.block(0).nbytes
+        found.append([nbytes // layer_bytes for nbytes in stage.brought_bytes])
+        one.close()
+    assert found == [[4, 6, 8, 10, 12, 14], [8, 14]]
 
 
 @contextmanager

@@ -116,9 +116,23 @@ def test_machines_that_share_a_model() -> None:
     assert fast["plain_tok_per_s"] > 1.8 * fast["alone_tok_per_s"]
     assert slow["pass_s"] - fast["pass_s"] == pytest.approx(slow["network_s"] - fast["network_s"])
     assert slow["network_s"] > 8 * 4096 * 2 * 2 / 12.5e6
-    assert [one["model_layers"] for one in fast["machines"]] == [[0, 15], [15, 32]]
+    assert [one["model_layers"] for one in fast["machines"]] == [[[0, 15]], [[15, 32]]]
     large = plan_for("llama-3.1-70b", *two, "2.5Gb", "--draft", "ngram")
     assert "Fits on 2 machines" in large.stdout and "alone it does not fit" in large.stdout
+    assert re.search(r"dealt out in \d strides", large.stdout)
+
+
+def test_layers_are_dealt_out_in_strides_where_links_idle_otherwise() -> None:
+    """As long as the rows are faster on their way than layers over a link."""
+    options = ("llama-3.1-70b", "--draft", "ngram", "--profile", "rtx4090", "--profile", "rtx4090", "--json")
+    fast, slow = (json.loads(plan_for(*options, "--network", network).stdout) for network in ("10Gb", "0.1Mb"))
+    assert fast["pass_s"] < 0.65 * fast["pass_in_one_stride_s"] and slow["strides"] == 1
+    first, second = (one["model_layers"] for one in fast["machines"])
+    assert len(first) == len(second) == fast["strides"] and first[0][0] == 0 and second[-1][1] == 80
+    assert [end for one in zip(first, second, strict=True) for _, end in one][:-1] == [
+        start for one in zip(first, second, strict=True) for start, _ in one
+    ][1:]
+    assert max(one["pass"]["link_s"] for one in fast["machines"]) == pytest.approx(fast["pass_s"])
 
 
 @pytest.mark.parametrize(("options", "said"), [

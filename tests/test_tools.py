@@ -211,7 +211,7 @@ def test_two_ranks_are_set_beside_one_card(tmp_path: Path, capsys: pytest.Captur
     found = printed(capsys)
     assert found == json.loads((tmp_path / "hosts.json").read_text())
     hosts, one = found["parts"]["hosts"], found["parts"]["one"]
-    assert hosts["layers"] == [[0, 1], [1, 2]] and all(seconds > 0 for seconds in hosts["round_trip_s"].values())
+    assert hosts["layers"] == [[[0, 1]], [[1, 2]]] and all(seconds > 0 for seconds in hosts["round_trip_s"].values())
     for what, count in (("plain", 1), ("at once", 2)):
         assert hosts[what]["tokens"] == one[what]["tokens"] and len(one[what]["tokens"]) == count
     assert hosts["script"]["identical_to_plain"] and hosts["script"]["tokens_per_pass"] == 2

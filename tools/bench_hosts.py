@@ -7,8 +7,9 @@
 Starts two ranks by torchrun, which reach each other over `--interface`, and then one process by itself (`--parts`).
 Each draws the same random weights. Measured are how long rows take there and back, on the host alone; plain answers;
 those of a script that has `--accepted` tokens a pass right, which is what a draft of that acceptance is worth; and
-`--requests` at once. Predicted is with the figures of the cards that are here, and the link of the one that is
-emulated. Messages are as long as a 70B's: 16 KiB are a row of it.
+`--requests` at once. Where both stream, layers are in as many strides as the first rank has chosen. Predicted is with
+the figures of the cards that are here, and the link of the one that is emulated. Messages are as long as a 70B's:
+16 KiB are a row of it.
 
 What a part has measured is written to `--out` as it goes; a part that fails, or takes longer than `--timeout`, costs
 the others nothing. Prints a table, each claim with its verdict, then one JSON line; exit code 1 when a claim is missed
@@ -47,6 +48,7 @@ from offload_runtime.hardware import MachineProfile
 from offload_runtime.hosts import started_as_one_of_several
 from offload_runtime.hosts.group import HostGroup
 from offload_runtime.hosts.measure import answer_round_trips, measure_round_trips
+from offload_runtime.models.part import consecutive
 from offload_runtime.options import require
 from offload_runtime.params import SamplingParams
 from offload_runtime.plan.hosts import SharedPlan, plan_shared, shared_request
@@ -130,18 +132,19 @@ class Part:
         config, begun_s = config_of(options), time.perf_counter()
         assert isinstance(config.target, CheckpointSource)
         with Runtime.from_config(config) as runtime:
-            layers = None if runtime.engine.shares is None else runtime.engine.shares.layers
+            shares = runtime.engine.shares
+            layers = None if shares is None else [consecutive(own) for own in shares.layers]
             self.note(
                 placement=runtime.placement, load_report=runtime.load_report, loaded_s=time.perf_counter() - begun_s,
-                layers=None if layers is None else [[one.start, one.stop] for one in layers],
+                layers=None if layers is None else as_pairs(layers),
                 **provenance(*runtime.devices, commit=options.commit),
             )  # fmt: skip
             self._answer(runtime, prompts_of(options, config.target))
             shared, captured = planned(config, runtime, network), runtime.engine.target.runner.captured
             self.note(captured_passes=0 if captured is None else captured.graphs.num_graphs)
         if shared is not None:
-            planned_layers = [[one.start, one.stop] for one in shared.layers]
-            self.note(predicted_tok_per_s=predicted(shared, options), planned_layers=planned_layers)
+            self.note(predicted_tok_per_s=predicted(shared, options), planned_layers=as_pairs(shared.layer_ranges))
+            self.note(predicted_pass_s=shared.pass_s(), predicted_pass_in_one_stride_s=shared.pass_s(strides=1))
         write_report(self.found, self._out)
 
     def _answer(self, runtime: Runtime, prompts: Sequence[list[int]]) -> None:
@@ -167,6 +170,11 @@ class Part:
         answer = self.found["plain"]["tokens"][0]
         how = {"repeats": _REPEATS, "accepted": options.accepted, "window": options.window}
         self.note(script=scripted(runtime, prompts[0], answer, sampling, **how))
+
+
+def as_pairs(layers: Sequence[Sequence[range]]) -> list[list[list[int]]]:
+    """Of each rank where layers that follow one another begin and end."""
+    return [[[one.start, one.stop] for one in own] for own in layers]
 
 
 def planned(config: RuntimeConfig, runtime: Runtime, network_bytes_per_s: float) -> SharedPlan | None:

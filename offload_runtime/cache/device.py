@@ -83,7 +83,8 @@ class KVCache:
         }
         # Of every sequence the end of what was ever written, and the first block that was restored in layers of these.
         self._written, self._restored_from = [0] * batch, [0] * batch
-        self._saved_layers = {layer for layer in config.all_attentions if layer >= 0}  # of whole blocks
+        # Of whole blocks, which the first of several machines is given of all.
+        self._saved_layers = {layer for layer in config.all_attentions if layer >= 0 or config.has_ends}
         self._owners = owners or (0,) * config.num_layers
         self.capacity_tokens = capacity_tokens
         self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS

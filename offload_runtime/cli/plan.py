@@ -109,12 +109,12 @@ def shared_lines(shared: SharedPlan, alone_tok_per_s: float | None, network: str
     requests = f" of {shared.target.batch} requests together" if shared.target.batch > 1 else ""
     wait, tokens = f"{shared.first_token_s:.2g}", shared.target.context_tokens
     alone = "it does not fit" if alone_tok_per_s is None else f"about {rounded(alone_tok_per_s)} tokens/s"
-    pass_ms, network_ms = 1e3 * shared.pass_s(), 1e3 * shared.network_s(shared.target.batch, shared.target.batch)
+    pass_ms, network_ms = 1e3 * shared.pass_s(), 1e3 * shared.pass_network_s()
     table = _table("machine", "layers", "resident", "streamed a pass", "card", "RAM", "pass, ms")
-    each = zip(shared.machines, shared.plans, shared.layers, shared.passes(), strict=True)
+    each = zip(shared.machines, shared.plans, shared.layers_in_words, shared.passes(), strict=True)
     for machine, plan, layers, own in each:
         table.add_row(
-            machine.name, f"{layers.start} to {layers.stop - 1}", str(len(plan.placement.resident_layers)),
+            machine.name, layers, str(len(plan.placement.resident_layers)),
             format_bytes(own.bytes_streamed), format_bytes(plan.device_bytes), format_bytes(plan.host_bytes),
             f"{1e3 * own.seconds:.3g}",
         )  # fmt: skip
@@ -122,22 +122,28 @@ def shared_lines(shared: SharedPlan, alone_tok_per_s: float | None, network: str
         f"Fits on {len(shared.plans)} machines. About {rounded(best)} tokens/s{requests}, {rounded(plain)} plain; "
         f"first token after {wait} s at {tokens} tokens.",
         f"Of a plain pass of {pass_ms:.3g} ms rows are on the way for {network_ms:.2g} ms ({network} a second).",
+        *([] if shared.strides == 1 else [
+            f"Layers are dealt out in {shared.strides} strides, so that links are busy while others compute: in one, a "
+            f"pass would take {1e3 * shared.pass_s(strides=1):.3g} ms."
+        ]),
         f"On the first machine alone {alone}.", "", table,
     ]  # fmt: skip
 
 
 def shared_record(shared: SharedPlan, alone_tok_per_s: float | None) -> dict[str, Any]:
     """Return what `--json` prints of a model that machines share."""
-    each = zip(shared.machines, shared.plans, shared.layers, shared.passes(), strict=True)
+    each = zip(shared.machines, shared.plans, shared.layer_ranges, shared.passes(), strict=True)
     return {
         "fits": True, "plain_tok_per_s": shared.plain_tok_per_s, "usual_tok_per_s": shared.usual_tok_per_s,
         "alone_tok_per_s": alone_tok_per_s, "first_token_s": shared.first_token_s, "batch": shared.target.batch,
         "context_tokens": shared.target.context_tokens, "pass_s": shared.pass_s(),
-        "network_s": shared.network_s(shared.target.batch, shared.target.batch),
+        "network_s": shared.pass_network_s(), "strides": shared.strides,
+        "pass_in_one_stride_s": shared.pass_s(strides=1),
         "machines": [
             memory_record(plan)
-            | {"profile": machine.name, "pass": _pass_record(own), "model_layers": [layers.start, layers.stop]}
-            for machine, plan, layers, own in each
+            | {"profile": machine.name, "pass": _pass_record(own)}
+            | {"model_layers": [[one.start, one.stop] for one in ranges]}
+            for machine, plan, ranges, own in each
         ],
     }  # fmt: skip
 

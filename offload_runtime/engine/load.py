@@ -159,8 +159,8 @@ def load_runtime(
     if num_ranks(config.interface) == 1:
         return _load_here(config, on_progress=on_progress, on_plan=on_plan, check=check)
     require(own_rank() == 0, "the first rank alone answers: the others have layers for it (`serve_own_layers`)")
-    shares = _share(config)
-    return load_first(shares, partial(_load_here, on_progress=on_progress, check=check), on_plan)
+    load = partial(_load_here, on_progress=on_progress, check=check)
+    return load_first(_share(config), load, on_plan, lambda plan: planned_figures(plan) or common_figures())
 
 
 def serve_own_layers(

@@ -2,7 +2,8 @@
 rank and the others load theirs.
 
 The first rank plans as if its own layers were all of the model, and what is the same for all is what it has planned:
-context, requests at once, rows of a window. Each of the others plans its layers with its own memory.
+context, requests at once, rows of a window. Each of the others plans its layers with its own memory. Where the first
+one's are streamed it plans again, if all are predicted to be faster in strides.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,15 +21,28 @@ import torch
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine.engine import Engine
 from offload_runtime.errors import HostError, OffloadError
+from offload_runtime.hardware import MachineProfile
 from offload_runtime.hardware.bench import read_host_info
 from offload_runtime.hosts.group import HostGroup, own_card
 from offload_runtime.hosts.link import DONE, FAILED, LOAD, Link, Orders
+from offload_runtime.hosts.measure import answer_echoes, round_trip_s
 from offload_runtime.hosts.shares import Shares, require_same
 from offload_runtime.hosts.stage import RemoteStage, error_text, serve_passes, streams_for
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.part import PartConfig
+from offload_runtime.models.part import PartConfig, in_words
 from offload_runtime.options import require
-from offload_runtime.plan.hosts import deal, request_of_stage, shared_request, sizes_of
+from offload_runtime.plan import cost
+from offload_runtime.plan.hosts import (
+    are_models,
+    best_strides,
+    deal,
+    pass_seconds,
+    request_of_stage,
+    shared_request,
+    sizes_behind,
+    sizes_of,
+    usual_rows,
+)
 from offload_runtime.plan.sizes import DTYPE_NAMES, RunPlan, resolve_dtype
 from offload_runtime.sizes import counted
 from offload_runtime.stream.device import device_memory_in_use, resolve_device
@@ -40,6 +55,14 @@ _SAME = {
     "version": "version of offload-runtime", "torch": "version of torch", "device": "device",
     "dtype": "element type (--dtype)", "model": "file of the target",
 }  # fmt: skip
+
+
+class _InStridesError(Exception):
+    """The layers of all ranks are to be dealt out in so many `strides`."""
+
+    def __init__(self, strides: int) -> None:
+        super().__init__()
+        self.strides = strides
 
 
 class LoadPart(Protocol):
@@ -65,14 +88,15 @@ def _check_model(config: ModelConfig, ranks: int) -> None:
     require(config.num_layers >= ranks, f"{many}, and each needs one: start fewer")
 
 
-def _check_shares(config: ModelConfig, dealt: Sequence[range], group: HostGroup) -> None:
+def _check_shares(config: ModelConfig, dealt: Sequence[Sequence[int]], group: HostGroup) -> None:
     """Refuse shares of a hybrid's layers that are not models by themselves. Raises `OptionError`."""
-    # The first rank says to where sequences are cut, which states decide.
+    if are_models(config, dealt):
+        return
     deltas, first = config.deltas, dealt[0]
     has_states = not deltas or min(deltas) in first
     require(has_states, f"layer {min(deltas, default=0)} has states, and rank 0 ends before: give it more memory")
     for rank, own in enumerate(dealt):
-        what = f"{group.name(rank)} has layers {own.start} to {own.stop - 1}, all of which have states alone"
+        what = f"{group.name(rank)} has layers {in_words(own)}, all of which have states alone"
         remedy = "give it more memory, or start fewer ranks"
         require(not config.attentions.keys().isdisjoint(own), f"{what}, and needs one with keys and values: {remedy}")
 
@@ -106,14 +130,20 @@ def share_layers(config: RuntimeConfig, source: CheckpointSource) -> Shares:
             }
         )
         require_same(facts, _SAME)
-        dealt = deal(source.layout(dtype).layer_bytes, [one["free_bytes"] for one in facts])
-        _check_shares(source.config(), dealt, group)
+        layer_bytes = source.layout(dtype).layer_bytes
+        free_bytes = [one["free_bytes"] for one in facts]
+        _check_shares(source.config(), deal(layer_bytes, free_bytes), group)
     except BaseException as error:
         group.say_end(str(error) or type(error).__name__)
         group.close()
         raise
-    config = replace(config, target=part_of(source, dealt[group.rank]))
-    return Shares(group, dealt, config, in_use, facts)
+
+    def in_strides(strides: int) -> Shares:
+        layers = deal(layer_bytes, free_bytes, strides)
+        own = replace(config, target=part_of(source, layers[group.rank]))
+        return Shares(group, layers, own, in_use, facts, layer_bytes, in_strides)
+
+    return in_strides(1)
 
 
 def _code() -> str:
@@ -152,8 +182,12 @@ def _free_bytes(config: RuntimeConfig, device: torch.device, in_use: Mapping[str
     return int(about.total_memory) - in_use.get(f"GPU-{about.uuid}", 0)
 
 
-def load_first(shares: Shares, load: LoadPart, on_plan: Callable[[RunPlan], None] | None) -> Engine:
-    """Load the first rank's layers while the others load theirs. Closing the engine's resources ends them.
+def load_first(
+    shares: Shares, load: LoadPart, on_plan: Callable[[RunPlan], None] | None,
+    figures: Callable[[RunPlan], MachineProfile],
+) -> Engine:  # fmt: skip
+    """Load the first rank's layers while the others load theirs. Closing the engine's resources ends them. The
+    `figures` are those of the machine, to predict plans with.
 
     Raises:
         HostError: Another rank has ended, or its layers do not fit there.
@@ -161,7 +195,11 @@ def load_first(shares: Shares, load: LoadPart, on_plan: Callable[[RunPlan], None
     """
     group, orders = shares.group, Orders(Link(shares.group, 1, shares.group.timeout_s))
     try:
-        engine = _load_before(shares, load, orders, on_plan)
+        try:
+            engine = _load_before(shares, load, orders, on_plan, figures=figures)
+        except _InStridesError as error:
+            shares = shares.in_strides(error.strides)
+            engine = _load_before(shares, load, orders, on_plan)
     except BaseException as error:
         group.say_end(f"it could not load its layers ({error})" if isinstance(error, OffloadError) else "stopped")
         orders.close()
@@ -176,17 +214,20 @@ def load_first(shares: Shares, load: LoadPart, on_plan: Callable[[RunPlan], None
 
 def _load_before(
     shares: Shares, load: LoadPart, orders: Orders, on_plan: Callable[[RunPlan], None] | None,
-    order: Mapping[str, Any] | None = None,
+    order: Mapping[str, Any] | None = None, figures: Callable[[RunPlan], MachineProfile] | None = None,
 ) -> Engine:  # fmt: skip
     """Load a rank's layers, and let the ranks behind do so, as soon as these are planned; wait for them, too. The
-    `order` is the first rank's; None: this is the first, and makes it."""
+    `order` is the first rank's; None: this is the first, and makes it, unless by its `figures` all would be faster in
+    strides. Raises `_InStridesError` then."""
     first_plan = dict[str, Any]()
 
     def planned(plan: RunPlan) -> None:
         own = order or sizes_of(plan)
         if not first_plan:  # and not planned again, without what cannot be coded
+            if figures is not None and (strides := _best_strides(shares, orders, plan, figures(plan))) > 1:
+                raise _InStridesError(strides)
             first_plan.update(own)
-            orders.ask(LOAD, own)
+            orders.ask(LOAD, sizes_behind(own, plan.target.config))
         assert first_plan == own
         if on_plan is not None:
             on_plan(plan)
@@ -194,6 +235,18 @@ def _load_before(
     engine = load(shares.config, on_plan=planned, in_use=shares.in_use)
     orders.next_answer()
     return engine
+
+
+def _best_strides(shares: Shares, orders: Orders, plan: RunPlan, machine: MachineProfile) -> int:
+    """Return in how many strides layers are best dealt out by what the first rank has planned for consecutive ones, of
+    which all stream as large a share, and by how long rows take to the next rank and back."""
+    if not plan.streamed_bytes:
+        return 1
+    target, rows = plan.target, usual_rows(plan)
+    trip_s = round_trip_s(orders, target.batch * rows * target.config.hidden_size * target.dtype.itemsize)
+    passes = [cost.full_pass(plan, machine, rows=rows)] * shares.group.size
+    seconds = partial(pass_seconds, passes, (shares.group.size - 1) * trip_s)
+    return best_strides(target.config.complete, shares.layer_bytes, shares.free_bytes, seconds)
 
 
 def serve_layers(shares: Shares, load: LoadPart, say: Callable[[str], None]) -> None:
@@ -210,10 +263,11 @@ def serve_layers(shares: Shares, load: LoadPart, say: Callable[[str], None]) -> 
     group = shares.group
     before = Link(group, group.rank - 1, None)
     orders = Orders(Link(group, group.rank + 1, group.timeout_s)) if group.rank + 1 < group.size else None
-    order = before.receive()
+    order = answer_echoes(before)
     if order.kind != LOAD:  # the first rank was stopped before it had planned
         before.send(DONE, {})
         raise HostError(f"{before.peer_name} has ended before it had layers for this one: start all ranks again")
+    shares = shares.in_strides(order.says["strides"])
     config = request_of_stage(shares.config, order.says)
     try:
         engine = _load_behind(replace(shares, config=config), load, before, orders, order.says)

@@ -341,7 +341,8 @@ def load_models(
     runner, draft = target.runner, None
     if draft_source and plan.draft:
         draft = load(draft_source, plan.draft, cards[:1], name="draft", lender=target)
-        runner.taps = draft.runner.decoder.taps
+        if (taps := draft.runner.decoder.taps) is not None:
+            runner.taps = replace(taps, layers=tuple(map(plan.target.config.own_number, taps.layers)))
     if on_gpu and plan.captured_bytes and not runner.streamer.num_streamed:
         runner.captured = CapturedPasses(runner.decoder, runner.streamer, runner.cache, runner.rope, runner.taps)
     return target, draft and replace(draft, shared=shared)

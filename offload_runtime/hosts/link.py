@@ -1,7 +1,8 @@
 """What two neighbouring ranks say to each other: orders there and answers back, each a head and a body. The rows of a
 pass come in parts: the first one with the order, and each further one as `ROWS`, unless the pass is `CUT`, when the
-receiver asks for `MORE`. So who has given an order always listens until it is answered: gloo's sends wait for their
-receiver, and one that waited for a rank that computes would hear neither that it is busy nor that it has failed.
+receiver asks for `MORE`. Where layers are in strides a `PASS` is an order about the first one, and each further one is
+a `STRIDE`. So who has given an order always listens until it is answered: gloo's sends wait for their receiver, and one
+that waited for a rank that computes would hear neither that it is busy nor that it has failed.
 
 A head is three integers; a body is JSON and then rows, as bytes. Nothing of it is ever run or unpickled. What a head
 has room for of a body comes with it: the rest waits until its receiver has said that it is ready. One that is at work
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from offload_runtime.errors import HostError
 from offload_runtime.hosts.group import HostGroup
 
-LOAD, PASS, MORE, ROWS, CUT, QUIT, BUSY, DONE, FAILED, ECHO, SAVE, MAKE_ROOM, RESTORE = range(13)
+LOAD, PASS, STRIDE, MORE, ROWS, CUT, QUIT, BUSY, DONE, FAILED, ECHO, SAVE, MAKE_ROOM, RESTORE = range(14)
 _BEAT_S = 1.0
 _FOR_EVER = timedelta(days=3650)  # for who waits for orders
 _MOST_BYTES = 1 << 40
@@ -123,6 +124,16 @@ class Link:
         finally:
             with self._sending:
                 self._is_at_work = False
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Be not at work while within, in the middle of it: the neighbour is answered, and listens no more."""
+        with self._sending:
+            self._is_at_work = False
+        try:
+            yield
+        finally:
+            self._is_at_work = True
 
     def _failure(self, error: RuntimeError) -> HostError:
         """Return the error for a neighbour that has ended, by what it has said last, or is not heard from."""

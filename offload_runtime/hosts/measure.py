@@ -8,10 +8,11 @@ import time
 import torch
 
 from offload_runtime.hosts.group import HostGroup
-from offload_runtime.hosts.link import DONE, ECHO, QUIT, Link
+from offload_runtime.hosts.link import DONE, ECHO, QUIT, Link, Message, Orders
 
 # One row of a 70B in 16 bits, a window of 16, a tree of 256, and a prompt of 4096; and how often each is sent.
 _SENT = {16 << 10: 50, 256 << 10: 50, 4 << 20: 10, 64 << 20: 3}
+_TRIALS = 3  # before a run loads
 
 
 def measure_round_trips(group: HostGroup) -> dict[int, dict[int, float]]:
@@ -33,9 +34,26 @@ def measure_round_trips(group: HostGroup) -> dict[int, dict[int, float]]:
     return found
 
 
+def round_trip_s(orders: Orders, nbytes: int) -> float:
+    """Return the seconds that so many bytes take to the next rank and back, where it has nothing else to do yet. Raises
+    `HostError`."""
+    rows, seconds = torch.zeros(nbytes, dtype=torch.uint8), list[float]()
+    for _ in range(_TRIALS):
+        begun_s = time.perf_counter()
+        orders.ask(ECHO, {}, rows)
+        seconds.append(time.perf_counter() - begun_s)
+    return min(seconds)
+
+
 def answer_round_trips(group: HostGroup) -> None:
     """Send back what the first rank sends until it ends this. Raises `HostError`."""
     link = Link(group, 0, None)
+    answer_echoes(link)
+    link.send(DONE, {})
+
+
+def answer_echoes(link: Link) -> Message:
+    """Send back what the rank before sends until it gives another order, which is returned. Raises `HostError`."""
     while (order := link.receive()).kind == ECHO:
         link.send(DONE, {}, [order.rows])
-    link.send(DONE, {})
+    return order

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import OptionError
 from offload_runtime.hosts.group import HostGroup
+from offload_runtime.models.part import in_words
 from offload_runtime.sizes import counted, format_bytes
 
 
@@ -18,23 +19,32 @@ class Shares:
 
     Attributes:
         group: Of the ranks.
-        layers: By rank.
+        layers: By rank, in ascending order.
         config: Of what this rank loads.
         in_use: Of its GPUs, before it touched any.
         facts: What each rank has said of itself.
+        layer_bytes: Of the whole model, each.
+        in_strides: Returns the same with layers dealt out in so many strides.
     """
 
     group: HostGroup
-    layers: Sequence[range]
+    layers: Sequence[Sequence[int]]
     config: RuntimeConfig
     in_use: Mapping[str, int]
     facts: Sequence[Mapping[str, Any]]
+    layer_bytes: Sequence[int]
+    in_strides: Callable[[int], Shares]
+
+    @property
+    def free_bytes(self) -> list[int]:
+        """Return what each rank has for layers."""
+        return [one["free_bytes"] for one in self.facts]
 
     @property
     def in_words(self) -> str:
         """Say who has what."""
         each = (
-            f"{counted(len(layers), 'layer')} ({layers.start} to {layers.stop - 1}) on {self.group.name(rank)}, "
+            f"{counted(len(layers), 'layer')} ({in_words(layers)}) on {self.group.name(rank)}, "
             f"{one['device']} with {format_bytes(one['free_bytes'])}"
             for rank, (layers, one) in enumerate(zip(self.layers, self.facts, strict=True))
         )

@@ -2,9 +2,9 @@
 one message.
 
 A `RemoteStage` is what a runner sees of the ranks behind it. There `serve_passes` runs the same passes through layers
-of its own, which may have another `RemoteStage` behind them. The slots of all ranks hold the same tokens: an order says
-what was committed since the last one. Saved blocks are those of one machine: of each the first rank asks for the layers
-that are not its own, or sends them.
+of its own, which may have another `RemoteStage` behind them. Where the layers of all are in strides, rows go there and
+back for each. The slots of all ranks hold the same tokens: an order says what was committed since the last one. Saved
+blocks are those of one machine: of each the first rank asks for the layers that are not its own, or sends them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from offload_runtime.hosts.link import (
     RESTORE,
     ROWS,
     SAVE,
+    STRIDE,
     Link,
     Message,
     Orders,
 )
-from offload_runtime.models.part import PartConfig
 from offload_runtime.runners.model_runner import HiddenTaps, ModelRunner, RowsDecoder
 from offload_runtime.stream.device import current_device
 
@@ -51,7 +51,7 @@ class RemoteStage:
         self._orders, self._cache = orders, runner.cache
         self._paths = dict[int, list[int]]()  # of slots, since the last order
         self._like, self._width = runner.decoder.final_norm, runner.decoder.config.hidden_size
-        self._num_layers = runner.decoder.num_layers
+        self._own = runner.decoder.config
         runner.cache.on_path = self._commit
         runner.following = self
 
@@ -62,17 +62,31 @@ class RemoteStage:
         self, batch: Batch, committed: Sequence[int], residuals: Iterable[torch.Tensor], num_kept: int
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Take a pass through them, as `NextStage.run` says. Raises `HostError`."""
-        parts = map(_to_bytes, residuals)
-        first = next(parts)  # where this fails no order leaves, and the next one has these paths
-        says = {
-            **self._news(dict(zip(batch.slots, committed, strict=True))),
-            "trees": [[slot, tree.parents] for slot, tree in batch.trees.items()],
-            "prompts": [[slot, len(tokens)] for slot, tokens in batch.prompts.items()],
-        }
-        answer = self._orders.ask(PASS, says, first, parts)
-        found, num_rows = _from_bytes(answer.rows, self._like.dtype, self._width), _num_rows(says)
+        found = self._pass(len(self._own.strides) - 1, batch, committed, residuals)
+        num_rows = _num_rows(batch)
         decisive, *kept = found.split([len(found) - num_kept * num_rows, *[num_rows] * num_kept])
         return decisive.to(self._like.device), kept
+
+    def run_stride(
+        self, number: int, batch: Batch, committed: Sequence[int], residuals: Iterable[torch.Tensor]
+    ) -> torch.Tensor:
+        """Take a pass through a stride of them, as `NextStage.run_stride` says. Raises `HostError`."""
+        return self._pass(number, batch, committed, residuals)
+
+    def _pass(
+        self, stride: int, batch: Batch, committed: Sequence[int], residuals: Iterable[torch.Tensor]
+    ) -> torch.Tensor:
+        """Give the order about a stride; return the rows of the answer, [N, H] on the host. Raises `HostError`."""
+        parts, says = map(_to_bytes, residuals), dict[str, Any]()
+        first = next(parts)  # where this fails no order leaves, and the next one has these paths
+        if not stride:
+            says = {
+                **self._news(dict(zip(batch.slots, committed, strict=True))),
+                "trees": [[slot, tree.parents] for slot, tree in batch.trees.items()],
+                "prompts": [[slot, len(tokens)] for slot, tokens in batch.prompts.items()],
+            }
+        answer = self._orders.ask(STRIDE if stride else PASS, says, first, parts)
+        return _from_bytes(answer.rows, self._like.dtype, self._width)
 
     def _news(self, lengths: Mapping[int, int]) -> dict[str, Any]:
         """Return what was committed since the last order, and how many tokens slots have now."""
@@ -103,8 +117,8 @@ class RemoteStage:
         self._ask(RESTORE, slot, {"count": count, "layers": [*behind]}, rows)
 
     def _behind(self, block: SavedBlock) -> SavedBlock:
-        """Return their layers of a block, by their numbers there."""
-        return {layer - self._num_layers: parts for layer, parts in block.items() if layer >= self._num_layers}
+        """Return their layers of a block."""
+        return {layer: parts for layer, parts in block.items() if self._own.own_number(layer) < 0}
 
 
 def serve_passes(link: Link, runner: ModelRunner) -> None:
@@ -118,7 +132,8 @@ def serve_passes(link: Link, runner: ModelRunner) -> None:
     assert isinstance(runner.decoder, RowsDecoder)
     cut = set[int]()  # slots of prompts that the rank before has given up, and which have begun here
     with link.beats():
-        while (order := link.receive()).kind != QUIT:
+        order = link.receive()
+        while order.kind != QUIT:
             try:
                 with link.at_work(), current_device(runner.decoder.final_norm.device):
                     _catch_up(runner.cache, order.says, cut)
@@ -126,14 +141,17 @@ def serve_passes(link: Link, runner: ModelRunner) -> None:
                         found = _run_pass(order, link, runner, runner.decoder)
                     else:
                         found = _move_block(order, runner, runner.decoder)
-            except _CutError:
+            except _CutError as error:
                 cut.update(slot for slot, _ in order.says["prompts"])
-                link.send(DONE, {})
-                continue
+                if error.following is not None:
+                    order = error.following
+                    continue
+                found = []
             except (OffloadError, torch.OutOfMemoryError, torch.AcceleratorError) as error:
                 link.send(FAILED, {"error": error_text(link, error)})
                 raise
             link.send(DONE, {}, found)
+            order = link.receive()
     link.send(DONE, {})
 
 
@@ -152,7 +170,12 @@ def streams_for(taps: tuple[int, ...], width: int) -> HiddenTaps:
 
 
 class _CutError(Exception):
-    """The rank before has given up a pass before it had sent all rows."""
+    """The rank before has given up a pass: before it had sent all rows, or between two strides, when it gives the order
+    that is `following`."""
+
+    def __init__(self, following: Message | None = None) -> None:
+        super().__init__()
+        self.following = following
 
 
 class _Arriving:
@@ -161,11 +184,12 @@ class _Arriving:
     Args:
         link: Brings them.
         order: Brought the first ones: of a pass without prompts all.
+        count: How many they are.
         room: Where they go if they are so few, [n, H].
     """
 
-    def __init__(self, link: Link, order: Message, room: torch.Tensor) -> None:
-        self._link, self._count, self._of = link, 0, _num_rows(order.says)
+    def __init__(self, link: Link, order: Message, count: int, room: torch.Tensor) -> None:
+        self._link, self._count, self._of = link, 0, count
         self._rows = room if self._of <= len(room) else room.new_empty(self._of, room.shape[1])  # [at least N, H]
         self._take(order)
 
@@ -186,9 +210,9 @@ class _Arriving:
         self._count += len(found)
 
 
-def _num_rows(says: Mapping[str, Any]) -> int:
+def _num_rows(batch: Batch) -> int:
     """Return the rows of a pass."""
-    return sum(count for _, count in says["prompts"]) + sum(len(parents) for _, parents in says["trees"])
+    return sum(map(len, batch.trees.values())) + sum(map(len, batch.prompts.values()))
 
 
 def _catch_up(cache: KVCache, says: Mapping[str, Any], cut: set[int]) -> None:
@@ -206,12 +230,11 @@ def _catch_up(cache: KVCache, says: Mapping[str, Any], cut: set[int]) -> None:
 
 def _move_block(order: Message, runner: ModelRunner, decoder: RowsDecoder) -> list[torch.Tensor]:
     """Save a block, or restore one, or make room for some; return the bytes of one that is saved."""
-    says, config = order.says, decoder.config
+    says = order.says
     if order.kind == MAKE_ROOM:
         runner.begin_restore(says["slot"], says["length"])
         return []
-    assert isinstance(config, PartConfig)
-    layers, dtype = config.complete.layers[config.first :], decoder.final_norm.dtype
+    layers, dtype = decoder.config.complete.layers, decoder.final_norm.dtype
     layout = BlockLayout({one: layers[one].attention.saved_tensors(dtype, whole=True) for one in says["layers"]})
     memory = torch.empty(layout.nbytes, dtype=torch.uint8)
     if order.kind == SAVE:
@@ -225,8 +248,20 @@ def _move_block(order: Message, runner: ModelRunner, decoder: RowsDecoder) -> li
 def _run_pass(order: Message, link: Link, runner: ModelRunner, decoder: RowsDecoder) -> list[torch.Tensor]:
     """Return the rows that a pass gives back as bytes, [N, H] each: what `NextStage.run` returns. Raises
     `_CutError`."""
-    decoder.begin_pass(_Arriving(link, order, decoder.room))
-    batch = runner.forward(_batch(order.says))
+    batch = _batch(order.says)
+    count = _num_rows(batch)
+
+    def exchange(rows: torch.Tensor) -> torch.Tensor:
+        given = _to_bytes(rows)
+        with link.at_rest():
+            link.send(DONE, {}, [given])
+            following = link.receive()
+        if following.kind != STRIDE:
+            raise _CutError(following)
+        return _Arriving(link, following, count, rows.new_empty(0, rows.shape[1], device="cpu"))(count)
+
+    decoder.begin_pass(_Arriving(link, order, count, decoder.room), exchange)
+    runner.forward(batch)
     kept = [part for parts in batch.hidden.values() for part in parts]
     streams = torch.cat(kept).split(decoder.config.hidden_size, dim=1) if kept else []
     return [_to_bytes(rows) for rows in (batch.logits, *streams)]

@@ -87,9 +87,17 @@ class ModelConfig:
 
     @cached_property
     def all_attentions(self) -> Mapping[int, Attention]:
-        """Return the attentions by whose windows a sequence can be cut, wherever their layers are, by their numbers
-        counted from the first layer here."""
+        """Return the attentions by whose windows a sequence can be cut, wherever their layers are, by `own_number`."""
         return self.attentions
+
+    @property
+    def strides(self) -> tuple[range, ...]:
+        """Return the layers between which rows stay on a machine, by their numbers here: all of them."""
+        return (range(self.num_layers),)
+
+    def own_number(self, layer: int) -> int:
+        """Return the number here of a layer of the model that this is a part of: the same."""
+        return layer
 
     @property
     def attention(self) -> Attention:

@@ -3,20 +3,25 @@
 Machines work on a pass one after the other, each on its own layers, and rows go from one to the next and back the same
 way. So the seconds of a pass are those of all of them and of the network; what each streams, it streams by itself. Of
 the pieces of a prompt each machine that streams nothing has another one at a time.
+
+Where a machine streams, its ring fills while others work, and then its link is idle. In strides of a few layers in
+turn, of about two rings each, all links are busy, and a pass takes as long as the copies of one machine; but rows are
+on the way once for each stride.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError
 from offload_runtime.hardware import MachineProfile
-from offload_runtime.models.part import PartConfig
+from offload_runtime.models.config import ModelConfig
+from offload_runtime.models.part import PartConfig, consecutive, in_words
 from offload_runtime.options import require
 from offload_runtime.plan import cost
 from offload_runtime.plan.model import ModelPlan
@@ -27,21 +32,67 @@ from offload_runtime.weights.checkpoint import DescribedModel
 
 # From a machine's last kernel to the next one's first: rows to the host, a message, rows to the card. An assumption.
 _MESSAGE_S = 0.3e-3
+# So much longer a pass may take in fewer strides: how long rows are on the way is known the least.
+_AS_FAST = 1.02
 _OTHER_DRAFT = "name a draft model, or take --draft ngram"
 
 
-def deal(layer_bytes: Sequence[int], free_bytes: Sequence[int]) -> list[range]:
-    """Return the layers of each rank: consecutive ones, at least one, of as large a share of all bytes as it has of the
-    free memory. Where all fit they then fit everywhere, and where they do not as much of each is streamed."""
+def deal(layer_bytes: Sequence[int], free_bytes: Sequence[int], strides: int = 1) -> list[tuple[int, ...]]:
+    """Return the layers of each rank: of as large a share of all bytes as it has of the free memory. Where all fit they
+    then fit everywhere, and where they do not as much of each is streamed. They are consecutive, or come in so many
+    strides of at least one layer, the first of each rank before the second of any."""
     ranks, num_layers = len(free_bytes), len(layer_bytes)
-    shares = [max(1, free) for free in free_bytes]
-    below = [0, *accumulate(layer_bytes)]
-    ends = [0]
-    for rank, share in enumerate(accumulate(shares[:-1])):
-        wanted = below[-1] * share / sum(shares)
-        end = min(range(num_layers + 1), key=lambda one: abs(below[one] - wanted))
-        ends.append(min(max(end, ends[-1] + 1), num_layers - (ranks - 1 - rank)))
-    return [range(start, end) for start, end in pairwise([*ends, num_layers])]
+    shares, below = [max(1, free) for free in free_bytes], [0, *accumulate(layer_bytes)]
+    dealt, first = [list[int]() for _ in shares], 0
+    for number in range(strides * ranks):
+        rank, left = number % ranks, strides * ranks - 1 - number
+        wanted = below[-1] * shares[rank] * (number // ranks + 1) / (strides * sum(shares))
+        wanted += below[first] - sum(layer_bytes[layer] for layer in dealt[rank])
+        ends = range(first + 1, num_layers - left + 1) if left else (num_layers,)
+        end = min(ends, key=lambda one: abs(below[one] - wanted))
+        dealt[rank] += range(first, end)
+        first = end
+    return [tuple(layers) for layers in dealt]
+
+
+def are_models(config: ModelConfig, dealt: Sequence[Sequence[int]]) -> bool:
+    """Return whether each share of a model's layers has keys and values, and the first one states if any has: it says
+    to where sequences are cut."""
+    has_states = not config.deltas or not config.deltas.keys().isdisjoint(dealt[0])
+    return has_states and not any(config.attentions.keys().isdisjoint(own) for own in dealt)
+
+
+def best_strides(
+    config: ModelConfig, layer_bytes: Sequence[int], free_bytes: Sequence[int], pass_s: Callable[[int], float]
+) -> int:
+    """Return in how few strides the layers of a model are to be dealt out, so that a pass takes the least time, or next
+    to it, by what it is predicted to take in so many. Other arguments as of `deal`."""
+    most = min(map(len, deal(layer_bytes, free_bytes)))
+    possible = [
+        strides
+        for strides in range(1, most + 1)
+        if strides == 1 or not config.deltas or are_models(config, deal(layer_bytes, free_bytes, strides))
+    ]
+    least_s = min(map(pass_s, possible))
+    return next(strides for strides in possible if pass_s(strides) <= _AS_FAST * least_s)
+
+
+def pass_seconds(passes: Sequence[cost.PassTime], network_s: float, strides: int) -> float:
+    """Return the seconds of a pass through the layers of machines.
+
+    Args:
+        passes: Over those of each.
+        network_s: That rows are on the way once through all.
+        strides: In so many, each of which takes a machine as long as it computes, or as for the copies that its ring
+            had no room for while others worked.
+    """
+    strides_s = sum(max(one.busy_s, one.copies_s - strides * one.lookahead_s) for one in passes) + strides * network_s
+    return max(strides_s, *(one.copies_s for one in passes)) + sum(one.demand_s for one in passes)
+
+
+def usual_rows(plan: RunPlan) -> int:
+    """Return the rows of a sequence in the passes of a plan, whose layers some machine has."""
+    return 1 + (cost.tree_nodes(plan) or cost.gamma(plan))
 
 
 def shared_request(config: RuntimeConfig) -> RuntimeConfig:
@@ -71,8 +122,9 @@ def sizes_of(plan: RunPlan) -> dict[str, Any]:
     """Return what the other machines have as the first one has it, whose plan this is."""
     target, head = plan.target, plan.draft.head if plan.draft is not None else None
     return {
-        "context": target.context_tokens, "batch": target.batch, "window": target.window_tokens,
-        "kv": plan.request.kv, "taps": () if head is None else head.taps, "proposes": plan.drafter != "none",
+        "strides": len(target.config.strides), "context": target.context_tokens, "batch": target.batch,
+        "window": target.window_tokens, "kv": plan.request.kv, "taps": () if head is None else head.taps,
+        "proposes": plan.drafter != "none",
     }  # fmt: skip
 
 
@@ -83,12 +135,17 @@ def request_of_stage(config: RuntimeConfig, sizes: Mapping[str, Any]) -> Runtime
     assert isinstance(source, DescribedModel)
     part = source.model_config
     assert isinstance(part, PartConfig)
-    taps = tuple(tap - part.first for tap in sizes["taps"] if tap >= part.first)
+    taps = tuple(map(part.own_number, sizes["taps"]))
     return replace(
         config, target=replace(source, model_config=replace(part, taps=taps)),
         draft="ngram" if sizes["proposes"] else "none", speculation=SpeculationOptions(), tree_nodes=None, gamma=None,
         max_gamma=sizes["window"] - 1, context=sizes["context"], max_batch=sizes["batch"], kv=sizes["kv"],
     )  # fmt: skip
+
+
+def sizes_behind(sizes: Mapping[str, Any], config: ModelConfig) -> dict[str, Any]:
+    """Return what machines have behind one whose part of the model this is: a head reads what is there alone."""
+    return {**sizes, "taps": [tap for tap in sizes["taps"] if config.own_number(tap) < 0]}
 
 
 def parse_network(text: str) -> float:
@@ -113,7 +170,7 @@ class SharedPlan:
 
     machines: Sequence[MachineProfile]
     plans: Sequence[RunPlan]
-    layers: Sequence[range]
+    layers: Sequence[Sequence[int]]
     network_bytes_per_s: float
 
     @property
@@ -122,8 +179,8 @@ class SharedPlan:
         return self.plans[0].target
 
     def network_s(self, rows: int, rows_back: int) -> float:
-        """Return the seconds in which so many rows go through the network, and so many come back, of each once per
-        machine."""
+        """Return the seconds in which so many rows go through the network, and so many come back, of each stride once
+        per machine."""
         nbytes = (rows + rows_back) * self.target.config.hidden_size * self.target.dtype.itemsize
         return (len(self.plans) - 1) * (2 * _MESSAGE_S + nbytes / self.network_bytes_per_s)
 
@@ -132,10 +189,30 @@ class SharedPlan:
         each = zip(self.plans, self.machines, strict=True)
         return [cost.full_pass(plan, machine, rows=rows) for plan, machine in each]
 
-    def pass_s(self, rows: int = 1) -> float:
-        """Return the seconds of a pass over windows of so many rows."""
+    @property
+    def layer_ranges(self) -> list[list[range]]:
+        """Return the layers of each machine that follow one another."""
+        return [consecutive(own) for own in self.layers]
+
+    @property
+    def layers_in_words(self) -> list[str]:
+        """Return the same for people, in as little room as a table has."""
+        return [in_words(own) if self.strides == 1 else f"{len(own)} in turn" for own in self.layers]
+
+    @property
+    def strides(self) -> int:
+        """Return in how many strides layers are dealt out; 1: those of a machine are consecutive."""
+        return len(self.target.config.strides)
+
+    def pass_network_s(self, rows: int = 1) -> float:
+        """Return the seconds that rows of a pass over windows of so many are on the way, there and back."""
         all_rows = rows * self.target.batch
-        return sum(one.seconds for one in self.passes(rows)) + self.network_s(all_rows, all_rows)
+        return self.strides * self.network_s(all_rows, all_rows)
+
+    def pass_s(self, rows: int = 1, *, strides: int | None = None) -> float:
+        """Return the seconds of a pass over windows of so many rows, or what it would be in so many strides."""
+        strides = strides or self.strides
+        return pass_seconds(self.passes(rows), self.pass_network_s(rows) / self.strides, strides)
 
     @property
     def plain_tok_per_s(self) -> float:
@@ -146,26 +223,30 @@ class SharedPlan:
     def usual_tok_per_s(self) -> float:
         """Return the same with proposals of which as many are accepted as is usual, where anybody proposes."""
         first = self.plans[0]
-        if not (proposed := cost.tree_nodes(first) or cost.gamma(first)):
+        if usual_rows(first) == 1:
             return self.plain_tok_per_s
         step = cost.predict_step(first, self.machines[0])
-        seconds = self.pass_s(proposed + 1) + max(0.0, step.drafting_s - step.hidden_s)
+        seconds = self.pass_s(usual_rows(first)) + max(0.0, step.drafting_s - step.hidden_s)
         return self.target.batch * step.tokens / seconds
 
     @property
     def first_token_s(self) -> float:
         """Return the seconds until a prompt that fills the context is read."""
-        each = zip(self.plans, self.machines, strict=True)
-        read_s = sum(cost.prefill_time(plan, machine, self.target.context_tokens).seconds for plan, machine in each)
-        abreast = 1.0
+        tokens, each = self.target.context_tokens, zip(self.plans, self.machines, strict=True)
+        times, abreast = [cost.prefill_time(plan, machine, tokens) for plan, machine in each], 1.0
+        read_s = sum(one.seconds for one in times)
+        if self.strides > 1:  # each copies while others compute
+            read_s = max(sum(one.compute_s for one in times), *(one.seconds for one in times))
         if not any(plan.streamed_bytes or plan.target.num_experts for plan in self.plans):  # else layer by layer
-            pieces, machines = -(-self.target.context_tokens // self.target.chunk_tokens), len(self.plans)
+            pieces, machines = -(-tokens // self.target.chunk_tokens), len(self.plans)
             abreast = machines * pieces / (pieces + machines - 1)
-        return read_s / abreast + self.target.batch * self.network_s(self.target.context_tokens, 1)
+        network_s = (self.strides - 1) * self.network_s(tokens, tokens) + self.network_s(tokens, 1)
+        return read_s / abreast + self.target.batch * network_s
 
 
 def plan_shared(request: RuntimeConfig, machines: Sequence[MachineProfile], network_bytes_per_s: float) -> SharedPlan:
-    """Deal out the layers of a described model by what each machine has free, and plan each part.
+    """Deal out the layers of a described model by what each machine has free, in as many strides as make passes fast,
+    and plan each part.
 
     Raises:
         BudgetError: One of them has too little memory, and which.
@@ -185,13 +266,20 @@ def plan_shared(request: RuntimeConfig, machines: Sequence[MachineProfile], netw
     for machine in machines:
         (card,) = limits_of(machine, request).cards[:1]
         free_bytes.append((card.device_bytes or 0) - card.reserved_bytes - (0 if free_bytes else around_bytes))
-    layers, plans = deal(layout.layer_bytes, free_bytes), list[RunPlan]()
-    for number, (machine, own) in enumerate(zip(machines, layers, strict=True)):
-        part = replace(model, model_config=PartConfig.of(model.config(), own))
-        config = replace(request, target=part if not number else replace(part, read_mtp=lambda: None))
-        try:
-            asked = request_of_stage(config, sizes_of(plans[0])) if plans else config
-            plans.append(plan_run(asked, machine))
-        except BudgetError as error:
-            raise BudgetError(f"machine {number + 1} ({machine.name}): {error}") from error
-    return SharedPlan(machines, plans, layers, network_bytes_per_s)
+
+    def planned(strides: int) -> SharedPlan:
+        layers, plans, sizes = deal(layout.layer_bytes, free_bytes, strides), list[RunPlan](), dict[str, Any]()
+        for number, (machine, own) in enumerate(zip(machines, layers, strict=True)):
+            part = replace(model, model_config=PartConfig.of(model.config(), own))
+            config = replace(request, target=part if not number else replace(part, read_mtp=lambda: None))
+            try:
+                plans.append(plan_run(request_of_stage(config, sizes) if plans else config, machine))
+            except BudgetError as error:
+                raise BudgetError(f"machine {number + 1} ({machine.name}): {error}") from error
+            sizes = sizes_behind(sizes or sizes_of(plans[0]), plans[-1].target.config)
+        return SharedPlan(machines, plans, layers, network_bytes_per_s)
+
+    shared = planned(1)
+    rows = usual_rows(shared.plans[0])
+    strides = best_strides(model.config(), layout.layer_bytes, free_bytes, lambda n: shared.pass_s(rows, strides=n))
+    return shared if strides == 1 else planned(strides)

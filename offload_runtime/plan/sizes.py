@@ -268,9 +268,10 @@ class RunPlan:
     @cached_property
     def captured_bytes(self) -> int:
         """CUDA graphs of the target's passes, where all that these need is on the device, with room for them; none yet
-        where passes cross from card to card, or a head reads what other machines say."""
+        where passes cross from card to card, or come back to it from other machines, or a head reads what these say."""
         target, head = self.target, self.draft.head if self.draft else None
         crosses = self.num_cards > 1 or len(target.layers) < target.config.num_layers
+        crosses = crosses or len(target.config.strides) > 1
         is_read_elsewhere = target.config.is_part and (head is not None or target.config.num_streams)
         comes_later = self.placement.streamed_layers or target.kv_layers_on_host
         if self.on_cpu or crosses or is_read_elsewhere or comes_later:
@@ -417,7 +418,7 @@ class RunPlan:
         twice, and so what a head reads of them."""
         target, head = self.target, self.draft.head if self.draft else None
         streams = 1 + target.config.num_streams
-        streams += sum(tap >= target.config.num_layers for tap in (head.taps if head else ()))
+        streams += sum(target.config.own_number(tap) < 0 for tap in (head.taps if head else ()))
         rows_bytes = target.most_rows * target.config.hidden_size * target.dtype.itemsize
         return 2 * streams * rows_bytes if target.config.is_part else 0
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -167,7 +167,8 @@ class HiddenTaps:
     """Says what passes keep of the residual stream of each row, for a head to read.
 
     Attributes:
-        layers: The stream is read below these; their number means behind the last. Those of larger numbers come later.
+        layers: The stream is read below these; their number means behind the last. Those of negative numbers are on
+            other machines.
         width: Channels of what is kept of a row.
         tap: Writes what the tap of a number says of rows [N, H] into [N, width], or adds it to what those before it
             have; both are on the first card.
@@ -246,11 +247,19 @@ class RowsDecoder(Decoder):
         self.final_norm = torch.empty(0, dtype=dtype, device=partition.cards[0].device)  # says dtype and place alone
         self.room, self._taken = self.final_norm.new_zeros(CAPTURED_ROWS, config.hidden_size), 0
         self._arrived: Callable[[int], torch.Tensor] = lambda count: self.room  # for a warm-up
+        self.exchange: Callable[[torch.Tensor], torch.Tensor]
 
-    def begin_pass(self, arrived: Callable[[int], torch.Tensor]) -> None:
-        """Take the rows of the next pass from a function that waits until so many of them are there, or all, and
-        returns where they are: [N, H]."""
-        self._arrived, self._taken = arrived, 0
+    def begin_pass(
+        self, arrived: Callable[[int], torch.Tensor], exchange: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Begin a pass.
+
+        Args:
+            arrived: Waits until so many of its rows are there, or all, and returns where they are: [N, H].
+            exchange: Gives the rows behind a stride back, [N, H] without those that fill up windows, and waits for the
+                same below the next one, on the host.
+        """
+        self._arrived, self.exchange, self._taken = arrived, exchange, 0
 
     def embed(self, rows: Rows) -> torch.Tensor:
         """Return the residual stream below its layers: [N, H]. Pieces take their rows one after the other."""
@@ -282,6 +291,12 @@ class NextStage(Protocol):
             last token. And of each stream that a head reads, in ascending order, what it is of all rows, [N, H], on
             the host.
         """
+
+    def run_stride(
+        self, number: int, batch: Batch, committed: Sequence[int], residuals: Iterable[torch.Tensor]
+    ) -> torch.Tensor:
+        """Take a pass through a stride of them that is not the last one, and wait for it; arguments as of `run`, which
+        follows for the last. Returns the rows behind it, [N, H], on the host."""
 
     def save_block(self, slot: int, block: int, to: SavedBlock, *, length: int) -> None:
         """Copy those layers of a block that are there, as `KVCache.save_block` does those that are here."""
@@ -380,7 +395,7 @@ class ModelRunner:
 
     def save_block(self, slot: int, block: int, to: SavedBlock, *, length: int) -> None:
         """Copy layers of a block, as `KVCache.save_block` does, wherever they are. Raises `HostError`."""
-        self.cache.save_block(slot, block, to, length=length)
+        self.cache.save_block(slot, block, self._own_numbers(to), length=length)
         if self.following is not None:
             self.following.save_block(slot, block, to, length=length)
 
@@ -395,7 +410,11 @@ class ModelRunner:
         """Commit tokens of a saved block, as `KVCache.restore_block` does, wherever layers are. Raises `HostError`."""
         if self.following is not None:  # first: a cache that is ahead of this one is cut, none is behind it
             self.following.restore_block(slot, saved, count)
-        self.cache.restore_block(slot, saved, count)
+        self.cache.restore_block(slot, self._own_numbers(saved), count)
+
+    def _own_numbers(self, block: SavedBlock) -> SavedBlock:
+        """Return a block of a whole model by the numbers that layers have here."""
+        return {self.decoder.config.own_number(layer): parts for layer, parts in block.items()}
 
     def go_ahead(self) -> bool:
         """Enqueue, where that is possible, the plain pass behind the one that is running, which `CapturedPasses` says
@@ -425,7 +444,10 @@ class ModelRunner:
         hidden = None if self.taps is None or layers is not None else KeptRows.of(self.taps, self.decoder, pieces)
         reads_all = self.following is not None or (hidden is not None and hidden.reads_last)
         wanted = range(len(pieces)) if reads_all else last
-        if layers is None and self._can_be_in_pieces(pieces) and self.decoder.config.is_part:
+        if layers is None and len(self.decoder.config.strides) > 1:
+            residuals = self._in_strides(batch, committed, pieces, hidden)
+            found = [residuals[piece] for piece in wanted]
+        elif layers is None and self._can_be_in_pieces(pieces) and self.decoder.config.is_part:
             streams = self._piece_by_piece(pieces, batch.on_layer, hidden)
             if self.following is not None:
                 return self._behind(self.following, batch, committed, pieces, streams, hidden)
@@ -448,7 +470,7 @@ class ModelRunner:
     ) -> torch.Tensor:  # fmt: skip
         """Return as `_logits`, where other machines have the layers behind those of which it `found` the streams, and
         let what is read there be kept, too."""
-        trees, first, streams = [*batch.trees.values()], 0, list[torch.Tensor]()
+        trees, streams = [*batch.trees.values()], list[torch.Tensor]()
         in_place = hidden is not None and not hidden.pieces
 
         def there() -> Iterator[torch.Tensor]:
@@ -457,17 +479,53 @@ class ModelRunner:
                     streams.append(residual)
                 yield torch.cat(_present(residual, trees)) if rows.prompt is None else residual
 
-        if hidden is not None:
-            first = sum(layer < self.decoder.num_layers for layer in hidden.taps.layers)
-        num_kept = 0 if hidden is None else len(hidden.taps.layers) - first
-        residual, kept = following.run(batch, committed, there(), num_kept)
+        taps = () if hidden is None else hidden.taps.layers
+        elsewhere = [number for number, layer in enumerate(taps) if layer < 0]
+        residual, kept = following.run(batch, committed, there(), len(elsewhere))
         if hidden is not None:
             batch.hidden = _by_slot(hidden.pieces or streams, pieces, batch.trees)
             parts = [part for parts in batch.hidden.values() for part in parts]
-            for number, rows in enumerate(kept, first):
+            for number, rows in zip(elsewhere, kept, strict=True):
                 for part, x in zip(parts, rows.split([len(part) for part in parts]), strict=True):
                     hidden.taps.tap(number, x.to(part.device), part)
         return self.decoder.head(residual)
+
+    def _in_strides(
+        self, batch: Batch, committed: Sequence[int], pieces: list[Rows], hidden: KeptRows | None
+    ) -> list[torch.Tensor]:
+        """Return the residual streams of the pieces behind the last layer here, [N, H], where other machines have those
+        between the strides. Meanwhile rings fill up here, as they do there while rows are here, so that all links are
+        busy."""
+        decoder, streamer = self.decoder, self.streamer
+        streamer.begin_pass(sum(rows.num_rows for rows in pieces))
+        residuals = _begin_on_one_card(decoder, pieces)
+        for number, stride in enumerate(decoder.config.strides):
+            if number:
+                self._exchange(number - 1, batch, committed, pieces, residuals)
+            layers = streamer.stride(stride)
+            _through_layers(
+                decoder, layers, self.cache, residuals, pieces, batch.on_layer, hidden, self.expert_tokens
+            )  # fmt: skip
+        streamer.end_pass()
+        return residuals
+
+    def _exchange(
+        self, number: int, batch: Batch, committed: Sequence[int], pieces: Sequence[Rows],
+        residuals: Sequence[torch.Tensor],
+    ) -> None:  # fmt: skip
+        """Bring residual streams behind a stride of this number, in place, to where the next one here begins."""
+        trees, decoder = [*batch.trees.values()], self.decoder
+        present = [
+            _present(residual, trees) if rows.prompt is None else [residual]
+            for rows, residual in zip(pieces, residuals, strict=True)
+        ]
+        there: Iterator[torch.Tensor] = map(torch.cat, present)
+        if self.following is not None:
+            there = iter([self.following.run_stride(number, batch, committed, there)])
+        rows = decoder.exchange(torch.cat([*there])) if isinstance(decoder, RowsDecoder) else next(there)
+        parts = [*chain(*present)]
+        for part, found in zip(parts, rows.split([len(part) for part in parts]), strict=True):
+            part.copy_(found)
 
     def _can_be_in_pieces(self, pieces: Sequence[Rows]) -> bool:
         """Return whether a piece may go through all layers before the next one, where other machines have layers, too:
@@ -846,10 +904,23 @@ def _run_layers(
     if len(decoder.partition.cards) > 1:
         stages: Iterator[list[Stage]] = ([(index, partial(_given, weights))] for index, weights in layers)
         return _run_on_cards(decoder, stages, cache, pieces, kept, on_layer, hidden)
+    residuals = _begin_on_one_card(decoder, pieces)
+    _through_layers(decoder, layers, cache, residuals, pieces, on_layer, hidden, expert_tokens)
+    return [residuals[piece] for piece in kept]
+
+
+def _begin_on_one_card(decoder: Decoder, pieces: list[Rows]) -> list[torch.Tensor]:
+    """Return the residual streams of the pieces at the bottom, [N, H]."""
     if len(pieces) == 1:
-        residuals = [decoder.embed(pieces[0])]
-    else:
-        residuals = list(_embedded(decoder, pieces, _residual_buffers(decoder, pieces, decoder.final_norm.device)))
+        return [decoder.embed(pieces[0])]
+    return list(_embedded(decoder, pieces, _residual_buffers(decoder, pieces, decoder.final_norm.device)))
+
+
+def _through_layers(
+    decoder: Decoder, layers: Layers, cache: LayerCache, residuals: Sequence[torch.Tensor], pieces: Sequence[Rows],
+    on_layer: OnLayer | None, hidden: KeptRows | None, expert_tokens: int,
+) -> None:  # fmt: skip
+    """Let residual streams of pieces, [N, H] on one card, go through layers, which add to them."""
     together = _together(residuals, pieces, expert_tokens)
     for index, weights in layers:
         layer = decoder.config.layers[index]
@@ -865,7 +936,6 @@ def _run_layers(
             layer.mix(residual, weights, rows)
         if on_layer is not None:
             on_layer(index + 1, decoder.num_layers)
-    return [residuals[piece] for piece in kept]
 
 
 def _together(

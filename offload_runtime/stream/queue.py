@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -484,10 +484,15 @@ class LayerStreamer:
         cycle starts again at layer 0.
         """
         self.begin_pass(rows)
-        for index in range(self.num_layers):
+        yield from self.stride(range(self.num_layers))
+        self.end_pass()
+
+    def stride(self, indices: Iterable[int]) -> Iterator[tuple[int, LayerViews]]:
+        """Iterate over the next layers of a pass that has begun, as `layers` does. Behind the last one no buffer is
+        held: all are filled while the pass is elsewhere."""
+        for index in indices:
             with self.layer(index) as weights:
                 yield index, weights
-        self.end_pass()
 
     def begin_pass(self, rows: int = 1) -> None:
         """A pass of so many rows begins, which asks for one `layer` after the other."""
