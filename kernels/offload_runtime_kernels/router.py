@@ -27,7 +27,7 @@ from offload_runtime_kernels.experts import exp_reference
 from offload_runtime_kernels.experts_triton import exponential
 
 Scores = Literal["softmax", "sigmoid", "softmax of the chosen"]
-_LEAST = tl.constexpr(-(1 << 63))
+_LEAST = tl.constexpr(-(1 << 31))
 
 
 def _sum_of_halves(values: torch.Tensor) -> torch.Tensor:
@@ -81,10 +81,11 @@ def _sum_of_halves_of(values, WIDTH: tl.constexpr):
 
 @jit
 def _over_sum(values, place, CHOSEN: tl.constexpr):
-    """Values over the sum of those whose place is one of the chosen, in the order of their places."""
-    total = tl.sum(tl.where(place == 0, values, 0.0))
-    for choice in tl.static_range(1, CHOSEN):
-        total += tl.sum(tl.where(place == choice, values, 0.0))
+    """Values over the sum of those whose place is one of the chosen, in the order of their places. What finds one is a
+    sum of integers, for which warps have an instruction."""
+    total, bits = 0.0, values.to(tl.int32, bitcast=True)
+    for choice in tl.static_range(CHOSEN):
+        total += tl.sum(tl.where(place == choice, bits, 0)).to(tl.float32, bitcast=True)
     return tl.div_rn(values, tl.zeros_like(values) + total)
 
 
@@ -108,15 +109,14 @@ def _choose_kernel(
     ranked = scores
     if HAS_CORRECTION:
         ranked += tl.load(correction_ptr + expert, mask=real, other=0.0)
-    # Integers of the same order, zeros of either sign being one; lower numbers are larger.
+    # Integers of the same order, zeros of either sign being one: of 32 bits warps find the largest by one instruction.
     bits = (ranked + 0.0).to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) * (1 << 32) + (BLOCK - 1 - expert)
-    key = tl.where(real, key, _LEAST)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     is_chosen = expert < 0
     for _ in tl.static_range(CHOSEN):
-        own = key == tl.max(key)
-        is_chosen |= own
-        key = tl.where(own, _LEAST, key)
+        left = real & (is_chosen == 0)
+        best = left & (key == tl.max(tl.where(left, key, _LEAST)))
+        is_chosen |= expert == tl.min(tl.where(best, expert, BLOCK))
     counted = is_chosen.to(tl.int32)
     place = tl.where(is_chosen, tl.cumsum(counted) - counted, CHOSEN)
     if SCORES == "softmax of the chosen":
