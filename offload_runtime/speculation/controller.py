@@ -112,7 +112,7 @@ class AcceptanceModel:
         self._hits, self._trials = [0.0] * len(SIZES), [0.0] * len(SIZES)  # as they were when a step was last observed
         self._kept = 1.0  # the share of these that counts now
         self.steps = 0.0  # observed, decayed
-        self.credit = _FIRST_COPY_LOSS  # plain steps that a text may lose to copies, and as many as they have brought tokens
+        self.credit = _FIRST_COPY_LOSS  # plain steps that a text may lose to copies, and what they have brought
 
     def observe(self, size: int, windows: Sequence[Sequence[int]]) -> None:
         """Note what came of windows of up to `size` proposals.
