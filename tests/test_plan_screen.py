@@ -17,7 +17,7 @@ from offload_runtime import Runtime
 from offload_runtime.cli.app import app
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import BudgetError
-from offload_runtime.hardware import MachineProfile, load_profile, save_profile
+from offload_runtime.hardware import MachineProfile, load_profile, profile_toml, save_profile
 from offload_runtime.plan.cost import USUAL_ACCEPTANCE
 from offload_runtime.plan.report import Refusal, forecast, plan_or_refuse, smaller_formats, upgrades
 from offload_runtime.plan.search import plan_run
@@ -133,6 +133,22 @@ def test_layers_are_dealt_out_in_strides_where_links_idle_otherwise() -> None:
         start for one in zip(first, second, strict=True) for start, _ in one
     ][1:]
     assert max(one["pass"]["link_s"] for one in fast["machines"]) == pytest.approx(fast["pass_s"])
+
+
+def test_machines_stream_as_much_as_each_other_unless_ram_is_short(tmp_path: Path) -> None:
+    """What the smaller card has no room for lies in RAM, and so does what the other machine's RAM has none for."""
+    for name, changes in (("small card", {"vram_bytes": 12 * GB}), ("small RAM", {"ram_bytes": 50 * GB})):
+        machine = replace(load_profile("rtx4090"), pinnable_bytes=None, **changes)
+        (tmp_path / f"{name}.toml").write_text(profile_toml(machine))
+    options = ("llama-3.1-70b", "--draft", "ngram", "--network", "10Gb", "--json", "--context", "4096")
+    found = dict[str, list[int]]()
+    for name in ("small card", "small RAM"):
+        two = ("--profile", "rtx4090", "--profile", str(tmp_path / f"{name}.toml"))
+        answer = json.loads(plan_for(*options, *two).stdout)
+        found[name] = [one["pass"]["weight_bytes"] // 10**9 for one in answer["machines"]]
+    layer = 2  # GB, nearly
+    assert abs(found["small card"][0] - found["small card"][1]) <= 2 * layer
+    assert found["small RAM"][1] < 50 < 58 < found["small RAM"][0]
 
 
 @pytest.mark.parametrize(("options", "said"), [

@@ -126,22 +126,23 @@ def share_layers(config: RuntimeConfig, source: CheckpointSource) -> Shares:
                 "device": _device_name(device),
                 "dtype": DTYPE_NAMES[dtype],
                 "model": source.fingerprint,
+                "ram_bytes": config.ram or read_host_info().available_bytes,
                 "free_bytes": max(0, _free_bytes(config, device, in_use) - taken_bytes),
             }
         )
         require_same(facts, _SAME)
-        layer_bytes = source.layout(dtype).layer_bytes
-        free_bytes = [one["free_bytes"] for one in facts]
-        _check_shares(source.config(), deal(layer_bytes, free_bytes), group)
+        free_bytes, ram_bytes = ([int(one[name]) for one in facts] for name in ("free_bytes", "ram_bytes"))
+        dealt = partial(deal, source.layout(dtype).layer_bytes, free_bytes, ram_bytes)
+        _check_shares(source.config(), dealt(1), group)
     except BaseException as error:
         group.say_end(str(error) or type(error).__name__)
         group.close()
         raise
 
     def in_strides(strides: int) -> Shares:
-        layers = deal(layer_bytes, free_bytes, strides)
+        layers = dealt(strides)
         own = replace(config, target=part_of(source, layers[group.rank]))
-        return Shares(group, layers, own, in_use, facts, layer_bytes, in_strides)
+        return Shares(group, layers, own, in_use, facts, dealt, in_strides)
 
     return in_strides(1)
 
@@ -246,7 +247,7 @@ def _best_strides(shares: Shares, orders: Orders, plan: RunPlan, machine: Machin
     trip_s = round_trip_s(orders, target.batch * rows * target.config.hidden_size * target.dtype.itemsize)
     passes = [cost.full_pass(plan, machine, rows=rows)] * shares.group.size
     seconds = partial(pass_seconds, passes, (shares.group.size - 1) * trip_s)
-    return best_strides(target.config.complete, shares.layer_bytes, shares.free_bytes, seconds)
+    return best_strides(target.config.complete, shares.deal, seconds)
 
 
 def serve_layers(shares: Shares, load: LoadPart, say: Callable[[str], None]) -> None:

@@ -23,7 +23,7 @@ class Shares:
         config: Of what this rank loads.
         in_use: Of its GPUs, before it touched any.
         facts: What each rank has said of itself.
-        layer_bytes: Of the whole model, each.
+        deal: Says who would have which layers in so many strides.
         in_strides: Returns the same with layers dealt out in so many strides.
     """
 
@@ -32,13 +32,8 @@ class Shares:
     config: RuntimeConfig
     in_use: Mapping[str, int]
     facts: Sequence[Mapping[str, Any]]
-    layer_bytes: Sequence[int]
+    deal: Callable[[int], Sequence[Sequence[int]]]
     in_strides: Callable[[int], Shares]
-
-    @property
-    def free_bytes(self) -> list[int]:
-        """Return what each rank has for layers."""
-        return [one["free_bytes"] for one in self.facts]
 
     @property
     def in_words(self) -> str:

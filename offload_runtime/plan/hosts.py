@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -25,24 +26,43 @@ from offload_runtime.models.part import PartConfig, consecutive, in_words
 from offload_runtime.options import require
 from offload_runtime.plan import cost
 from offload_runtime.plan.model import ModelPlan
-from offload_runtime.plan.search import plan_run
+from offload_runtime.plan.search import RING_BUFFERS, plan_run
 from offload_runtime.plan.sizes import RunPlan, limits_of, resolve_dtype
 from offload_runtime.sizes import counted
 from offload_runtime.weights.checkpoint import DescribedModel
 
 # From a machine's last kernel to the next one's first: rows to the host, a message, rows to the card. An assumption.
 _MESSAGE_S = 0.3e-3
+# Of a machine's RAM what layers may take, beside everything else that is there.
+_RAM_SHARE = 0.85
 # So much longer a pass may take in fewer strides: how long rows are on the way is known the least.
 _AS_FAST = 1.02
 _OTHER_DRAFT = "name a draft model, or take --draft ngram"
 
 
-def deal(layer_bytes: Sequence[int], free_bytes: Sequence[int], strides: int = 1) -> list[tuple[int, ...]]:
-    """Return the layers of each rank: of as large a share of all bytes as it has of the free memory. Where all fit they
-    then fit everywhere, and where they do not as much of each is streamed. They are consecutive, or come in so many
-    strides of at least one layer, the first of each rank before the second of any."""
-    ranks, num_layers = len(free_bytes), len(layer_bytes)
-    shares, below = [max(1, free) for free in free_bytes], [0, *accumulate(layer_bytes)]
+def _shares(layer_bytes: Sequence[int], free_bytes: Sequence[int], ram_bytes: Sequence[int]) -> list[float]:
+    """Return what each rank is to have of the layers, in proportion: where all fit what it has free, and where they do
+    not what it has free beside a ring, and beyond that as much as every other one, since a pass waits for whose copies
+    take longest, or as it has RAM for."""
+    ranks, ring_bytes = len(free_bytes), RING_BUFFERS * max(layer_bytes)
+    if sum(layer_bytes) <= sum(free_bytes):
+        return [max(1.0, free) for free in free_bytes]
+    shares = [max(1.0, free - ring_bytes) for free in free_bytes]
+    left = sum(layer_bytes) - sum(shares)
+    for number, rank in enumerate(sorted(range(ranks), key=ram_bytes.__getitem__)):
+        streamed = min(_RAM_SHARE * ram_bytes[rank], left / (ranks - number))
+        shares[rank], left = shares[rank] + streamed, left - streamed
+    return shares
+
+
+def deal(
+    layer_bytes: Sequence[int], free_bytes: Sequence[int], ram_bytes: Sequence[int], strides: int = 1
+) -> list[tuple[int, ...]]:
+    """Return the layers of each rank, by the memory that it has free on its card and besides. Where all fit the cards
+    they then fit everywhere, and where they do not every rank streams as much, if it has the RAM. They are consecutive,
+    or come in so many strides of at least one layer, the first of each rank before the second of any."""
+    ranks, num_layers, below = len(free_bytes), len(layer_bytes), [0, *accumulate(layer_bytes)]
+    shares = _shares(layer_bytes, free_bytes, ram_bytes)
     dealt, first = [list[int]() for _ in shares], 0
     for number in range(strides * ranks):
         rank, left = number % ranks, strides * ranks - 1 - number
@@ -63,15 +83,14 @@ def are_models(config: ModelConfig, dealt: Sequence[Sequence[int]]) -> bool:
 
 
 def best_strides(
-    config: ModelConfig, layer_bytes: Sequence[int], free_bytes: Sequence[int], pass_s: Callable[[int], float]
+    config: ModelConfig, dealt: Callable[[int], Sequence[Sequence[int]]], pass_s: Callable[[int], float]
 ) -> int:
     """Return in how few strides the layers of a model are to be dealt out, so that a pass takes the least time, or next
-    to it, by what it is predicted to take in so many. Other arguments as of `deal`."""
-    most = min(map(len, deal(layer_bytes, free_bytes)))
+    to it, by who has which in so many, and what a pass is predicted to take."""
     possible = [
         strides
-        for strides in range(1, most + 1)
-        if strides == 1 or not config.deltas or are_models(config, deal(layer_bytes, free_bytes, strides))
+        for strides in range(1, 1 + min(map(len, dealt(1))))
+        if strides == 1 or not config.deltas or are_models(config, dealt(strides))
     ]
     least_s = min(map(pass_s, possible))
     return next(strides for strides in possible if pass_s(strides) <= _AS_FAST * least_s)
@@ -262,13 +281,17 @@ def plan_shared(request: RuntimeConfig, machines: Sequence[MachineProfile], netw
     draft = request.draft if isinstance(request.draft, DescribedModel) else None
     around_bytes = layout.shared.total_bytes + layout.embedding.total_bytes
     around_bytes += 0 if draft is None else draft.layout(resolve_dtype(request.dtype, draft, "cuda")).total_bytes
-    free_bytes = list[int]()
+    free_bytes, ram_bytes = list[int](), list[int]()
     for machine in machines:
-        (card,) = limits_of(machine, request).cards[:1]
+        limits = limits_of(machine, request)
+        (card,) = limits.cards[:1]
+        ram_bytes.append(limits.ram_bytes)
         free_bytes.append((card.device_bytes or 0) - card.reserved_bytes - (0 if free_bytes else around_bytes))
 
+    dealt = partial(deal, layout.layer_bytes, free_bytes, ram_bytes)
+
     def planned(strides: int) -> SharedPlan:
-        layers, plans, sizes = deal(layout.layer_bytes, free_bytes, strides), list[RunPlan](), dict[str, Any]()
+        layers, plans, sizes = dealt(strides), list[RunPlan](), dict[str, Any]()
         for number, (machine, own) in enumerate(zip(machines, layers, strict=True)):
             part = replace(model, model_config=PartConfig.of(model.config(), own))
             config = replace(request, target=part if not number else replace(part, read_mtp=lambda: None))
@@ -281,5 +304,5 @@ def plan_shared(request: RuntimeConfig, machines: Sequence[MachineProfile], netw
 
     shared = planned(1)
     rows = usual_rows(shared.plans[0])
-    strides = best_strides(model.config(), layout.layer_bytes, free_bytes, lambda n: shared.pass_s(rows, strides=n))
+    strides = best_strides(model.config(), dealt, lambda count: shared.pass_s(rows, strides=count))
     return shared if strides == 1 else planned(strides)

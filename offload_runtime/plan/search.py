@@ -39,7 +39,7 @@ from offload_runtime.stream.arena import PAGE_BYTES
 from offload_runtime.stream.staging import FEWEST_PIECES, RingShape, ring_shape
 
 # Two buffers would stall on every layer boundary; the fourth and later ones only bridge longer pauses between passes.
-_RING_BUFFERS = 3
+RING_BUFFERS = 3
 # Proposals of n-grams for which there may be room: texts that repeat themselves, an edited file above all, go on for so
 # long, and nothing else does.
 _COPIED = 256
@@ -334,12 +334,12 @@ def _place_layers(plan: RunPlan, asked: int | None) -> RunPlan:
     target, placement, limit_bytes = plan.target, plan.placement, plan.limits.device_bytes
     if limit_bytes is None:  # all keys and values stay on the host, as asked
         resident = len(placement.layers) if asked is None else asked
-        return plan.with_placements(_evenly(placement, resident, _RING_BUFFERS))
+        return plan.with_placements(_evenly(placement, resident, RING_BUFFERS))
     left_bytes = limit_bytes - plan.needed.total() + target.held_bytes(placement)
     smallest = min(map(target.layout.layer_bytes.__getitem__, target.layers))
     most = min(len(target.layers), max(0, left_bytes) // smallest)
     counts = range(most, -1, -1) if asked is None else (asked,)
-    tried = (_evenly(placement, count, buffers) for buffers in (_RING_BUFFERS, 2) for count in counts)
+    tried = (_evenly(placement, count, buffers) for buffers in (RING_BUFFERS, 2) for count in counts)
     first = next((one for one in tried if target.held_bytes(one) <= left_bytes), None)
     if first is None:
         least = plan.with_placements(_evenly(placement, asked or 0, 2))
@@ -363,7 +363,7 @@ def _place_layers(plan: RunPlan, asked: int | None) -> RunPlan:
         stay beside them."""
         weight_bytes = target.bytes_of_layers(_some(target.layers, count))
         spare_bytes, kept = left_bytes - target.held_bytes(_evenly(placement, count, buffers)), 0
-        if buffers == min(_RING_BUFFERS, len(target.layers) - count) and spare_bytes >= 0:
+        if buffers == min(RING_BUFFERS, len(target.layers) - count) and spare_bytes >= 0:
             if len(layers) * each_bytes - streaming_bytes <= spare_bytes:
                 kept = len(layers)
             elif each_bytes > 0:
@@ -371,7 +371,7 @@ def _place_layers(plan: RunPlan, asked: int | None) -> RunPlan:
         return weight_bytes + kept * brought_bytes, kept
 
     counts = range(resident, -1, -1) if asked is None and not plan.has_verifier else (resident,)
-    shares = [(resident, first.num_buffers), *((n, min(_RING_BUFFERS, len(target.layers) - n)) for n in counts)]
+    shares = [(resident, first.num_buffers), *((n, min(RING_BUFFERS, len(target.layers) - n)) for n in counts)]
     (_, kept), (count, buffers) = max(((spared(*one), one) for one in shares), key=lambda found: found[0][0])
     best = _evenly(placement, count, buffers)
     return plan.with_placements(replace(best, resident_kv_layers=_some(layers, kept)))
