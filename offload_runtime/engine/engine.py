@@ -201,7 +201,7 @@ class Engine:
         reading, running = self._next_step()
         if not reading and not running:
             return outputs
-        before_s, windows = self._meter.lapped_s, self._chooser.choose(running)
+        started_s, windows = time.perf_counter(), self._chooser.choose(running)
         stepping = [*running, *reading]
         tell = None if on_layer is None or not reading else lambda done, of: on_layer(done * len(reading), of)
         try:
@@ -220,7 +220,7 @@ class Engine:
             return [*outputs, *(self._fail(one, error) for one in reading[-1:] or running)]
         self._has_read = not (running or self.target.runner.cache.mixes)
         ended_s = self._meter.lap() if running else time.perf_counter()
-        self._chooser.observe(windows, results, None if reading else ended_s - before_s)
+        self._chooser.observe(windows, results, None if reading else ended_s - started_s)
         for request in reading:
             request.first_token_s = ended_s
             self._meter.begin(request)
@@ -420,11 +420,6 @@ class PassMeter:
     def passes(self) -> int:
         """Count the passes that have ended."""
         return self._passes.passes
-
-    @property
-    def lapped_s(self) -> float:
-        """Return when the last pass had ended, those over prompts included."""
-        return self._counters.seconds
 
     def _read(self, now_s: float) -> _Passes:
         """Return the passes, the bytes that were begun to be copied, seconds of stalls and of copies, so far."""

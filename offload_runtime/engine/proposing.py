@@ -180,7 +180,7 @@ class WindowChooser:
         Args:
             step: As `choose` has given it.
             results: Of its requests, and perhaps of others.
-            seconds: From the end of the step before to its own; None where it did something else as well.
+            seconds: It took; None where it did something else as well.
         """
         if not step.requests:
             return

@@ -30,19 +30,17 @@ _FIRST_WEIGHT, _NEXT_WEIGHT = 0.25, 4.0
 # Steps that means look back on, while a mode is chosen and while it is not: texts change their nature.
 _MEMORY, _IDLE_MEMORY = 24, 48
 # Times of a size that its mean looks back on; one that is so much longer than expected may have captured a graph or
-# waited for a reader: it counts as no more than that where there are enough others, else not at all the first time.
+# waited for a reader: it counts as no more than that where there are enough others, else if the next one is as long.
 _TIMES, _ENOUGH, _SUSPICIOUS = 16, 3, 1.5
 # Of all time, what may be lost to proposals that are not worth it, and again to finding out about others than the best;
 # what that may cost in plain steps before any time has passed.
 _LOST_SHARE, _PROBING_SHARE, _FIRST_PROBING = 0.003, 0.003, 2.0
 # Changes of the time of plain steps that leave what is expected of others: to expect it anew took 0.1 ms a step.
 _NOISE = 0.002
-# Plain steps that a text may lose at first, and to copies by themselves; the least and the most that earlier steps give
-# credit for. Of what other texts have said so many steps count. Where a text could lose no more than those before it
-# had left, a draft that is worth 2.8 x plain decoding brought 1.7 (13B, H200, copying behind code); where it could lose
-# 2 and 2, the worst of 30 answers of 128 tokens was 0.947 x plain, which is 7 steps.
-_FIRST_LOSS, _FIRST_COPY_LOSS = 1.5, 1.0
-_LEAST_CREDIT, _MOST_CREDIT, _KNOWN_STEPS = -0.5, 8.0, 6.0
+# Plain steps that a text may lose at first, or so many if those before it have gained; the least and the most that
+# earlier steps give credit for. Of what other texts have said so many steps count. Where a text could lose no more than
+# those before it had left, a draft that is worth 2.8 x plain decoding brought 1.7 (13B, H200, copying behind code).
+_FIRST_LOSS, _MOST_FIRST_LOSS, _LEAST_CREDIT, _MOST_CREDIT, _KNOWN_STEPS = 1.5, 2.5, -0.2, 8.0, 6.0
 # The first loss is for so many tries.
 _TRIES = 3
 # How much better than it looks a mode may be after one step; less after more of them.
@@ -112,7 +110,7 @@ class AcceptanceModel:
         self._hits, self._trials = [0.0] * len(SIZES), [0.0] * len(SIZES)  # as they were when a step was last observed
         self._kept = 1.0  # the share of these that counts now
         self.steps = 0.0  # observed, decayed
-        self.credit = _FIRST_COPY_LOSS  # plain steps that a text may lose to copies, and what they have brought
+        self.credit = _FIRST_LOSS  # plain steps that a text may lose to copies, and as many as they have brought tokens
 
     def observe(self, size: int, windows: Sequence[Sequence[int]]) -> None:
         """Note what came of windows of up to `size` proposals.
@@ -166,45 +164,42 @@ class AcceptanceModel:
 
 
 class LatencyModel:
-    """Knows the seconds of steps, from when the target's tokens of the one before are on the host until their own are:
-    what the cost function says, in the ratio that was measured.
+    """Knows the seconds of steps, from before anything is proposed until the target's tokens are on the host: what the
+    cost function says, in the ratio that was measured.
 
     Args:
         cost: Times to expect; without figures of the machine only their proportions count.
-        sure: Whether it comes from such figures.
-        plain_times: Of plain decoding that are needed to hold others against it.
+        sure: Whether it comes from such figures, so that plain decoding need not be timed to hold others against it.
         before: Of other contexts, whose ratios count until there are own ones, and where plain decoding was timed so
             that once is enough here.
+
+    Attributes:
+        suspect: What is to be timed again.
     """
 
-    def __init__(
-        self, cost: Callable[[DraftBudget], float], *, sure: bool, plain_times: int, before: LatencyModel | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, cost: Callable[[DraftBudget], float], *, sure: bool, before: LatencyModel | None = None) -> None:
         self._expect, self._before = cache(cost), before
-        knows_plain = before is not None and before.knows_plain
-        self._sure, self._plain_times = sure or knows_plain, min(plain_times, 1) if knows_plain else plain_times
+        self._sure = sure or (before is not None and before.knows_plain)
+        self._plain_times = 0 if sure else 1 if self._sure else 2  # that are needed to hold others against it
         self._ratios: dict[DraftBudget, tuple[float, int]] = {}  # the mean, and how many it is of
-        self._doubted: set[DraftBudget] = set()  # that took suspiciously long before enough was known
+        self.suspect: DraftBudget | None = None
         self._curves: dict[str, list[float]] = {}
         self._plain_ratio = 0.0  # that the curves were made with
         self._plain_s: float | None = None
-        self._ahead_s, self._ahead_times = 0.0, 0  # the mean of plain steps that did not wait, and how many it is of
 
-    def observe(self, choice: DraftBudget, seconds: float, *, ahead: bool = False) -> None:
-        """Note how long a step took, and whether it was a plain one that did not wait for its choice."""
+    def observe(self, choice: DraftBudget, seconds: float) -> None:
+        """Note how long a step took."""
         choice = _as_timed(choice)
         usual_s, (ratio, count) = self.seconds(choice), self._ratios.get(choice, (0.0, 0))
-        suspicious = seconds > _SUSPICIOUS * usual_s and (self._sure or bool(self._ratios))
+        suspicious, suspect = seconds > _SUSPICIOUS * usual_s and (self._sure or bool(self._ratios)), self.suspect
+        self.suspect = None
         if suspicious and count >= _ENOUGH:
             seconds = _SUSPICIOUS * usual_s
-        elif suspicious and choice not in self._doubted:
-            self._doubted.add(choice)
+        elif suspicious and suspect != choice:
+            self.suspect = choice
             return
         count = min(count + 1, _TIMES)
         self._plain_s = None
-        if ahead:
-            self._ahead_times = min(self._ahead_times + 1, _TIMES)
-            self._ahead_s += (seconds - self._ahead_s) / self._ahead_times
         self._ratios[choice] = ratio, _ = ratio + (seconds / self._expect(choice) - ratio) / count, count
         if choice != PLAIN:
             self._curves.pop(choice.mode, None)
@@ -228,10 +223,9 @@ class LatencyModel:
 
     @property
     def plain_s(self) -> float:
-        """Return the seconds of plain decoding that waits for no choice: no more than anything else takes."""
+        """Return the seconds of plain decoding: no more than anything else takes."""
         if self._plain_s is None:
-            measured = [ratio * self._expect(one) for one, (ratio, _) in self._ratios.items()]
-            measured += [self._ahead_s] if self._ahead_times else []
+            measured = (ratio * self._expect(one) for one, (ratio, _) in self._ratios.items())
             self._plain_s = min([self.seconds(PLAIN), *measured])
         return self._plain_s
 
@@ -275,16 +269,16 @@ class _Standing:
 @dataclass
 class _Rest:
     """Says of which modes plain decoding was last found to be best, by which times, and for how many steps that is not
-    asked again; and whether the last step's pass was launched ahead, or would have been if passes can be."""
+    asked again; and whether the pass of the last one was launched ahead."""
 
     latency: LatencyModel | None = None
     limits: Mapping[str, int] = field(default_factory=dict)
     left: int = 0
-    ahead: bool = False
+    launched: bool = False
 
-    def begin(self, latency: LatencyModel, limits: Mapping[str, int], steps: int = _REST) -> None:
+    def begin(self, latency: LatencyModel, limits: Mapping[str, int]) -> None:
         """Rest."""
-        self.latency, self.limits, self.left = latency, limits, steps
+        self.latency, self.limits, self.left = latency, limits, _REST
 
     def end(self) -> None:
         """Note that something may be better than plain decoding."""
@@ -303,11 +297,6 @@ class _Account:
         self.overlooked: set[str] = set()  # modes that steps tell about which propose nothing, so that no other need
         self.gain = 0.0  # tokens more than plain steps would have brought in the time, a step of late
 
-    @property
-    def rests(self) -> bool:
-        """Return whether the next step is plain whatever there is to propose, and had better be launched ahead."""
-        return self.rest.left > 0 and self.gain < _LITTLE_GAIN
-
     def credit(self, latency: LatencyModel) -> float:
         """Return how many plain steps may be lost against plain decoding. Where there were no steps of such a length
         yet it is what others have earned, and no debt: what short passes have lost, long ones would take long to earn.
@@ -316,7 +305,7 @@ class _Account:
 
     def begin(self) -> None:
         """Begin a text, which may lose as much as the first one, whatever those before it have lost."""
-        self._newest = _FIRST_LOSS
+        self._newest = max(_FIRST_LOSS, min(self._newest, _MOST_FIRST_LOSS))
         self.gain = 0.0
         self._credits.clear()
 
@@ -343,8 +332,6 @@ class Controller:
     def __init__(self, modes: Collection[str], cost: Cost | None = None, *, streamed: bool = False) -> None:
         self._cost = cost or (lambda choice, *_: guessed_cost(choice, streamed=streamed))
         self._sure = cost is not None
-        # Where passes can be launched ahead nothing else says what it costs to ask for a choice.
-        self._plain_times = 0 if self._sure and streamed else 2
         self._modes = modes
         self._accounts: dict[SamplingParams, _Account] = {}  # by how tokens are chosen, but for the noise
         self._latencies: dict[tuple[int, int], LatencyModel] = {}
@@ -375,15 +362,16 @@ class Controller:
         account = self._account(sampling)
         latency = self._latency(num_sequences, context_tokens)
         rest = account.rest
-        if rest.latency is not latency or not limits.keys() <= rest.limits.keys():
+        rest.launched = launched
+        if rest.latency is not latency or latency.suspect is not None or not limits.keys() <= rest.limits.keys():
             rest.end()
-        rest.ahead = launched or account.rests
         if launched or rest.left:
             rest.left = max(0, rest.left - 1)
             return PLAIN
         if not latency.knows_plain:
-            rest.begin(latency, limits, steps=1)
             return PLAIN
+        if (suspect := latency.suspect) is not None and suspect.size <= limits.get(suspect.mode, 0):
+            return suspect
         if COPY in limits and not account.models[COPY].steps:  # however long windows took in other texts
             first = self._best_of(COPY, limits[COPY], account, latency).choice
             return first if first.size else DraftBudget(COPY, 1)
@@ -399,8 +387,7 @@ class Controller:
         """Return what had better be proposed by modes of these largest windows, and the plain steps that it may lose
         against what looks best."""
         windows = [self._best_of(mode, largest, account, latency) for mode, largest in limits.items()]
-        speed = latency.plain_s / latency.seconds(PLAIN)  # of steps whose choice was asked for, too
-        found = [_Standing(PLAIN, speed, 1.0, speed), *windows]
+        found = [_Standing(PLAIN, 1.0, 1.0, 1.0), *windows]
         best = max(found, key=lambda one: one.speed if one.choice == PLAIN else one.speed - _MARGIN)
         if best.speed < _CLEAR and not latency.has_timed_plain:
             return PLAIN, 0.0
@@ -418,13 +405,13 @@ class Controller:
         """Return whether the next step may be plain, whatever there is to propose then, if that makes it faster."""
         account = self._account(sampling)
         rest, latency = account.rest, account.rest.latency
-        if not rest.left and rest.ahead and latency is not None:
+        if not rest.left and rest.launched and latency is not None:
             limits = {mode: most for mode, most in rest.limits.items() if mode not in account.overlooked}
             if self._best(limits, account, latency)[0] == PLAIN:
                 rest.begin(latency, rest.limits)
             else:
                 rest.end()
-        return account.rests
+        return rest.left > 0 and account.gain < _LITTLE_GAIN
 
     def overlooked(self, sampling: SamplingParams, mode: str, hits: Sequence[bool]) -> None:
         """Learn from a step that proposed nothing what a mode that costs nothing would have proposed first.
@@ -473,20 +460,19 @@ class Controller:
             choice: What was asked for.
             windows: Of the sequences whose windows could be as large as that, the numbers of the accepted proposals.
             tokens: New ones of a sequence, on average.
-            seconds: From the end of the step before to its own; None where its windows could not be as large as that.
+            seconds: The step's; None where its windows could not be as large as that.
         """
         account, latency = self._account(sampling), self._latency(num_sequences, context_tokens)
-        ahead, usual_s = choice == PLAIN and account.rest.ahead, latency.seconds(choice)
+        usual_s = latency.seconds(choice)
         if seconds is not None:
-            latency.observe(choice, seconds, ahead=ahead)
+            latency.observe(choice, seconds)
             usual_s = min(seconds, _SUSPICIOUS * latency.seconds(choice))
         for mode, model in account.models.items():
             if mode != choice.mode:
                 model.decay(_IDLE_MEMORY)
             elif windows:
                 model.observe(choice.size, windows)
-        # What a plain step has lost as its choice was waited for is a trial's: 1 to 2 ms of 7 with a 13B (H200).
-        cost = 1.0 if ahead else max(1.0, usual_s / latency.plain_s)
+        cost = 1.0 if choice == PLAIN else max(1.0, usual_s / latency.plain_s)
         if choice.mode == COPY:
             copies = account.models[COPY]
             earned = tokens - 1 if any(windows) else 1 - cost
@@ -513,7 +499,6 @@ class Controller:
             before = timed[min(timed, key=lambda length: abs(length - octave))] if timed else None
             tokens = _SHORT_TOKENS * 3 << octave >> 2  # a length in the middle of an octave
             self._latencies[key] = LatencyModel(
-                lambda choice: self._cost(choice, num_sequences, tokens), sure=self._sure,
-                plain_times=self._plain_times, before=before,
-            )  # fmt: skip
+                lambda choice: self._cost(choice, num_sequences, tokens), sure=self._sure, before=before
+            )
         return self._latencies[key]
