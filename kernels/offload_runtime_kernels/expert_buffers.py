@@ -33,7 +33,7 @@ NUM_COUNTS = 5
 _CHOICES, _LANES = 64, 1024
 # Programs and words a step of each: enough bytes on their way to fill a link; fewer in the background.
 _PROGRAMS, _BACKGROUND_PROGRAMS, _STEP_WORDS = 64, 16, 4096
-_LAST_TICKET = 0x7FFFFFFF
+_LAST_TICKET = _CHOICE_BITS = 0x7FFFFFFF
 _NEVER, _NEWEST = tl.constexpr(NEVER), tl.constexpr(_LAST_TICKET)
 _NUM_COUNTS = tl.constexpr(NUM_COUNTS)
 _TICKET, _LAYER, _ASKED = tl.constexpr(TICKET_BITS), tl.constexpr(LAYER_BITS), tl.constexpr(ASKED_BIT)
@@ -113,7 +113,7 @@ def place_experts_reference(
 ) -> None:  # fmt: skip
     """Plain torch version of `place_experts`."""
     of_layer, flat = tables.buffers[layer], choices.flatten().tolist()
-    wanted = sorted({*flat}) if is_first else tables.wanted.nonzero().flatten().tolist()
+    wanted = sorted({*flat} - {-1}) if is_first else tables.wanted.nonzero().flatten().tolist()
     missing = [expert for expert in wanted if of_layer[expert] < 0]
     found = [expert for expert in wanted if of_layer[expert] >= 0]
     now, asked, background = int(tables.counts[0]) + 1, list[int](), list[int]()
@@ -134,7 +134,7 @@ def place_experts_reference(
             marks = [int(choice in asked) for choice in flat]
             cpu.asked[: len(flat)] = torch.tensor(marks, dtype=torch.int32)
             for at, (choice, mark) in enumerate(zip(flat, marks, strict=True), 1):
-                cpu.report[at] = ticket << TICKET_BITS | mark << ASKED_BIT | choice
+                cpu.report[at] = ticket << TICKET_BITS | mark << ASKED_BIT | choice & _CHOICE_BITS
             cpu.report[0] = ticket << TICKET_BITS | layer << LAYER_BITS | len(choices)
     fetched = missing[len(asked) :][: max(0, room - len(found))]
     for some, into, when in ((background, tables.background[layer], NEVER), (fetched, tables.fetched, now)):
@@ -250,7 +250,8 @@ def _place_kernel(
                 choice = tl.load(choices_ptr + at, mask=at < count, other=-1).to(tl.int32)
                 asked = tl.max((choice[:, None] == expert[None, :]).to(tl.int32) * is_asked[None, :], axis=1)
                 tl.store(asked_ptr + at, asked, mask=at < count)
-                tl.store(report_ptr + 1 + at, ticket | (asked.to(tl.int64) << _ASKED) | choice, mask=at < count)
+                word = (asked.to(tl.int64) << _ASKED) | (choice & 0x7FFFFFFF)
+                tl.store(report_ptr + 1 + at, ticket | word, mask=at < count)
             _fence()
             tl.store(report_ptr, ticket | (layer << _LAYER) | tokens)
     num_fetched = tl.minimum(missing - num_asked, tl.maximum(room - found, 0))
@@ -372,7 +373,7 @@ def place_experts(
     now or in the background. Enqueued on the current stream; on a GPU what is on the host is page-locked.
 
     Args:
-        choices: [N, k] int64 on the device.
+        choices: [N, k] int64 on the device, -1 of rows that only fill up.
         tables: Of the pool.
         layer: Its row there.
         experts: How many it has.

@@ -218,7 +218,8 @@ def expert_rows_reference(
     """Plain torch version of `expert_rows`, on a CPU."""
     gate_up_bias = None if gate_up_bias is None else gates_first(gate_up_bias)
     rows, inputs = choices.flatten(), x.repeat_interleave(choices.shape[1], dim=0)
-    here = torch.arange(len(rows)) if buffers is None else (buffers[rows] >= 0).nonzero()[:, 0]
+    is_here = rows >= 0 if buffers is None else (rows >= 0) & (buffers[rows] >= 0)
+    here = is_here.nonzero()[:, 0]
     h = gated_reference(product_reference(inputs[here], rows[here], gate_up, buffers, gate_up_bias), shape)
     out.view(len(rows), -1)[here] = product_reference(h, rows[here], down, buffers, down_bias)
 
@@ -227,7 +228,8 @@ def combine_experts_reference(y: torch.Tensor, weights: torch.Tensor) -> torch.T
     """Plain torch version of `combine_experts`, on a CPU."""
     out = torch.zeros(len(y), y.shape[2])
     for choice in range(y.shape[1]):
-        out = fma_reference(y[:, choice].float(), weights[:, choice, None], out)
+        weight = weights[:, choice, None]
+        out = fma_reference(y[:, choice].float().masked_fill(weight == 0, 0.0), weight, out)
     return out.to(y.dtype)
 
 
@@ -240,11 +242,12 @@ def expert_rows(
 
     Args:
         x: [N, H], contiguous.
-        choices: [N, k] int64, contiguous: the experts of every row, ascending, none of them twice.
+        choices: [N, k] int64, contiguous: the experts of every row, ascending, none of them twice; -1 of rows that only
+            fill up.
         gate_up: [2I, H] of an expert, gates first.
         down: [H, I].
         shape: Of these.
-        out: [N, k, H] in the dtype of x, contiguous. Rows of experts that lie nowhere are left as they are.
+        out: [N, k, H] in the dtype of x, contiguous. Rows of -1 and of experts that lie nowhere are left as they are.
         buffers: [E] int32: in which buffer an expert's matrices lie, of both, or -1 where they lie in none; None where
             all lie at the expert's number.
         gate_up_bias: [E, 2I] by the expert's number, gates and ups in turn, in the dtype of x, or None.
@@ -266,7 +269,7 @@ def combine_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum over the choices of each row, [N, H] in the dtype of y; enqueued on the current stream.
 
     Args:
-        y: [N, k, H], contiguous: what `expert_rows` has written.
+        y: [N, k, H], contiguous: what `expert_rows` has written; anything where the weight is 0.
         weights: [N, k] fp32, contiguous: what each is multiplied with.
     """
     assert y.is_contiguous() and weights.is_contiguous()

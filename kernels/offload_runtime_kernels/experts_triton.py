@@ -159,14 +159,14 @@ def _expert_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     if FEW:
         expert = tl.load(choices_ptr + tl.program_id(2)).to(tl.int32)
-        count = 1
+        count = tl.where(expert < 0, 0, 1)
     else:
         expert = first_expert + tl.program_id(2)
         start = tl.load(starts_ptr + expert)
         count = tl.load(starts_ptr + expert + 1) - start
     buffer = expert
     if HAS_BUFFERS:
-        buffer = tl.load(buffers_ptr + expert)
+        buffer = tl.load(buffers_ptr + expert, mask=expert >= 0, other=-1)
         count = tl.where(buffer < 0, 0, count)
     if GROUPED:
         buffer = tl.program_id(2)
@@ -232,7 +232,8 @@ def _sum_kernel(
     for choice in tl.static_range(NUM_CHOSEN):
         row = token * NUM_CHOSEN + choice
         y = tl.load(y_ptr + row * WIDTH + column, mask=column < WIDTH, other=0.0)
-        total = tl.fma(y.to(tl.float32), tl.load(weights_ptr + row), total)
+        weight = tl.load(weights_ptr + row)
+        total = tl.fma(tl.where(weight == 0.0, 0.0, y.to(tl.float32)), weight, total)
     tl.store(out_ptr + token * WIDTH + column, total.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
 
 

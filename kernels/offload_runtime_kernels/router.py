@@ -50,7 +50,7 @@ def _sum_in_order(values: torch.Tensor) -> torch.Tensor:
 
 def choose_experts_reference(
     logits: torch.Tensor, chosen: int, *, scores: Scores, correction: torch.Tensor | None, normed: bool, scale: float,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | None, positions: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Plain torch version of `choose_experts`, on a CPU."""
     found = logits = logits.float()
@@ -69,7 +69,11 @@ def choose_experts_reference(
     if normed:
         weights = weights / _sum_in_order(weights)
     weights = weights * scale
-    return choices, weights if dtype is None else weights.to(dtype).float()
+    weights = weights if dtype is None else weights.to(dtype).float()
+    if positions is not None:
+        absent = positions[:, None] < 0
+        choices, weights = choices.masked_fill(absent, -1), weights.masked_fill(absent, 0.0)
+    return choices, weights
 
 
 @jit
@@ -89,11 +93,11 @@ def _over_sum(values, place, CHOSEN: tl.constexpr):
     return tl.div_rn(values, tl.zeros_like(values) + total)
 
 
-@jit
+@jit(do_not_specialize=("positions_ptr",))  # of any alignment, so that one binary serves all
 def _choose_kernel(
-    logits_ptr, correction_ptr, choices_ptr, weights_ptr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
+    logits_ptr, correction_ptr, positions_ptr, choices_ptr, weights_ptr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr,
     BLOCK: tl.constexpr, SCORES: tl.constexpr, HAS_CORRECTION: tl.constexpr, NORMED: tl.constexpr,
-    SCALE: tl.constexpr, DTYPE: tl.constexpr, OVERLAP: tl.constexpr,
+    SCALE: tl.constexpr, DTYPE: tl.constexpr, HAS_POSITIONS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -127,6 +131,9 @@ def _choose_kernel(
     scores *= SCALE
     if DTYPE is not None:
         scores = scores.to(DTYPE).to(tl.float32)
+    if HAS_POSITIONS:
+        is_there = tl.load(positions_ptr + row) >= 0
+        expert, scores = tl.where(is_there, expert, -1), tl.where(is_there, scores, 0.0)
     tl.store(choices_ptr + row * CHOSEN + place, expert.to(tl.int64), mask=place < CHOSEN)
     tl.store(weights_ptr + row * CHOSEN + place, scores, mask=place < CHOSEN)
     if OVERLAP:
@@ -135,7 +142,7 @@ def _choose_kernel(
 
 def choose_experts_triton(
     logits: torch.Tensor, chosen: int, *, scores: Scores, correction: torch.Tensor | None, normed: bool, scale: float,
-    dtype: torch.dtype | None,
+    dtype: torch.dtype | None, positions: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Triton version of `choose_experts`."""
     require_triton("a router")
@@ -145,17 +152,17 @@ def choose_experts_triton(
     weights = logits.new_empty(rows, chosen, dtype=torch.float32)
     with torch.cuda.device_of(logits):
         _choose_kernel[(rows,)](
-            logits, logits if correction is None else correction, choices, weights, EXPERTS=experts, CHOSEN=chosen,
-            BLOCK=block, SCORES=scores, HAS_CORRECTION=correction is not None,
+            logits, logits if correction is None else correction, choices if positions is None else positions, choices,
+            weights, EXPERTS=experts, CHOSEN=chosen, BLOCK=block, SCORES=scores, HAS_CORRECTION=correction is not None,
             NORMED=normed, SCALE=scale, DTYPE=None if dtype is None else getattr(tl, str(dtype).split(".")[1]),
-            num_warps=max(1, block // 128), **overlap_options(logits.device),
+            HAS_POSITIONS=positions is not None, num_warps=max(1, block // 128), **overlap_options(logits.device),
         )  # fmt: skip
     return choices, weights
 
 
 def choose_experts(
     logits: torch.Tensor, chosen: int, *, scores: Scores, correction: torch.Tensor | None = None, normed: bool = False,
-    scale: float = 1.0, dtype: torch.dtype | None = None,
+    scale: float = 1.0, dtype: torch.dtype | None = None, positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return the experts of each row, [N, k] int64 ascending, and their weights, [N, k] fp32; enqueued on the current
     stream.
@@ -168,8 +175,13 @@ def choose_experts(
         normed: Whether weights are divided by their sum.
         scale: What they are multiplied with, then.
         dtype: What they are rounded to, at last, or None.
+        positions: [N] int32, contiguous: rows whose position is negative only fill up; their experts are -1 and weigh
+            0. None: there are no such rows.
     """
     assert logits.is_contiguous() and 0 < chosen <= logits.shape[1]
     assert correction is None or correction.dtype == torch.float32
     run = choose_experts_triton if logits.is_cuda else choose_experts_reference
-    return run(logits, chosen, scores=scores, correction=correction, normed=normed, scale=scale, dtype=dtype)
+    return run(
+        logits, chosen, scores=scores, correction=correction, normed=normed, scale=scale, dtype=dtype,
+        positions=positions,
+    )  # fmt: skip

@@ -126,9 +126,8 @@ class Experts:
 
     def forward(self, x: torch.Tensor, weights: LayerWeights, rows: Rows) -> torch.Tensor:
         """[N, H] -> [N, H]."""
-        choices, row_weights = self._choose(x, weights)
-        if rows.prompt is None and len(x) > 1:  # absent rows must not ask for experts of their own
-            choices = torch.where(rows.query.positions.reshape(-1, 1) < 0, choices[:1], choices)
+        fills_up = rows.prompt is None and len(x) > 1  # rows may be absent, which ask for no experts
+        choices, row_weights = self._choose(x, weights, rows.query.positions.reshape(-1) if fills_up else None)
         matrices, fetch, scratch = weights.experts
         y, biases = x.new_empty(*choices.shape, x.shape[1]), self._biases(weights)
         for buffers in fetch(x, choices, y):
@@ -162,10 +161,13 @@ class Experts:
         biases = {name: bias.cpu() for name, bias in self._biases(weights).items()}
         return HostExperts(library, self._shape, places["gate_up"], places["down"], **biases)
 
-    def _choose(self, x: torch.Tensor, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-        """The experts of each row, [N, k] int64 ascending, of equal ones the first, and their weights, [N, k] fp32."""
+    def _choose(
+        self, x: torch.Tensor, weights: Weights, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each row, [N, k] int64 ascending, of equal ones the first, and their weights, [N, k] fp32;
+        none of rows at negative positions."""
         logits = weights["router"].linear(x if self.router_dtype is None else x.to(self.router_dtype))
         return choose_experts(
             logits, self.chosen, scores=self.scores, correction=weights["correction"].dense if self.corrected else None,
-            normed=self.normed, scale=self.scale, dtype=x.dtype if self.rounds else None,
+            normed=self.normed, scale=self.scale, dtype=x.dtype if self.rounds else None, positions=positions,
         )  # fmt: skip

@@ -208,7 +208,9 @@ def router_calls() -> Iterator[tuple[str, Call]]:
         (128, 8, {"scores": "sigmoid", "correction": torch.empty(128), "dtype": None}),
     ):  # fmt: skip
         logits = torch.empty(4, experts, dtype=BF16)
-        yield f"router {experts}", partial(choose_experts_triton, logits, chosen, **{**options, **how})
+        for positions in (None, ints(4)):
+            named = {**options, **how, "positions": positions}
+            yield f"router {experts} {positions is None}", partial(choose_experts_triton, logits, chosen, **named)
 
 
 def numbers_of(form: ScaledFormat, rows: int, columns: int) -> ScaledRows:

@@ -226,6 +226,26 @@ def test_exponentials_are_within_two_units_of_the_last_place() -> None:
     torch.testing.assert_close(ops.exp_reference(x).double(), x.double().exp(), atol=0.0, rtol=2.0**-22)
 
 
+@pytest.mark.parametrize("rows", [5, 20])
+@pytest.mark.parametrize("by", [ops.expert_rows_reference, expert_rows_triton])
+def test_rows_that_only_fill_up_change_nothing(by: Any, rows: int) -> None:
+    """Whatever lies where their results would be, which are 0."""
+    problem = pooled(Problem.random(SILU, rows, 3, FP32), [2, 1, -1, 3, 5, 0])
+    expected = problem.rows(by) if by is ops.expert_rows_reference else problem.on(KERNEL_DEVICE).rows(by).cpu()
+    absent = torch.arange(rows) % 3 == 1
+    filled = replace(
+        problem, choices=problem.choices.masked_fill(absent[:, None], -1),
+        weights=problem.weights.masked_fill(absent[:, None], 0.0),
+    )  # fmt: skip
+    filled = filled if by is ops.expert_rows_reference else filled.on(KERNEL_DEVICE)
+    found = filled.rows(by)
+    close = 0.0 if filled.x.is_cuda or by is ops.expert_rows_reference else 1e-5  # the interpreter's are a library's
+    torch.testing.assert_close(found[~absent].cpu(), expected[~absent], atol=close, rtol=close, equal_nan=True)
+    assert found[absent].isnan().all()
+    combine = ops.combine_experts_reference if by is ops.expert_rows_reference else combine_experts_triton
+    assert (combine(found, filled.weights)[absent] == 0).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("shape", [SILU, CLAMPED])

@@ -19,13 +19,16 @@ FAMILIES: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 
 
-def chosen_by(choose: Callable[..., Any], family: str, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def chosen_by(
+    choose: Callable[..., Any], family: str, logits: torch.Tensor, positions: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What a function makes of logits; GLM's router has a correction."""
     experts, chosen, options = FAMILIES[family]
     if family == "glm":
         correction = torch.linspace(-0.3, 0.3, experts).roll(11).to(logits.device)
         options = {"correction": correction, **options}
-    numbers, weights = choose(logits, chosen, **{"correction": None, "scale": 1.0, "dtype": None, **options})
+    named = {"correction": None, "scale": 1.0, "dtype": None, "positions": positions, **options}
+    numbers, weights = choose(logits, chosen, **named)
     return numbers, weights
 
 
@@ -63,6 +66,19 @@ def test_of_equal_ones_the_first_are_chosen(choose: Callable[..., Any]) -> None:
     numbers, weights = chosen_by(choose, "gpt-oss", logits.to(KERNEL_DEVICE))
     assert numbers.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 4]]
     assert weights[:2].tolist() == [[0.25] * 4] * 2
+
+
+@pytest.mark.parametrize("choose", [choose_experts, choose_experts_triton])
+def test_rows_that_only_fill_up_choose_nothing(choose: Callable[..., Any]) -> None:
+    positions = torch.tensor([3, -1, 0, -1, 7], dtype=torch.int32, device=KERNEL_DEVICE)
+    logits = random_logits("qwen3", 5).to(KERNEL_DEVICE)
+    numbers, weights = chosen_by(choose, "qwen3", logits, positions)
+    expected, their_weights = chosen_by(choose, "qwen3", logits)
+    is_there = (positions >= 0).cpu()
+    assert torch.equal(numbers[is_there], expected[is_there]) and torch.equal(
+        weights[is_there], their_weights[is_there]
+    )
+    assert (numbers[~is_there] == -1).all() and (weights[~is_there] == 0).all()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
