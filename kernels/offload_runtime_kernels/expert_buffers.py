@@ -7,8 +7,9 @@ A round of a layer has a time of its own, and so has a buffer, of when it was us
     those behind them, as far as there is room       are fetched into the buffers that were not used for longest
     others                                           are wanted in the next round
 
-What is left to the CPU gets a buffer, too, unless others are in flight, and is fetched there in the background while
-the pass goes on: nothing takes the buffer until `release_experts`, before which the layer must not ask again.
+What is left to the CPU gets a buffer, too, as far as a round needs fewer than there are, and is fetched there in the
+background while the pass goes on: nothing takes the buffer until `release_experts`, before which the layer must not ask
+again.
 """
 
 from __future__ import annotations
@@ -302,6 +303,7 @@ def _release_kernel(background_ptr, used_ptr, in_flight_ptr, counts_ptr, WIDTH: 
     count, number = tl.load(background_ptr), tl.arange(0, BLOCK)
     buffer = tl.load(background_ptr + WIDTH + 2 + number, mask=number < count, other=0)
     tl.store(used_ptr + buffer, tl.load(counts_ptr), mask=number < count)
+    tl.debug_barrier()  # who finds that they are not in flight must find when they were used
     tl.atomic_add(in_flight_ptr, -count)
 
 
