@@ -210,12 +210,11 @@ class StepGraphs:
         with ExitStack() as undo:
             for stream, pool in zip(self._streams, self._pools, strict=True):
                 stream.wait_stream(self._stream)
+                undo.callback(self._stream.wait_stream, stream)  # a capture that breaks off needs it, too
                 undo.enter_context(torch.cuda.use_mem_pool(pool, stream.device))
                 undo.enter_context(torch.cuda.stream(stream))
             with torch.cuda.device(self._device):
                 yield
-            for stream in self._streams:
-                self._stream.wait_stream(stream)
 
 
 @contextmanager

@@ -879,13 +879,15 @@ class CapturedPasses:
         taps, hidden = self._taps, self._hidden[part, :count]
         kept = None if taps is None else KeptRows(taps, self._decoder.partition, [hidden])
         run = window_residual if self._is_part else window_pass
-        logits = run(self._decoder, self._layers, self._cache, rows, kept)
-        self._logits[:count].copy_(logits)
-        if sampling is not None:
-            found = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots)
-            self._chosen[:count].copy_(found.clamp_min(0))  # behind NaN there is no token, and nothing follows
-            self.graphs.show(found, part * 2 * CAPTURED_ROWS)
-        self._streamer.end_pass()
+        try:
+            logits = run(self._decoder, self._layers, self._cache, rows, kept)
+            self._logits[:count].copy_(logits)
+            if sampling is not None:
+                found = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots)
+                self._chosen[:count].copy_(found.clamp_min(0))  # behind NaN there is no token, and nothing follows
+                self.graphs.show(found, part * 2 * CAPTURED_ROWS)
+        finally:  # a capture that breaks off needs it, too
+            self._streamer.end_pass()
 
     def _tokens(self, launched: _Launched) -> list[int]:
         """Return those that a pass has chosen. Waits for it."""

@@ -405,7 +405,11 @@ class DraftRunner:
         if self.hidden is not None:
             assert hidden is not None
             rows = replace(rows, hidden=self.hidden.rows.index_select(0, hidden))
-        logits, given = runner.decoder.outputs(window_residual(runner.decoder, layers, runner.cache, rows))
+        try:
+            residual = window_residual(runner.decoder, layers, runner.cache, rows)
+        finally:  # a capture that breaks off needs it, too
+            runner.streamer.end_pass()
+        logits, given = runner.decoder.outputs(residual)
         if self._excluded is not None:
             logits.index_fill_(1, self._excluded, -torch.inf)
         return logits[:, : self._vocab_size], given
