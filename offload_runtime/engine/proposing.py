@@ -377,11 +377,12 @@ def _make_triforce(
     budget: DeviceBudget, recorder: TraceRecorder | None,
 ) -> Drafter:  # fmt: skip
     runner, batch = target.runner, plan.target.batch
-    source = runner.cache
+    layers, source = runner.streamer.resident_layers(), runner.cache
+    assert layers is not None, "refused when it was planned"
     trees = [GuessTree(guess_parents(plan, count), budget.device) for count in range(1, batch + 1)]
     window, most_tokens = DeviceWindow(budget.device, batch=batch), source.max_tokens_with_draft
     verifier = RetrievalVerifier(
-        runner.decoder, runner.streamer, retrieved, target.rope, window, max_tokens_with_draft=most_tokens, batch=batch
+        runner.decoder, layers, retrieved, target.rope, window, max_tokens_with_draft=most_tokens, batch=batch
     )  # fmt: skip
     first = None
     if draft is not None:

@@ -22,7 +22,7 @@ from offload_runtime_kernels.window_steps import WINDOW_HEADER_WORDS, StepRotati
 from offload_runtime.cache.retrieval import RetrievalCache
 from offload_runtime.core import TokenTree
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import Rows
+from offload_runtime.models.layers import LayerWeights, Rows
 from offload_runtime.models.rope import RopeTable, RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
@@ -38,7 +38,6 @@ from offload_runtime.speculation.window import (
     SlotUpdate,
     WindowOutput,
 )
-from offload_runtime.stream.queue import LayerStreamer
 from offload_runtime.trace import TraceRecorder
 
 # Rows of a verifier's step that take hardly longer than one, and what each sequence has of guesses in any case.
@@ -63,7 +62,7 @@ class RetrievalVerifier:
 
     Args:
         decoder: The target's maths.
-        streamer: Its weights, on the device but for experts.
+        layers: Its weights, all on the device: (layer index, named weights), in order.
         cache: What it sees.
         rope: Its rotary table.
         window: Where tokens come from and go.
@@ -72,17 +71,15 @@ class RetrievalVerifier:
     """
 
     def __init__(
-        self, decoder: Decoder, streamer: LayerStreamer, cache: RetrievalCache, rope: RopeTable,
-        window: DeviceWindow, *, max_tokens_with_draft: int, batch: int = 1,
+        self, decoder: Decoder, layers: Sequence[tuple[int, LayerWeights]], cache: RetrievalCache,
+        rope: RopeTable, window: DeviceWindow, *, max_tokens_with_draft: int, batch: int = 1,
     ) -> None:  # fmt: skip
         device = window.rows.device
         self.cache = cache
         self.window = window
         self._max_tokens_with_draft = max_tokens_with_draft
         self._decoder = decoder
-        layers = streamer.resident_layers()
-        assert layers is not None, "refused when it was planned"
-        self._streamer, self._layers = streamer, layers
+        self._layers = layers
         self._last_token = decoder.config.vocab_size - 1
         self.graphs = StepGraphs(device, decoder.partition.devices[1:])
         self._sampling = SlotSampling(batch, device)
@@ -146,7 +143,6 @@ class RetrievalVerifier:
         second_samples = sample(without_samples, self._sampling, step.following, step.slots)
         both = samples.view(window.num_rows, -1), second_samples.view(window.num_rows, -1)
         accept(window.rows, *both, self._counts, tree.links, window.runners_up)
-        self._streamer.end_pass()
 
 
 def verifier_step_bytes(

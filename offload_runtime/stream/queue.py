@@ -543,7 +543,7 @@ class LayerStreamer:
 
     def resident_layers(self) -> list[tuple[int, LayerViews]] | None:
         """Return what `layers` hands out, for passes that take no part in the streaming; None when some are
-        streamed. Such passes fetch the experts that they miss, and end with `end_pass`."""
+        streamed. Where experts are missing such a pass, too, begins with `begin_pass` and ends with `end_pass`."""
         return None if self.num_streamed else [(index, self._resident[index]) for index in range(self.num_layers)]
 
     def _plan_pass(self, card: int) -> list[Item]:
