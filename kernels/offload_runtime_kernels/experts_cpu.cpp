@@ -13,6 +13,8 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <exception>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <system_error>
@@ -838,13 +840,23 @@ struct Job {
     void* y;
 };
 
+// Keeps signals from threads that are started meanwhile: they are for those that Python knows.
+struct WithoutSignals {
+    sigset_t before;
+
+    WithoutSignals() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+    }
+
+    ~WithoutSignals() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
+};
+
 class Pool {
   public:
     Pool(int threads, const int32_t* cores) {
         workers.reserve(threads);
-        sigset_t all, before;  // signals are for the threads that Python knows
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
             for (int i = 0; i < threads; ++i) {
                 workers.emplace_back([this] { work(); });
@@ -856,7 +868,6 @@ class Pool {
         } catch (const std::system_error&) {
             refused = true;
         }
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 
     ~Pool() {
@@ -1065,17 +1076,11 @@ struct Mailbox {
     int32_t seen;  // ticket
 };
 
-// A thread that looks at what devices ask for, the more often the shorter ago there were news. It never stops, as a
-// device may have to do other things first, such as a prompt, and would wait for ever.
+// A thread that looks at what devices ask for, the more often the shorter ago there were news, and others that compute
+// it. It never stops, as a device may have to do other things first, such as a prompt, and would wait for ever.
 class Watcher {
   public:
-    explicit Watcher(Pool& pool) : pool(pool) {
-        sigset_t all, before;
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        thread = std::thread([this] { watch(); });
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    }
+    explicit Watcher(std::unique_ptr<Pool> threads) : pool(std::move(threads)), thread([this] { watch(); }) {}
 
     ~Watcher() {
         wake([this] { stopped = true; });
@@ -1097,8 +1102,9 @@ class Watcher {
         woken.notify_all();
     }
 
+    const std::unique_ptr<Pool> pool;
+
   private:
-    Pool& pool;
     std::vector<Mailbox*> mailboxes;
     std::vector<int64_t> choices, wanted;
     std::vector<Bytes> blocks;
@@ -1148,8 +1154,8 @@ class Watcher {
                 wanted.push_back(choices[i]);
         }
         for (int64_t expert : wanted) blocks.push_back(layer.first + expert * layer.step);
-        double seconds = pool.compute(layer.experts, mailbox.x, tokens, choices.data(), layer.num_chosen, wanted.data(),
-                                      blocks.data(), wanted.size(), mailbox.y);
+        double seconds = pool->compute(layer.experts, mailbox.x, tokens, choices.data(), layer.num_chosen, wanted.data(),
+                                       blocks.data(), wanted.size(), mailbox.y);
         mailbox.seen = ticket;
         mailbox.total[0] += wanted.size() * layer.bytes, mailbox.total[1] += (int64_t)(seconds * 1e9);
         __atomic_store_n(mailbox.ready, (int32_t)ticket, __ATOMIC_RELEASE);
@@ -1170,38 +1176,30 @@ const char* experts_instructions() {
 #endif
 }
 
-// Threads, each pinned to a core, or null.
-void* experts_start(int threads, const int32_t* cores) {
-    Pool* pool = new (std::nothrow) Pool(threads, cores);
-    if (pool && !pool->refused) return pool;
-    delete pool;
+// Threads, each pinned to a core, and one that serves devices, or null.
+void* experts_start(int threads, const int32_t* cores) try {
+    WithoutSignals blocked;
+    auto pool = std::make_unique<Pool>(threads, cores);
+    return pool->refused ? nullptr : new Watcher(std::move(pool));
+} catch (const std::exception&) {
     return nullptr;
 }
 
-void experts_stop(void* pool) { delete (Pool*)pool; }
+void experts_stop(void* threads) { delete (Watcher*)threads; }
 
-// Returns the seconds, or less than none where there is no memory for it.
-double experts_compute(void* pool, const Experts* experts, const void* x, int64_t tokens, const int64_t* choices,
+// Returns the seconds, or less than none where there is no memory for it; not while devices are served.
+double experts_compute(void* threads, const Experts* experts, const void* x, int64_t tokens, const int64_t* choices,
                        int64_t num_chosen, const int64_t* wanted, const uint8_t* const* blocks, int64_t count,
                        void* y) try {
-    return ((Pool*)pool)->compute(*experts, x, tokens, choices, num_chosen, wanted, blocks, count, y);
+    return ((Watcher*)threads)->pool->compute(*experts, x, tokens, choices, num_chosen, wanted, blocks, count, y);
 } catch (const std::bad_alloc&) {
     return -1;
 }
 
-// Begins to serve devices, or returns null; nobody else may have experts computed from then on.
-void* experts_watch(void* pool) try {
-    return new Watcher(*(Pool*)pool);
-} catch (const std::system_error&) {
-    return nullptr;
-}
-
-void experts_add_mailbox(void* watcher, Mailbox* mailbox) { ((Watcher*)watcher)->add(mailbox); }
+void experts_add_mailbox(void* threads, Mailbox* mailbox) { ((Watcher*)threads)->add(mailbox); }
 
 // Devices may soon ask for something.
-void experts_wake(void* watcher) {
-    ((Watcher*)watcher)->wake([] {});
+void experts_wake(void* threads) {
+    ((Watcher*)threads)->wake([] {});
 }
-
-void experts_unwatch(void* watcher) { delete (Watcher*)watcher; }
 }

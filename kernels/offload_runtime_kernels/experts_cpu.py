@@ -196,8 +196,8 @@ class ExpertsLibrary:
         computed = [address] * 3 + [integer, address, integer, address, address, integer, address]
         for name, result, arguments in (
             ("instructions", ctypes.c_char_p, []), ("start", address, [ctypes.c_int, address]),
-            ("stop", None, [address]), ("compute", ctypes.c_double, computed), ("watch", address, [address]),
-            ("add_mailbox", None, [address] * 2), ("wake", None, [address]), ("unwatch", None, [address]),
+            ("stop", None, [address]), ("compute", ctypes.c_double, computed),
+            ("add_mailbox", None, [address] * 2), ("wake", None, [address]),
         ):  # fmt: skip
             function = getattr(code, f"experts_{name}")
             function.restype, function.argtypes = result, arguments
@@ -377,13 +377,12 @@ class ExpertsCpu:
         cores = physical_first(allowed)[:threads] if cores is None else cores
         if len(cores) < threads or not set(cores) <= set(allowed):
             raise NoCpuShare(f"{threads} threads need a core each, of the {len(allowed)} that this process may use")
-        self.library, self._watchers = library, list[int]()
+        self.library = library
         self._threads = library.code.experts_start(threads, (ctypes.c_int32 * threads)(*cores[:threads]))
         if not self._threads:
             raise NoCpuShare(f"the system refuses {threads} threads")
         self._mailboxes = list[Mailbox]()  # whose memory stays as long as threads may use it
-        owned = self._threads, self._watchers, self._mailboxes
-        self._stop = weakref.finalize(self, _stop, library.code, *owned, os.getpid())
+        self._stop = weakref.finalize(self, _stop, library.code, self._threads, self._mailboxes, os.getpid())
 
     def compute(
         self, layer: HostExperts, x: torch.Tensor, choices: torch.Tensor, out: torch.Tensor,
@@ -399,7 +398,7 @@ class ExpertsCpu:
             experts: The number of each that is wanted, and the address of its block.
         """
         (tokens, num_chosen), count = choices.shape, len(experts)
-        assert layer.library is self.library and not self._watchers
+        assert layer.library is self.library and not self._mailboxes
         assert x.shape == (tokens, layer.shape.hidden) and out.shape == (tokens, num_chosen, layer.shape.hidden)
         assert x.dtype == out.dtype == self.library.dtype and choices.dtype == torch.int64
         assert x.is_cpu and choices.is_cpu and out.is_cpu
@@ -414,30 +413,16 @@ class ExpertsCpu:
             raise MemoryError(f"rows of {count} experts find no memory")
         return Work(count * layer.expert_bytes, seconds)
 
-    def watch(self) -> None:
-        """Start the thread that looks at what devices ask for.
-
-        Raises:
-            NoCpuShare: The system refuses it.
-        """
-        watcher = self.library.code.experts_watch(self._threads)
-        if not watcher:
-            raise NoCpuShare("the system refuses a thread that looks at what devices ask for")
-        self._watchers.append(watcher)
-
     def serve(self, mailbox: Mailbox) -> None:
         """Compute what a device asks for, from now on."""
-        code = self.library.code
-        if not self._watchers:
-            self.watch()
         self._mailboxes.append(mailbox)
-        code.experts_add_mailbox(self._watchers[0], ctypes.byref(mailbox.described))
+        self.library.code.experts_add_mailbox(self._threads, ctypes.byref(mailbox.described))
 
     def wake(self) -> None:
         """Look more often at what devices ask for, which they may soon do: without, they wait up to five
         milliseconds."""
-        for watcher in self._watchers:
-            self.library.code.experts_wake(watcher)
+        if self._stop.alive:
+            self.library.code.experts_wake(self._threads)
 
     def close(self) -> None:
         """End the threads, which first finish what they compute."""
@@ -450,10 +435,7 @@ class ExpertsCpu:
         self.close()
 
 
-def _stop(code: Any, threads: int, watchers: list[int], mailboxes: list[Mailbox], process: int) -> None:
+def _stop(code: Any, threads: int, mailboxes: list[Mailbox], process: int) -> None:
     if os.getpid() == process:  # a fork has none of them
-        for watcher in watchers:
-            code.experts_unwatch(watcher)
-        watchers.clear()
         code.experts_stop(threads)
     mailboxes.clear()

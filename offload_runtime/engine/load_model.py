@@ -432,7 +432,6 @@ def _start_cpu(plan: ModelPlan, share: float | None, undo: ExitStack) -> CpuThre
     try:
         library = load_experts_library(user_directory("cache", holds="compiled code") / "experts", plan.dtype, kinds)
         threads = ExpertsCpu(library, expert_threads())
-        threads.watch()
     except NoCpuShare as error:
         require(share is None, f"--cpu-share {share}: {error}")
         logging.getLogger(__name__).warning("%s", error)
