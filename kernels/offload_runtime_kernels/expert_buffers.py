@@ -137,9 +137,10 @@ def place_experts_reference(
             for at, (choice, mark) in enumerate(zip(flat, marks, strict=True), 1):
                 cpu.report[at] = ticket << TICKET_BITS | mark << ASKED_BIT | choice & _CHOICE_BITS
             cpu.report[0] = ticket << TICKET_BITS | layer << LAYER_BITS | len(choices)
+        tables.background[layer, 0, 0], tables.background_bytes[layer] = len(background), len(background) * unit_bytes
     fetched = missing[len(asked) :][: max(0, room - len(found))]
+    tables.fetched[0, 0], tables.fetched_bytes[0] = len(fetched), len(fetched) * unit_bytes
     for some, into, when in ((background, tables.background[layer], NEVER), (fetched, tables.fetched, now)):
-        into[0, 0] = len(some)
         for number, expert in enumerate(some, 1):
             buffer = int(tables.used.argmin())
             assert tables.used[buffer] < now, "there is room"
@@ -151,7 +152,6 @@ def place_experts_reference(
     tables.found[fetched] = of_layer[fetched]
     tables.wanted.zero_()
     tables.wanted[missing[len(asked) + len(fetched) :]] = 1
-    tables.fetched_bytes[0], tables.background_bytes[layer] = len(fetched) * unit_bytes, len(background) * unit_bytes
     of_first = (len(wanted), len(found)) if is_first else (0, 0)
     nbytes = (len(fetched) + len(background)) * unit_bytes
     tables.counts.add_(torch.tensor([1, *of_first, nbytes, len(asked)], device=tables.counts.device))

@@ -37,10 +37,8 @@ class Pool:
         if share is not None:
             words = torch.zeros(1 + 16 * CHOSEN, dtype=torch.int64)
             int32 = partial(torch.zeros, dtype=torch.int32, device=KERNEL_DEVICE)
-            shares, credit = (
-                share * torch.arange(EXPERTS + 1, device=KERNEL_DEVICE),
-                torch.zeros(1, device=KERNEL_DEVICE),
-            )
+            shares = share * torch.arange(EXPERTS + 1, device=KERNEL_DEVICE)
+            credit = torch.zeros(1, device=KERNEL_DEVICE)
             self.cpu = ops.CpuShare(shares, credit, int32(2), int32(16 * CHOSEN), on_host(words))
 
     def rounds(self, layer: int, choices: torch.Tensor) -> set[int]:
@@ -114,11 +112,9 @@ def test_all_that_is_wanted_comes(version: str, buffers: int, share: float | Non
         assert pool.rounds(layer, choices) == experts_of(choices)
     counts = dict(zip(("rounds", "wanted", "found", "bytes", "asked"), pool.tables.counts.tolist(), strict=True))
     assert counts["wanted"] == sum(len(experts_of(choices)) for _, choices in drawn(1))
-    assert counts["bytes"] == BYTES * (
-        counts["wanted"] - counts["found"] - counts["asked"]
-    )  # nothing in the background
     assert pool.tables.counts_host.tolist() == [*counts.values()]
     missing = counts["wanted"] - counts["found"]
+    assert counts["bytes"] == BYTES * (missing - counts["asked"])  # nothing in the background
     assert counts["asked"] == pytest.approx((share or 0.0) * missing, abs=1)
     if buffers == LAYERS * EXPERTS and share is None:
         assert missing == LAYERS * EXPERTS
@@ -141,9 +137,12 @@ def test_the_least_recently_used_go(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["_reference", "_triton"])
-@pytest.mark.parametrize("most", [3, 7])
-def test_what_the_cpu_computes_is_found_once_it_has_arrived(version: str, most: int) -> None:
-    pool, found = Pool(version, 30, most=most, share=0.6), 0
+@pytest.mark.parametrize(("buffers", "most"), [(CHOSEN + 2, 2), (30, 3), (30, 7)])
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_what_the_cpu_computes_is_found_once_it_has_arrived(
+    version: str, buffers: int, most: int, share: float
+) -> None:
+    pool, found = Pool(version, buffers, most=most, share=share), 0
     passes = drawn(3)
     for first in range(0, len(passes), LAYERS):
         in_flight = dict[int, int]()
@@ -163,7 +162,7 @@ def test_what_the_cpu_computes_is_found_once_it_has_arrived(version: str, most: 
     assert found > most
 
 
-def test_tickets_begin_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tickets_begin_again() -> None:
     for version in ("_reference", "_triton"):
         pool = Pool(version, CHOSEN, share=1.0)
         assert pool.cpu is not None
