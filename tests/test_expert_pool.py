@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from offload_runtime_kernels.expert_buffers import BufferTables
 
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch, TokenTree
@@ -215,23 +216,27 @@ def test_an_answer_that_breaks_off_leaves_the_pool_fit(mixture: Path, expected: 
         assert list(result.tokens) == expected[1]
 
 
-def test_an_answer_that_breaks_off_before_a_fetch_leaves_the_pool_fit(
-    mixture: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+@needs_compiler
+@pytest.mark.parametrize(("step", "share"), [("fetch_experts", 0), ("fetch_experts", 1.0), ("release_experts", 1.0)])
+def test_an_answer_that_breaks_off_while_experts_come_leaves_the_pool_fit(
+    step: str, share: float, mixture: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the tables have the expert already."""
-    fetch = expert_pool.fetch_experts
+    """When the tables have the expert already: it is to be fetched, now or in the background, or let go of."""
+    whole = getattr(expert_pool, step)
 
-    def broken(fetched: torch.Tensor, *others: Any, **options: Any) -> None:
-        if fetched[0, 0] > 0:
-            monkeypatch.setattr(expert_pool, "fetch_experts", fetch)
+    def broken(said: torch.Tensor | BufferTables, *others: Any, **options: Any) -> None:
+        if (said.in_flight if isinstance(said, BufferTables) else said[0, 0]) > 0:
+            monkeypatch.setattr(expert_pool, step, whole)
             raise KeyboardInterrupt
-        fetch(fetched, *others, **options)
+        whole(said, *others, **options)
 
-    with load(mixture, context=300, draft="none", expert_pool=(2 * COUNT + 1) * EXPERT_BYTES) as runtime:
+    size = (2 * COUNT + 1) * EXPERT_BYTES
+    with load(mixture, context=300, draft="none", expert_pool=size, cpu_share=share) as runtime:
         assert answers(runtime) == expected
-        monkeypatch.setattr(expert_pool, "fetch_experts", broken)
-        with pytest.raises(KeyboardInterrupt):
-            answers(runtime)
+        for _ in range(3):
+            monkeypatch.setattr(expert_pool, step, broken)
+            with pytest.raises(KeyboardInterrupt):
+                answers(runtime)
         assert answers(runtime) == expected
 
 
