@@ -54,38 +54,38 @@ class CpuExperts:
 
     Args:
         threads: That compute; several cards may share them.
-        share: Of the missing experts, that of the CPU; None: by rates measured while serving.
+        fixed_share: Of the missing experts, that of the CPU; None: by rates measured while serving.
         engine: Brings experts.
         tables: Of the card's pool.
         num_chosen: Most experts of a row.
         x: Like the rows of a pass: their dtype, width and device.
 
     Attributes:
-        asked: What the card leaves to the CPU.
+        share: What the card leaves to the CPU.
     """
 
     def __init__(
-        self, threads: ExpertsCpu, share: float | None, engine: CopyEngine, tables: BufferTables, *, num_chosen: int,
-        x: torch.Tensor,
+        self, threads: ExpertsCpu, fixed_share: float | None, engine: CopyEngine, tables: BufferTables, *,
+        num_chosen: int, x: torch.Tensor,
     ) -> None:  # fmt: skip
-        self._threads, self._share, self._engine = threads, share, engine
+        self._threads, self._fixed_share, self._engine = threads, fixed_share, engine
         (layers, width), count, on_card = tables.buffers.shape, MOST_CPU_ROWS * num_chosen, x.is_cuda
         self._x_host, self._y_host = (
             torch.zeros(rows, x.shape[1], dtype=x.dtype, pin_memory=on_card) for rows in (MOST_CPU_ROWS, count)
         )
         self._ready = torch.zeros(1, dtype=torch.int32, pin_memory=on_card)
         self._shares_host = torch.zeros(1 + width, pin_memory=on_card)
-        self.asked = CpuShare(
+        self.share = CpuShare(
             torch.zeros(1 + width, device=x.device), torch.zeros(1, device=x.device),
             torch.zeros(2, dtype=torch.int32, device=x.device),
             torch.zeros(count, dtype=torch.int32, device=x.device),
             torch.zeros(1 + count, dtype=torch.int64, pin_memory=on_card),
         )  # fmt: skip
         self._missing = np.arange(1 + width)
-        if share is not None:
-            self.asked.shares.copy_(torch.from_numpy(share * self._missing))
+        if fixed_share is not None:
+            self.share.shares.copy_(torch.from_numpy(fixed_share * self._missing))
         self._link, self._cpu, self._expert_bytes = Rate(), Rate(), 0
-        self._mailbox = Mailbox(layers, self.asked.report, self._x_host, self._y_host, self._ready)
+        self._mailbox = Mailbox(layers, self.share.report, self._x_host, self._y_host, self._ready)
         threads.serve(self._mailbox)
 
     @property
@@ -107,12 +107,12 @@ class CpuExperts:
         current stream, which waits for the CPU: until then it does what was enqueued before."""
         rows = y.view(-1, y.shape[-1]).view(torch.int32)
         source = self._y_host[: len(rows)].view(torch.int32)
-        take_host_rows(self.asked.tickets[1:], self._ready, self.asked.asked[: len(rows)], source, rows)
+        take_host_rows(self.share.tickets[1:], self._ready, self.share.asked[: len(rows)], source, rows)
 
     def begin_pass(self) -> None:
         """Set how much of what is missing the card asks for, by what was measured lately, and wake who answers."""
         self._threads.wake()
-        if self._share is not None or not self._expert_bytes:
+        if self._fixed_share is not None or not self._expert_bytes:
             return
         self._cpu.note(*self._mailbox.total)
         link_s, cpu_s = (rate.seconds(self._expert_bytes) for rate in (self._link, self._cpu))
@@ -123,7 +123,7 @@ class CpuExperts:
         if (shares != before).any():
             # A pass may be running, whose kernels' warps must all read the same: they read what a kernel has written.
             before[:] = shares
-            copy_words(_words(self._shares_host), _words(self.asked.shares))
+            copy_words(_words(self._shares_host), _words(self.share.shares))
 
     def measure_link(self, *, begins: bool) -> None:
         """Begin to measure the link, or end it: while whole layers are prefetched nothing else is on it."""

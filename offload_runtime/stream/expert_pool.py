@@ -262,7 +262,7 @@ class ExpertPool:
 
     def _prefetch_layer(self, row: int, *, keep: Collection[int]) -> None:
         """Begin to copy what is missing of a layer, into free buffers and those of layers that are not to be kept."""
-        assert self._cached is not None
+        assert self.engine is not None and self._cached is not None
         arriving, cached, first = self._arriving.setdefault(row, {}), self._cached, row * self._width
         missing = [n for n in range(self._rows[row].num_experts) if n not in arriving and first + n not in cached]
         others = (owner for owner in cached if owner // self._width not in keep)
@@ -272,18 +272,12 @@ class ExpertPool:
         taken = dict[Any, dict[int, int]]()
         for expert, (buffer, free) in zip(missing, buffers, strict=False):
             taken.setdefault(free, {})[expert] = buffer
+        units, label = self._units[row], (EXPERTS, (self._layer_of[row],))
         for free, some in taken.items():
-            self._copy(row, some, free, self._layer_ready[row])
+            copies = [(self.buffers[buffer, : len(units[0])], units[expert]) for expert, buffer in some.items()]
+            self.engine.enqueue_all(copies, free=free, ready=self._layer_ready[row], label=label)
+            self._bytes_prefetched += len(copies) * len(units[0])
             arriving.update(some)
-
-    def _copy(self, row: int, buffers: Mapping[int, int], free: Any, ready: Any) -> None:
-        """Begin to copy experts of a row into a buffer each."""
-        assert self.engine is not None
-        units = self._units[row]
-        size = len(units[0])
-        copies = [(self.buffers[buffer, :size], units[expert]) for expert, buffer in buffers.items()]
-        self.engine.enqueue_all(copies, free=free, ready=ready, label=(EXPERTS, (self._layer_of[row],)))
-        self._bytes_prefetched += len(copies) * size
 
     # --- on demand
 
@@ -303,7 +297,7 @@ class ExpertPool:
             self._is_placed, is_first = True, number == 0
             place_experts(
                 choices, tables, row, experts=units.num_experts, room=self._room, unit_bytes=host.shape[1],
-                cpu=None if cpu is None else cpu.asked, is_first=is_first,
+                cpu=None if cpu is None else cpu.share, is_first=is_first,
             )  # fmt: skip
             self._fetch(tables.fetched, tables.fetched_bytes, host)
             if cpu is not None and is_first:
