@@ -457,7 +457,7 @@ class PassMeter:
         before, since = self._begun.pop(request, (self._passes, None))
         target, passes = self._target, _Passes().grown(self._passes, before)
         count, seconds = passes.passes, passes.seconds
-        streamed, fetches = passes.streamed_bytes > 0 and seconds > 0, not all(one.is_whole for one in self._pools)
+        streamed, fetches = passes.streamed_bytes > 0 and seconds > 0, bool(self._pools)
         decode_s, after_first = request.last_token_s - request.first_token_s, max(0, request.new_tokens - 1)
         stats = GenerationStats(
             prompt_tokens=request.prompt_tokens, new_tokens=request.new_tokens, kept_tokens=request.num_kept,

@@ -43,7 +43,7 @@ from offload_runtime.stream.arena import HostArena, PageableMemory, Registrar, r
 from offload_runtime.stream.copy_engine import CopyEngine, CopyQueues, measure_link_gbps
 from offload_runtime.stream.cpu_experts import CpuExperts
 from offload_runtime.stream.device import Card, DeviceBudget, LayerPartition, current_device
-from offload_runtime.stream.expert_pool import ExpertPool, ExpertUnits
+from offload_runtime.stream.expert_pool import ExpertPool, ExpertUnits, ResidentExperts
 from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights.checkpoint import CheckpointSource, SharedVocabulary
 from offload_runtime.weights.encoding import StackedWeight
@@ -235,22 +235,26 @@ class LoadedCard:
 
     `engine` is the queue of its copies, which ends with `engine.close`; `staged` says where the layers are, and holds
     the rings that some of them are staged through. `link_peak_gbps` is the bandwidth of back-to-back copies into its
-    ring, whose `buffers` are one allocation; None when nothing is streamed. Its layers' experts are in a `pool`, if
-    they have any; matrices are decoded into the `scratch`.
+    ring, whose `buffers` are one allocation; None when nothing is streamed. `experts` are those of its layers, if they
+    have any; matrices are decoded into the `scratch`.
     """
 
     engine: CopyEngine
     staged: StagedMemory
     link_peak_gbps: float | None
-    pool: ExpertPool | None = None
+    experts: ResidentExperts | ExpertPool | None = None
     buffers: Sequence[torch.Tensor] = ()
     scratch: torch.Tensor | None = None
 
     @property
+    def pool(self) -> ExpertPool | None:
+        """Return the pool of the experts; None where none are missing."""
+        return self.experts if isinstance(self.experts, ExpertPool) else None
+
+    @property
     def engines(self) -> list[CopyEngine]:
         """Return all queues to the card."""
-        demand = None if self.pool is None else self.pool.engine
-        return [self.engine] if demand is None else [self.engine, demand]
+        return [self.engine] if self.pool is None else [self.engine, self.pool.engine]
 
     def end_copies(self) -> None:
         """End the copies, and wait for passes that fetch experts or wait for those of the CPU, before anything that is
@@ -300,9 +304,9 @@ class LoadedModel:
         weights = self.weights
         return sum(arena.pinned_bytes for arena in (*weights.arenas.values(), *weights.experts.values(), *rings))
 
-    def pool_for(self, head: ModelPlan) -> ExpertPool | None:
-        """Return the pool that has the experts of a head of this model, too; None where they are not in one."""
-        return self.cards[0].pool if head.placement.pool_buffers == 0 else None
+    def experts_with(self, head: ModelPlan) -> ResidentExperts | ExpertPool | None:
+        """Return what has the experts of a head of this model, too; None where the head has its own, or none."""
+        return self.cards[0].experts if head.placement.pool_buffers == 0 else None
 
     def end_copies(self) -> None:
         """End the copies, before anything that is copied is let go of, or that passes read or write: one that was
@@ -369,8 +373,8 @@ def load_model(
         if own.placement.pool_buffers is None:
             counts = [one.num_experts for one in own.experts.values()]
             experts |= zip(own.experts, buffers.split(counts), strict=True)
-    if lender is not None and (pool := lender.pool_for(plan)) is not None and pool.is_whole:
-        experts = {layer: pool.held(lender.config.num_layers + layer) for layer in plan.experts}
+    if lender is not None and isinstance(shared := lender.experts_with(plan), ResidentExperts):
+        experts = {layer: shared.held[lender.config.num_layers + layer] for layer in plan.experts}
     # What stays on a device, by layer, that of None for the head: uint8 each.
     held: dict[int | None, torch.Tensor] = {}
     for one, own in zip(cards, plan.cards, strict=False):  # a draft is on the first
@@ -449,12 +453,12 @@ def _buffers_of_experts(budget: DeviceBudget, own: ModelPlan, name: str) -> torc
 def make_pool(
     experts: Mapping[int, ExpertBlocks], buffers: torch.Tensor, queues: CopyQueues | None, x: torch.Tensor, *,
     cpu: CpuThreads,
-) -> ExpertPool | None:  # fmt: skip
-    """Return the pool of the `experts` of a card's layers; None where these have none.
+) -> ResidentExperts | ExpertPool | None:  # fmt: skip
+    """Return what holds the `experts` of a card's layers; None where these have none.
 
     Args:
         experts: By layer, those of a head behind the model's own.
-        buffers: Of the pool. They hold all experts where there are no `queues`.
+        buffers: Of theirs. They hold all where there are no `queues`.
         queues: Bring experts.
         x: Like the rows of a pass: their dtype, width and device.
         cpu: Computes some of what is missing.
@@ -463,7 +467,7 @@ def make_pool(
         return None
     layers = {layer: ExpertUnits(one.num_experts, one.chosen) for layer, one in experts.items()}
     if queues is None:
-        return ExpertPool(buffers, layers)
+        return ResidentExperts(buffers, layers)
     make_cpu, engine = None, queues.demand
     assert engine is not None
     if cpu.threads is not None:
@@ -477,8 +481,8 @@ def add_experts(
     held: Mapping[int | None, torch.Tensor], *, first: int = 0,
 ) -> None:  # fmt: skip
     """Let experts of some layers of a model, which a pool calls `first` and so on, be fetched into it and computed on
-    the CPU, unless it has all. Layers that are not `held` on a device are in host memory."""
-    for layer in () if pool.is_whole else layers:
+    the CPU. Layers that are not `held` on a device are in host memory."""
+    for layer in layers:
         on_cpu, layout = None, weights.layout
         if cpu.threads is not None:
             mixer = weights.config.layers[layer].mlp
@@ -513,15 +517,15 @@ def connect_model(
         kv_buffers.append(_ring(one.budget, f"{name}: KV ring", num_kv_buffers, num_kv_buffers * own.kv_piece_bytes))
     cache = make_cache(plan, cards, f"{name}: KV cache", memories, None if limited else registrar)
     undo.callback(cache.close)
-    joined, pool_first, computing = None if lender is None else lender.pool_for(plan), 0, cpu
+    joined, pool_first, computing = None if lender is None else lender.experts_with(plan), 0, cpu
     if lender is not None and joined is not None:  # whose own layers come first
         pool_first, computing = lender.config.num_layers, lender.cpu
-    pools = list[ExpertPool | None]()
+    pools = list[ResidentExperts | ExpertPool | None]()
     for one, own, of_card in zip(cards, plan.cards, experts, strict=True):
         queues = None if own.placement.pool_buffers is None else one.queues
         x = torch.empty(0, plan.config.hidden_size, dtype=plan.dtype, device=of_card.device)
         pools.append(joined or make_pool(own.experts, of_card, queues, x, cpu=cpu))
-        if (pool := pools[-1]) is not None:
+        if isinstance(pool := pools[-1], ExpertPool):
             add_experts(pool, weights, own.experts.keys() & layout.experts, computing, held, first=pool_first)
     stores = {
         layer: ExpertStore(
@@ -547,11 +551,11 @@ def connect_model(
             found.experts = stores[layer]
         return found
 
-    parts = zip(loaded, buffers, kv_buffers, pools, strict=True)
+    parts = zip(loaded, buffers, kv_buffers, strict=True)
     streamer = LayerStreamer(
         [weights.block(index) if index in arenas else nothing for index in range(plan.config.num_layers)],
         {index: held[index] for index in plan.placement.resident_layers},
-        [CardRing(one.engine, layers, kv, pool) for one, layers, kv, pool in parts],
+        [CardRing(one.engine, layers, kv, one.pool) for one, layers, kv in parts],
         owners=owners, make_views=make_views, kv=cache if isinstance(cache, HostKVCache) and any(kv_buffers) else None,
         pool_first=pool_first,
     )  # fmt: skip
@@ -594,12 +598,12 @@ def _ring(budget: DeviceBudget, name: str, count: int, nbytes: int) -> list[torc
 
 def _measure_link(
     weights: HostWeights, buffers: Sequence[torch.Tensor], engine: CopyEngine, memory: StagedMemory,
-    pool: ExpertPool | None,
+    experts: ResidentExperts | ExpertPool | None,
 ) -> float | None:  # fmt: skip
     """Return the peak of the link into a buffer, from page-locked memory of a card's layers; None when nothing is
     streamed, and no expert is brought."""
-    if not buffers and pool is not None and not pool.is_whole and (unit := pool.host_unit) is not None:
-        return measure_link_gbps(engine, pool.buffers[0, : unit.nbytes], unit)
+    if not buffers and isinstance(experts, ExpertPool) and (unit := experts.host_unit) is not None:
+        return measure_link_gbps(engine, experts.buffers[0, : unit.nbytes], unit)
     if not buffers:
         return None
     buffer, placement = buffers[0], memory.placement

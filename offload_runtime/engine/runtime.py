@@ -571,7 +571,7 @@ class Runtime(AbstractContextManager["Runtime"]):
         if request.forget_hits or request.target.hit_exponent is None:  # of random weights nobody wants to know
             return
         for plan, card in zip(model.plan.cards, model.cards, strict=True):
-            if card.pool is None or card.pool.is_whole:
+            if card.pool is None:
                 continue
             wanted, found = card.pool.counts.wanted, card.pool.counts.found
             try:

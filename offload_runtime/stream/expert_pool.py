@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import nullcontext
-from itertools import accumulate, islice
+from itertools import islice
 from operator import sub
 from typing import Any, NamedTuple
 
@@ -56,21 +56,44 @@ class PoolCounts(NamedTuple):
     cpu_s: float = 0.0
 
 
-class ExpertPool:
-    """Holds the experts of a card's layers, or some of them.
+class ResidentExperts:
+    """Has all experts of a card's layers there.
 
     Args:
-        buffers: uint8 [S, bytes of the largest expert], on the card. Where all experts are there, those of the first
-            layer come first, by their numbers.
+        buffers: uint8 [S, bytes of the largest expert], on the card, one after the other: those of the first layer by
+            their numbers, those of the next one, and so on.
+        layers: As of an `ExpertPool`.
+
+    Attributes:
+        held: Of each layer the buffers of its experts, by their numbers: uint8 [E, bytes of a buffer].
+    """
+
+    def __init__(self, buffers: torch.Tensor, layers: Mapping[int, ExpertUnits]) -> None:
+        self.buffers = buffers
+        numbers = torch.arange(len(buffers), dtype=torch.int32, device=buffers.device)
+        counts = [one.num_experts for one in layers.values()]
+        self._numbers = dict(zip(layers, numbers.split(counts), strict=True))
+        self.held = dict(zip(layers, buffers.split(counts), strict=True))
+
+    def fetch(self, layer: int, x: torch.Tensor, choices: torch.Tensor, y: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield the buffer of each expert of a layer; see `ExpertStore.fetch` of `models.layers`."""
+        yield self._numbers[layer]
+
+
+class ExpertPool:
+    """Holds some of the experts of a card's layers.
+
+    Args:
+        buffers: uint8 [S, bytes of the largest expert], on the card.
         layers: Those of the card that have experts, by their numbers, in the order of a pass; those of a head, whose
             passes are others, have numbers behind them.
-        engine: Copies what is prefetched; None where nothing is missing.
-        pace: Slows down what kernels fetch on demand, on the current stream.
+        engine: Copies what is prefetched.
+        pace: Slows down what kernels fetch, on the stream that they are on.
         make_cpu: Makes of the pool's tables what computes some of what is missing; None: all of it is fetched.
     """
 
     def __init__(
-        self, buffers: torch.Tensor, layers: Mapping[int, ExpertUnits], engine: CopyEngine | None = None, *,
+        self, buffers: torch.Tensor, layers: Mapping[int, ExpertUnits], engine: CopyEngine, *,
         pace: LinkPace | None = None, make_cpu: Callable[[BufferTables], CpuExperts] | None = None,
     ) -> None:  # fmt: skip
         self.buffers, self.engine, self._layers, self._pace = buffers, engine, layers, pace
@@ -80,11 +103,6 @@ class ExpertPool:
         self._tables = BufferTables.of(buffers.device, layers=len(layers), experts=self._width, buffers=len(buffers))
         self._whole_layer: int | None = None  # the one whose experts are all in the pool, prefetched
         self.cpu = None if make_cpu is None else make_cpu(self._tables)
-        if engine is None:
-            firsts = accumulate((one.num_experts for one in self._rows), initial=0)
-            for row, first, one in zip(self._tables.buffers, firsts, self._rows, strict=False):
-                row[: one.num_experts] = torch.arange(first, first + one.num_experts)
-            return
         most_chosen, on_card = max(one.chosen for one in self._rows), buffers.is_cuda
         assert len(buffers) >= most_chosen, "there is room for what a row chooses"
         # By row of the tables the experts in host memory, uint8 [E, bytes of one], and the same as units.
@@ -107,24 +125,12 @@ class ExpertPool:
         self._bytes_prefetched, self._before = 0, PoolCounts()
         self._is_placed = False  # the tables may say of experts that they are there which are still to be fetched
 
-    @property
-    def is_whole(self) -> bool:
-        """Return whether all experts are there."""
-        return self.engine is None
-
     def add(self, layer: int, host: torch.Tensor, on_cpu: HostExperts | None = None) -> None:
         """Let a layer's experts be fetched from host memory, uint8 [E, bytes of one], or computed on the CPU there."""
         row = self._row_of[layer]
         self._host[row], self._units[row] = host, host.unbind()
         if self.cpu is not None and on_cpu is not None:
             self.cpu.add(row, on_cpu, self._rows[row].chosen, host)
-
-    def held(self, layer: int) -> torch.Tensor:
-        """Return the buffers of a layer's experts, by their numbers, in a pool of all: uint8 [E, bytes of a buffer]."""
-        assert self.is_whole
-        row = self._row_of[layer]
-        first = sum(one.num_experts for one in self._rows[:row])
-        return self.buffers[first : first + self._rows[row].num_experts]
 
     @property
     def host_unit(self) -> torch.Tensor | None:
@@ -134,7 +140,7 @@ class ExpertPool:
     @property
     def counts(self) -> PoolCounts:
         """Return what has been counted so far."""
-        return PoolCounts() if self.is_whole else PoolCounts(*map(sub, self._counted(), self._before))
+        return PoolCounts(*map(sub, self._counted(), self._before))
 
     def _counted(self) -> PoolCounts:
         _, wanted, found, fetched, computed = self._tables.counts_host.tolist()
@@ -143,9 +149,8 @@ class ExpertPool:
 
     def reset_counts(self) -> None:
         """Count from here on: what is run at load says nothing of texts."""
-        if not self.is_whole:
-            self._wait_for_card()
-            self._before = self._counted()
+        self._wait_for_card()
+        self._before = self._counted()
 
     @property
     def bytes_begun(self) -> int:
@@ -154,7 +159,7 @@ class ExpertPool:
 
     def prefetches_layers(self, rows: int) -> bool:
         """Return whether a pass of so many rows prefetches all experts of each layer, before any are chosen."""
-        return not self.is_whole and all(
+        return all(
             rows * one.chosen >= _CHOICES_OF_ALL * one.num_experts and one.num_experts <= len(self.buffers)
             for one in self._rows
         )
@@ -165,8 +170,7 @@ class ExpertPool:
         """Begin a pass of so many rows through layers of these numbers; not while it is captured. What an interrupted
         one has left on its way is dropped: copies are made in order, so that a buffer's next one cannot overtake
         it."""
-        engine = self.engine
-        if engine is None or (self.buffers.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if self.buffers.is_cuda and torch.cuda.is_current_stream_capturing():
             return
         self._whole_layer, self._pass = None, layers
         self.end_pass()  # an interrupted one
@@ -175,7 +179,7 @@ class ExpertPool:
         if self.prefetches_layers(rows):
             self._begin_prefetching()
             for free in self._layer_free:
-                engine.compute_record(free)  # behind the passes before this one
+                self.engine.compute_record(free)  # behind the passes before this one
             return
         if self._cached is not None:
             self._end_prefetching()
@@ -193,7 +197,7 @@ class ExpertPool:
     def enter(self, layer: int) -> None:
         """Begin a layer. In a pass that prefetches layers, what is enqueued from now on finds all of its experts."""
         engine = self.engine
-        if engine is None or self._cached is None or layer not in self._layers:
+        if self._cached is None or layer not in self._layers:
             return
         row = self._row_of[layer]
         engine.wait(self._layer_free[row])  # the card may still fetch the buffers' numbers of the pass before
@@ -214,7 +218,7 @@ class ExpertPool:
         came first three quarters of the link's time were not hidden, whether layers took as long as their copies or
         four times that (8192 and 32768 tokens, an H200).
         """
-        if self.engine is None or self._whole_layer != layer:
+        if self._whole_layer != layer:
             return
         row = self._row_of[layer]
         self.engine.compute_record(self._layer_free[row])
@@ -243,7 +247,7 @@ class ExpertPool:
 
     def _end_prefetching(self) -> None:
         """Give the tables back to the card. Copies of an interrupted pass must not come behind what it fetches."""
-        assert self.engine is not None and self._cached is not None
+        assert self._cached is not None
         self.engine.drain()
         self._arriving.clear()
         if self.cpu is not None:
@@ -262,7 +266,7 @@ class ExpertPool:
 
     def _prefetch_layer(self, row: int, *, keep: Collection[int]) -> None:
         """Begin to copy what is missing of a layer, into free buffers and those of layers that are not to be kept."""
-        assert self.engine is not None and self._cached is not None
+        assert self._cached is not None
         arriving, cached, first = self._arriving.setdefault(row, {}), self._cached, row * self._width
         missing = [n for n in range(self._rows[row].num_experts) if n not in arriving and first + n not in cached]
         others = (owner for owner in cached if owner // self._width not in keep)
@@ -285,7 +289,7 @@ class ExpertPool:
         """Fetch the experts that rows of a layer have chosen, in rounds of as many as there are buffers for, and yield
         the buffer of each expert in a round; see `ExpertStore.fetch` of `models.layers`."""
         row, units, tables = self._row_of[layer], self._layers[layer], self._tables
-        if self.is_whole or self._whole_layer == layer:
+        if self._whole_layer == layer:
             yield tables.buffers[row, : units.num_experts]
             return
         host, cpu = self._host[row], self.cpu if len(x) <= MOST_CPU_ROWS else None

@@ -404,7 +404,7 @@ class CardRing:
 
     `buffers` hold a layer of weights, the largest of the card's; there are none where all of these are resident.
     `kv_buffers` hold pieces of keys and values; there are none where the card streams none. Its layers' experts are in
-    a `pool`, if they have any.
+    a `pool`, if some of them are missing.
     """
 
     engine: CopyEngine
@@ -471,7 +471,7 @@ class LayerStreamer:
     @property
     def has_all(self) -> bool:
         """Return whether all weights are on the device for ever."""
-        return not self.num_streamed and all(pool is None or pool.is_whole for pool in self._pools)
+        return not self.num_streamed and not any(self._pools)
 
     def can_capture(self, rows: int) -> bool:
         """Return whether a pass of so many rows goes on without the host, once it is enqueued."""
@@ -509,7 +509,7 @@ class LayerStreamer:
     def end_pass(self) -> None:
         """End a pass over the layers, all of which have been enqueued."""
         for pool in self._pools:
-            if pool is not None and not pool.is_whole:
+            if pool is not None:
                 pool.end_pass()
 
     @contextmanager

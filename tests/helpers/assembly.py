@@ -25,7 +25,7 @@ from offload_runtime.sampling import SlotSampling
 from offload_runtime.stream.arena import Registrar, Staging
 from offload_runtime.stream.copy_engine import CopyEngine, CopyQueues
 from offload_runtime.stream.device import DeviceBudget, LayerPartition
-from offload_runtime.stream.expert_pool import ExpertPool
+from offload_runtime.stream.expert_pool import ExpertPool, ResidentExperts
 from offload_runtime.stream.queue import CardRing, LayerStreamer, make_copy_engine
 from offload_runtime.weights.checkpoint import CheckpointSource
 from offload_runtime.weights.layout import EMBEDDING, ModelLayout, checkpoint_tensors
@@ -98,7 +98,9 @@ def in_memory(hf_model: Any) -> CheckpointSource:
     return CheckpointSource(config, hf_model.dtype, "memory", hf_model.config.to_dict(), fills, lambda: None)
 
 
-def pool_of(weights: HostWeights, size: int | None, device: torch.device, cpu_share: float | None) -> ExpertPool | None:
+def pool_of(
+    weights: HostWeights, size: int | None, device: torch.device, cpu_share: float | None
+) -> ResidentExperts | ExpertPool | None:  # fmt: skip
     """The experts of a model: all of them, or as many as have room in so many buffers beside what the CPU computes."""
     experts, dtype, cpu = weights.layout.experts, weights.layout.dtype, NO_CPU
     buffer_bytes = max(one.block.total_bytes for one in experts.values())
@@ -116,7 +118,7 @@ def pool_of(weights: HostWeights, size: int | None, device: torch.device, cpu_sh
     queues = None if size is None else CopyQueues(engine, demand=engine)
     x = torch.empty(0, weights.config.hidden_size, dtype=dtype, device=device)
     pool = make_pool(experts, buffers, queues, x, cpu=cpu)
-    if pool is not None:
+    if isinstance(pool, ExpertPool):
         add_experts(pool, weights, experts, cpu, {})
     return pool
 
@@ -197,7 +199,7 @@ def make_runner(
     streamer = LayerStreamer(
         layers,
         {index: layers[index].to(device) for index in staying},
-        [CardRing(engine, ring, kv_buffers, pool)],
+        [CardRing(engine, ring, kv_buffers, pool if isinstance(pool, ExpertPool) else None)],
         make_views=make_views,
         kv=cache if isinstance(cache, HostKVCache) else None,
     )
