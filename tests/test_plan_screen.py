@@ -133,6 +133,10 @@ def test_layers_are_dealt_out_in_strides_where_links_idle_otherwise() -> None:
         start for one in zip(first, second, strict=True) for start, _ in one
     ][1:]
     assert max(one["pass"]["link_s"] for one in fast["machines"]) == pytest.approx(fast["pass_s"])
+    # Pieces of so many requests fill the ring of KV, behind which weights wait: less comes while rows are elsewhere.
+    many = (*options, "--network", "10Gb", "--batch", "8", "--context", "2048", "--kv")
+    on_card, on_host = (json.loads(plan_for(*many, kv).stdout)["strides"] for kv in ("gpu", "host"))
+    assert on_host > on_card
 
 
 def test_machines_stream_as_much_as_each_other_unless_ram_is_short(tmp_path: Path) -> None:

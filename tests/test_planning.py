@@ -239,6 +239,26 @@ def test_predicted_bytes_are_those_that_the_run_streams(deep_target: Path) -> No
     assert len(set(seen)) > 2  # the runs differ
 
 
+@pytest.mark.parametrize("batch", [1, 3, 6])
+def test_as_much_comes_ahead_of_a_pass_as_is_predicted(deep_target: Path, batch: int) -> None:
+    """Weights and KV come in one order: the ring of either that is full holds up the other."""
+    options = {"kv": "host", "resident_layers": 0, "tree_nodes": 0, "max_batch": batch}
+    with load(deep_target, context=CONTEXT, **options) as runtime:
+        target = runtime.engine.target
+        streamer, engine = target.runner.streamer, target.cards[0].engine
+        for slot in range(batch):
+            prefill(target.runner, slot, [index % 300 for index in range(600)])
+        verify(target.runner, {slot: TokenTree((1,)) for slot in range(batch)})  # blocks are there by then
+        streamer.begin_pass()
+        engine.drain()
+        before = engine.bytes_copied
+        streamer.begin_pass()  # drops the one that has begun, whose copies are done
+        engine.drain()
+        predicted = pass_time(runtime.plan, common_figures(), length_tokens=600, rows=1)
+        share = (engine.bytes_copied - before) / predicted.bytes_streamed
+        assert predicted.lookahead_s / predicted.copies_s == pytest.approx(share) and share < 1
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize("mode", ["none", "chain", "triforce"])
 @pytest.mark.parametrize("kv", ["gpu", "host"])

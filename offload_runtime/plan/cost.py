@@ -185,10 +185,10 @@ class PassTime:
     `arithmetic` or `launches`.
 
     `compute_s` sums over the layers the longer of HBM and arithmetic, with the time in which rows cross from card to
-    card. `lookahead_s` of the copies fit the rings while nothing of the pass computes. In `exposed_s`, of one card
-    of several, keys and values come that its ring has no room for, while the others' rings may be full. `weight_bytes`
-    and `kv_bytes` are those of `bytes_streamed`, `staged_bytes` what of them comes out of pageable memory.
-    `expert_bytes` are brought once a layer has chosen: nothing computes in these `demand_s`.
+    card. `lookahead_s` of the copies run while nothing of the pass computes, until a ring is full. In `exposed_s`, of
+    one card of several, keys and values come that its ring has no room for, while the others' rings may be full.
+    `weight_bytes` and `kv_bytes` are those of `bytes_streamed`, `staged_bytes` what of them comes out of pageable
+    memory. `expert_bytes` are brought once a layer has chosen: nothing computes in these `demand_s`.
     """
 
     weight_bytes: int
@@ -250,9 +250,6 @@ def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, row
     staged_bytes += sum(streamed[layer] for layer in placement.staged_kv_layers)
     pieces, link = sum(map(target.kv_pieces, streamed.values())), _link(plan, machine)
     link_s, staging_s = (weight_bytes + kv_bytes) / link, staged_bytes / _staging(machine)
-    # Of each kind no more than a pass brings, at the pace of its copies, which staging may keep below the link's.
-    lookahead_bytes = min(weight_bytes, placement.num_buffers * target.layer_bytes)
-    lookahead_bytes += min(kv_bytes, target.kv_ring_bytes)
     exposed_bytes = sum(max(0, nbytes - target.kv_ring_bytes) for nbytes in streamed.values())
     expert_bytes = target.missed_bytes(batch * rows)  # none for rows that fill up a graph
     # What computes: the longer of HBM and arithmetic, of the matrices and of each layer's attention.
@@ -273,11 +270,30 @@ def pass_time(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, row
         arithmetic_s=sum(count * arithmetic_s for count, _, arithmetic_s in stages),
         compute_s=sum(count * max(hbm_s, arithmetic_s) for count, hbm_s, arithmetic_s in stages),
         launch_s=0.0 if captured else layers * _HOST_LAYER_S + launches * _HOST_LAUNCH_S, staging_s=staging_s,
-        # The share first: it rounds to at most 1, so that no copies come out longer than all of them.
-        lookahead_s=max(link_s, staging_s) * (lookahead_bytes / max(1, weight_bytes + kv_bytes)),
+        # At the pace of all copies, which staging may keep below the link's. The share first: it rounds to at most 1.
+        lookahead_s=max(link_s, staging_s) * (_bytes_ahead(target, streamed) / max(1, weight_bytes + kv_bytes)),
         exposed_s=exposed_bytes / link, expert_bytes=expert_bytes,
         demand_s=expert_bytes / _demand(plan, machine),
     )  # fmt: skip
+
+
+def _bytes_ahead(target: ModelPlan, streamed_kv: Mapping[int, int]) -> int:
+    """Bytes that come before a pass of one card begins: one queue brings weights and pieces of keys and values, layer
+    by layer, and waits as soon as one of the two rings has no buffer for the next."""
+    placement, nbytes = target.placement, 0
+    buffers, kv_buffers = placement.num_buffers, placement.kv_ring_buffers
+    for layer in target.layers:
+        if layer in placement.streamed_layers:
+            if not buffers:
+                break
+            buffers, nbytes = buffers - 1, nbytes + target.bytes_over_link((layer,))
+        if kv_bytes := streamed_kv.get(layer):
+            pieces = target.kv_pieces(kv_bytes)
+            nbytes += kv_bytes * min(pieces, kv_buffers) // pieces
+            if pieces > kv_buffers:
+                break
+            kv_buffers -= pieces
+    return nbytes
 
 
 def _pass_of_cards(plan: RunPlan, machine: MachineProfile, *, length_tokens: int, rows: int) -> PassTime:
