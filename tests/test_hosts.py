@@ -115,12 +115,16 @@ def test_trees_of_a_draft_over_three_ranks(
 def slow_link(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A machine whose link is so slow that nothing else takes any time, and whose layers are then dealt out in
     strides."""
+    return profile_with(1e-6, tmp_path_factory.mktemp("profiles"))
+
+
+def profile_with(link_gbps: float, folder: Path) -> str:
+    """A profile of a machine that is fast but for its link."""
     figures = MachineProfile(
-        "slow", "made up", gpus=1, ram_bytes=1 << 40, gpu_name="CPU", vram_bytes=1 << 40, link_gbps=1e-6,
+        "slow", "made up", gpus=1, ram_bytes=1 << 40, gpu_name="CPU", vram_bytes=1 << 40, link_gbps=link_gbps,
         hbm_gbps=1e6, tflops={"fp32": 1e6},
     )  # fmt: skip
-    path = tmp_path_factory.mktemp("profiles") / "slow.toml"
-    path.write_text(profile_toml(figures))
+    (path := folder / "slow.toml").write_text(profile_toml(figures))
     return str(path)
 
 
@@ -139,6 +143,18 @@ def test_trees_of_a_draft_over_layers_in_strides(
 ) -> None:
     options = {"draft": draft, "tree_nodes": 16, "resident_layers": 0}
     compare(others, sixteen_layers, profile=slow_link, strides=2, **options)
+
+
+@pytest.mark.slow
+def test_a_faster_link_takes_more_strides(
+    others: list[OtherRank], sixteen_layers: Path, tmp_path: Path, slow_link: str
+) -> None:
+    """The ring of the other rank is full in a quarter of the time."""
+    theirs = {"profile": profile_with(4e-6, tmp_path)}
+    options = {"draft": "none", "resident_layers": 0, "profile": slow_link}
+    with first_rank(others, sixteen_layers, theirs=theirs, **options) as runtime:
+        assert strides_of(runtime) == 3
+    assert others[0].ended() == ""
 
 
 @pytest.mark.slow

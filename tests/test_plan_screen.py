@@ -139,20 +139,29 @@ def test_layers_are_dealt_out_in_strides_where_links_idle_otherwise() -> None:
     assert on_host > on_card
 
 
-def test_machines_stream_as_much_as_each_other_unless_ram_is_short(tmp_path: Path) -> None:
-    """What the smaller card has no room for lies in RAM, and so does what the other machine's RAM has none for."""
-    for name, changes in (("small card", {"vram_bytes": 12 * GB}), ("small RAM", {"ram_bytes": 50 * GB})):
-        machine = replace(load_profile("rtx4090"), pinnable_bytes=None, **changes)
-        (tmp_path / f"{name}.toml").write_text(profile_toml(machine))
+def test_copies_of_machines_end_together_unless_ram_is_short(tmp_path: Path) -> None:
+    """What the smaller card has no room for lies in RAM, a machine with half the link streams half as much, and what
+    its RAM has no room for the other one has."""
+    machine = replace(load_profile("rtx4090"), pinnable_bytes=None, ram_bytes=160 * GB, link_gbps=25.0)
+    slow = {"link_gbps": 12.5}
+    kinds: dict[str, dict[str, Any]] = {
+        "first": {}, "small card": {"vram_bytes": 12 * GB}, "small RAM": {"ram_bytes": 50 * GB}, "slow link": slow,
+        "both": {**slow, "ram_bytes": 30 * GB},
+    }  # fmt: skip
+    files = {name: tmp_path / f"{name}.toml" for name in kinds}
+    for name, changes in kinds.items():
+        files[name].write_text(profile_toml(replace(machine, **changes)))
     options = ("llama-3.1-70b", "--draft", "ngram", "--network", "10Gb", "--json", "--context", "4096")
-    found = dict[str, list[int]]()
-    for name in ("small card", "small RAM"):
-        two = ("--profile", "rtx4090", "--profile", str(tmp_path / f"{name}.toml"))
-        answer = json.loads(plan_for(*options, *two).stdout)
-        found[name] = [one["pass"]["weight_bytes"] // 10**9 for one in answer["machines"]]
-    layer = 2  # GB, nearly
-    assert abs(found["small card"][0] - found["small card"][1]) <= 2 * layer
-    assert found["small RAM"][1] < 50 < 58 < found["small RAM"][0]
+    streamed_gb, seconds = dict[str, list[float]](), dict[str, list[float]]()
+    for name in kinds:
+        two = ("--profile", str(files["first"]), "--profile", str(files[name]))
+        passes = [one["pass"] for one in json.loads(plan_for(*options, *two).stdout)["machines"]]
+        streamed_gb[name] = [one["weight_bytes"] / 1e9 for one in passes]
+        seconds[name] = [one["link_s"] for one in passes]
+    for name in ("first", "small card", "slow link"):  # but for a layer
+        assert seconds[name][0] == pytest.approx(seconds[name][1], rel=0.1), name
+    for name, most_gb in (("small RAM", 50), ("both", 30)):
+        assert 0.8 * most_gb < streamed_gb[name][1] < most_gb < streamed_gb[name][0], name
 
 
 @pytest.mark.parametrize(("options", "said"), [

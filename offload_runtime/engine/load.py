@@ -160,7 +160,7 @@ def load_runtime(
         return _load_here(config, on_progress=on_progress, on_plan=on_plan, check=check)
     require(own_rank() == 0, "the first rank alone answers: the others have layers for it (`serve_own_layers`)")
     load = partial(_load_here, on_progress=on_progress, check=check)
-    return load_first(_share(config), load, on_plan, lambda plan: planned_figures(plan) or common_figures())
+    return load_first(_share(config), load, on_plan)
 
 
 def serve_own_layers(
@@ -194,7 +194,8 @@ def serve_own_layers(
 def _share(config: RuntimeConfig) -> Shares:
     """Meet the other ranks. Raises as `share_layers`."""
     config = check_request(config)
-    return share_layers(config, _opened(config.target))
+    profile = None if config.profile is None else load_profile(config.profile)
+    return share_layers(config, _opened(config.target), partial(_known_figures, profile))
 
 
 def _load_here(

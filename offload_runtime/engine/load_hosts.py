@@ -33,9 +33,10 @@ from offload_runtime.models.part import PartConfig, in_words
 from offload_runtime.options import require
 from offload_runtime.plan import cost
 from offload_runtime.plan.hosts import (
-    are_models,
+    LayerRoom,
     best_strides,
     deal,
+    links_of,
     pass_seconds,
     request_of_stage,
     shared_request,
@@ -43,11 +44,10 @@ from offload_runtime.plan.hosts import (
     sizes_of,
     usual_rows,
 )
-from offload_runtime.plan.sizes import DTYPE_NAMES, RunPlan, resolve_dtype
+from offload_runtime.plan.sizes import DTYPE_NAMES, RunPlan, common_figures, resolve_dtype
 from offload_runtime.sizes import counted
 from offload_runtime.stream.device import device_memory_in_use, resolve_device
 from offload_runtime.weights.checkpoint import CheckpointSource
-from offload_runtime.weights.part import part_of
 from offload_runtime.weights.sources import open_checkpoint, open_draft
 
 # What has to be the same in all ranks for the bits of one machine, and what it is called.
@@ -90,8 +90,6 @@ def _check_model(config: ModelConfig, ranks: int) -> None:
 
 def _check_shares(config: ModelConfig, dealt: Sequence[Sequence[int]], group: HostGroup) -> None:
     """Refuse shares of a hybrid's layers that are not models by themselves. Raises `OptionError`."""
-    if are_models(config, dealt):
-        return
     deltas, first = config.deltas, dealt[0]
     has_states = not deltas or min(deltas) in first
     require(has_states, f"layer {min(deltas, default=0)} has states, and rank 0 ends before: give it more memory")
@@ -101,12 +99,16 @@ def _check_shares(config: ModelConfig, dealt: Sequence[Sequence[int]], group: Ho
         require(not config.attentions.keys().isdisjoint(own), f"{what}, and needs one with keys and values: {remedy}")
 
 
-def share_layers(config: RuntimeConfig, source: CheckpointSource) -> Shares:
-    """Meet the other ranks, and deal the layers out by what each has free.
+def share_layers(
+    config: RuntimeConfig, source: CheckpointSource,
+    known_figures: Callable[[torch.device, torch.dtype], MachineProfile | None],
+) -> Shares:  # fmt: skip
+    """Meet the other ranks, and deal the layers out by what each has free and how fast its link is.
 
     Args:
         config: As of `check_request`.
         source: The opened target, of which this rank has its own copy.
+        known_figures: Returns those of this machine, None where nothing is known of it; errors as of `Runtime.load`.
 
     Raises:
         HostError: They cannot be reached, or one has ended.
@@ -118,6 +120,7 @@ def share_layers(config: RuntimeConfig, source: CheckpointSource) -> Shares:
     try:
         _check_model(source.config(), group.size)
         dtype = resolve_dtype(config.dtype, source, config.device_type)
+        figures = known_figures(device, dtype)
         taken_bytes = 0 if group.rank else _first_bytes(config, source, dtype)
         facts = group.exchange(
             {
@@ -128,23 +131,18 @@ def share_layers(config: RuntimeConfig, source: CheckpointSource) -> Shares:
                 "model": source.fingerprint,
                 "ram_bytes": config.ram or read_host_info().available_bytes,
                 "free_bytes": max(0, _free_bytes(config, device, in_use) - taken_bytes),
+                "link_gbps": None if figures is None else figures.link_gbps,
             }
         )
         require_same(facts, _SAME)
-        free_bytes, ram_bytes = ([int(one[name]) for one in facts] for name in ("free_bytes", "ram_bytes"))
-        dealt = partial(deal, source.layout(dtype).layer_bytes, free_bytes, ram_bytes)
+        rooms = [LayerRoom(one["free_bytes"], one["ram_bytes"], one["link_gbps"]) for one in facts]
+        dealt = partial(deal, source.layout(dtype).layer_bytes, rooms)
         _check_shares(source.config(), dealt(1), group)
     except BaseException as error:
         group.say_end(str(error) or type(error).__name__)
         group.close()
         raise
-
-    def in_strides(strides: int) -> Shares:
-        layers = dealt(strides)
-        own = replace(config, target=part_of(source, layers[group.rank]))
-        return Shares(group, layers, own, in_use, facts, dealt, in_strides)
-
-    return in_strides(1)
+    return Shares(group, source, config, in_use, figures, facts, dealt).in_strides(1)
 
 
 def _code() -> str:
@@ -183,12 +181,8 @@ def _free_bytes(config: RuntimeConfig, device: torch.device, in_use: Mapping[str
     return int(about.total_memory) - in_use.get(f"GPU-{about.uuid}", 0)
 
 
-def load_first(
-    shares: Shares, load: LoadPart, on_plan: Callable[[RunPlan], None] | None,
-    figures: Callable[[RunPlan], MachineProfile],
-) -> Engine:  # fmt: skip
-    """Load the first rank's layers while the others load theirs. Closing the engine's resources ends them. The
-    `figures` are those of the machine, to predict plans with.
+def load_first(shares: Shares, load: LoadPart, on_plan: Callable[[RunPlan], None] | None) -> Engine:
+    """Load the first rank's layers while the others load theirs. Closing the engine's resources ends them.
 
     Raises:
         HostError: Another rank has ended, or its layers do not fit there.
@@ -197,7 +191,7 @@ def load_first(
     group, orders = shares.group, Orders(Link(shares.group, 1, shares.group.timeout_s))
     try:
         try:
-            engine = _load_before(shares, load, orders, on_plan, figures=figures)
+            engine = _load_before(shares, load, orders, on_plan)
         except _InStridesError as error:
             shares = shares.in_strides(error.strides)
             engine = _load_before(shares, load, orders, on_plan)
@@ -215,17 +209,18 @@ def load_first(
 
 def _load_before(
     shares: Shares, load: LoadPart, orders: Orders, on_plan: Callable[[RunPlan], None] | None,
-    order: Mapping[str, Any] | None = None, figures: Callable[[RunPlan], MachineProfile] | None = None,
+    order: Mapping[str, Any] | None = None,
 ) -> Engine:  # fmt: skip
     """Load a rank's layers, and let the ranks behind do so, as soon as these are planned; wait for them, too. The
-    `order` is the first rank's; None: this is the first, and makes it, unless by its `figures` all would be faster in
-    strides. Raises `_InStridesError` then."""
+    `order` is the first rank's; None: this is the first, and makes it. Raises `_InStridesError` where that has planned
+    consecutive layers, and all are predicted to be faster in strides."""
     first_plan = dict[str, Any]()
 
     def planned(plan: RunPlan) -> None:
         own = order or sizes_of(plan)
         if not first_plan:  # and not planned again, without what cannot be coded
-            if figures is not None and (strides := _best_strides(shares, orders, plan, figures(plan))) > 1:
+            is_open = order is None and shares.strides == 1
+            if is_open and (strides := _best_strides(shares, orders, plan)) > 1:
                 raise _InStridesError(strides)
             first_plan.update(own)
             orders.ask(LOAD, sizes_behind(own, plan.target.config))
@@ -238,14 +233,17 @@ def _load_before(
     return engine
 
 
-def _best_strides(shares: Shares, orders: Orders, plan: RunPlan, machine: MachineProfile) -> int:
-    """Return in how many strides layers are best dealt out by what the first rank has planned for consecutive ones, of
-    which all stream as large a share, and by how long rows take to the next rank and back."""
+def _best_strides(shares: Shares, orders: Orders, plan: RunPlan) -> int:
+    """Return in how many strides layers are best dealt out by what the first rank has planned for consecutive ones and
+    by how long rows take to the next rank and back. The copies of all take as long; a ring is sooner full of a faster
+    link."""
     if not plan.streamed_bytes:
         return 1
     target, rows = plan.target, usual_rows(plan)
     trip_s = round_trip_s(orders, target.batch * rows * target.config.hidden_size * target.dtype.itemsize)
-    passes = [cost.full_pass(plan, machine, rows=rows)] * shares.group.size
+    own = cost.full_pass(plan, shares.figures or common_figures(), rows=rows)
+    links = links_of([one["link_gbps"] for one in shares.facts])
+    passes = [replace(own, lookahead_s=own.lookahead_s * links[0] / link) for link in links]
     seconds = partial(pass_seconds, passes, (shares.group.size - 1) * trip_s)
     return best_strides(target.config.complete, shares.deal, seconds)
 

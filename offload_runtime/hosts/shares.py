@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.errors import OptionError
+from offload_runtime.hardware import MachineProfile
 from offload_runtime.hosts.group import HostGroup
 from offload_runtime.models.part import in_words
 from offload_runtime.sizes import counted, format_bytes
+from offload_runtime.weights.checkpoint import CheckpointSource
+from offload_runtime.weights.part import part_of
 
 
 @dataclass(frozen=True)
@@ -19,21 +22,33 @@ class Shares:
 
     Attributes:
         group: Of the ranks.
-        layers: By rank, in ascending order.
-        config: Of what this rank loads.
+        source: The whole target.
+        config: Of what this rank loads, its layers of that.
         in_use: Of its GPUs, before it touched any.
+        figures: Those of this machine, where they are known.
         facts: What each rank has said of itself.
-        deal: Says who would have which layers in so many strides.
-        in_strides: Returns the same with layers dealt out in so many strides.
+        deal: Says who has which layers in so many strides.
+        strides: In how many they are dealt out.
     """
 
     group: HostGroup
-    layers: Sequence[Sequence[int]]
+    source: CheckpointSource
     config: RuntimeConfig
     in_use: Mapping[str, int]
+    figures: MachineProfile | None
     facts: Sequence[Mapping[str, Any]]
     deal: Callable[[int], Sequence[Sequence[int]]]
-    in_strides: Callable[[int], Shares]
+    strides: int = 1
+
+    @property
+    def layers(self) -> Sequence[Sequence[int]]:
+        """Return those of each rank, in ascending order."""
+        return self.deal(self.strides)
+
+    def in_strides(self, strides: int) -> Shares:
+        """Return the same with layers dealt out in so many strides."""
+        own = part_of(self.source, self.deal(strides)[self.group.rank])
+        return replace(self, config=replace(self.config, target=own), strides=strides)
 
     @property
     def in_words(self) -> str:

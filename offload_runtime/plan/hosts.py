@@ -40,29 +40,44 @@ _AS_FAST = 1.02
 _OTHER_DRAFT = "name a draft model, or take --draft ngram"
 
 
-def _shares(layer_bytes: Sequence[int], free_bytes: Sequence[int], ram_bytes: Sequence[int]) -> list[float]:
-    """Return what each rank is to have of the layers, in proportion: where all fit what it has free, and where they do
-    not what it has free beside a ring, and beyond that as much as every other one, since a pass waits for whose copies
-    take longest, or as it has RAM for."""
-    ranks, ring_bytes = len(free_bytes), RING_BUFFERS * max(layer_bytes)
-    if sum(layer_bytes) <= sum(free_bytes):
-        return [max(1.0, free) for free in free_bytes]
-    shares = [max(1.0, free - ring_bytes) for free in free_bytes]
-    left = sum(layer_bytes) - sum(shares)
-    for number, rank in enumerate(sorted(range(ranks), key=ram_bytes.__getitem__)):
-        streamed = min(_RAM_SHARE * ram_bytes[rank], left / (ranks - number))
-        shares[rank], left = shares[rank] + streamed, left - streamed
+@dataclass(frozen=True)
+class LayerRoom:
+    """Says what room a machine has for layers of a model, on its card and in RAM, and how fast its link is; None where
+    that is not known."""
+
+    free_bytes: int
+    ram_bytes: int
+    link_gbps: float | None
+
+
+def links_of(gbps: Sequence[float | None]) -> list[float]:
+    """Return how fast the links of machines are; all alike where one is not known."""
+    known = [one for one in gbps if one is not None]
+    return known if len(known) == len(gbps) else [1.0] * len(gbps)
+
+
+def _shares(layer_bytes: Sequence[int], rooms: Sequence[LayerRoom]) -> list[float]:
+    """Return what each machine is to have of the layers, in proportion: to what its card has free, where all layers
+    fit. Else each fills its card but for a ring, and what is left is streamed, in proportion to the links, since a pass
+    waits for whose copies take longest, as far as there is RAM."""
+    if sum(layer_bytes) <= sum(room.free_bytes for room in rooms):
+        return [max(1.0, room.free_bytes) for room in rooms]
+    shares = [max(1.0, room.free_bytes - RING_BUFFERS * max(layer_bytes)) for room in rooms]
+    links, left = links_of([room.link_gbps for room in rooms]), sum(layer_bytes) - sum(shares)
+    order = sorted(range(len(rooms)), key=lambda one: rooms[one].ram_bytes / links[one])  # whose RAM is full first
+    for place, one in enumerate(order):
+        share = links[one] / sum(map(links.__getitem__, order[place:]))
+        streamed = min(_RAM_SHARE * rooms[one].ram_bytes, share * left)
+        shares[one], left = shares[one] + streamed, left - streamed
     return shares
 
 
-def deal(
-    layer_bytes: Sequence[int], free_bytes: Sequence[int], ram_bytes: Sequence[int], strides: int = 1
-) -> list[tuple[int, ...]]:
-    """Return the layers of each rank, by the memory that it has free on its card and besides. Where all fit the cards
-    they then fit everywhere, and where they do not every rank streams as much, if it has the RAM. They are consecutive,
-    or come in so many strides of at least one layer, the first of each rank before the second of any."""
-    ranks, num_layers, below = len(free_bytes), len(layer_bytes), [0, *accumulate(layer_bytes)]
-    shares = _shares(layer_bytes, free_bytes, ram_bytes)
+def deal(layer_bytes: Sequence[int], rooms: Sequence[LayerRoom], strides: int = 1) -> list[tuple[int, ...]]:
+    """Return the layers of each machine, by the room that they find there. Where all fit the cards they then fit
+    everywhere, and where they do not the copies of all take as long, if there is the RAM. They are consecutive, or come
+    in so many strides of at least one layer, the first of each machine before the second of any."""
+    ranks, num_layers, below = len(rooms), len(layer_bytes), [0, *accumulate(layer_bytes)]
+    shares = _shares(layer_bytes, rooms)
     dealt, first = [list[int]() for _ in shares], 0
     for number in range(strides * ranks):
         rank, left = number % ranks, strides * ranks - 1 - number
@@ -281,14 +296,14 @@ def plan_shared(request: RuntimeConfig, machines: Sequence[MachineProfile], netw
     draft = request.draft if isinstance(request.draft, DescribedModel) else None
     around_bytes = layout.shared.total_bytes + layout.embedding.total_bytes
     around_bytes += 0 if draft is None else draft.layout(resolve_dtype(request.dtype, draft, "cuda")).total_bytes
-    free_bytes, ram_bytes = list[int](), list[int]()
+    rooms = list[LayerRoom]()
     for machine in machines:
         limits = limits_of(machine, request)
         (card,) = limits.cards[:1]
-        ram_bytes.append(limits.ram_bytes)
-        free_bytes.append((card.device_bytes or 0) - card.reserved_bytes - (0 if free_bytes else around_bytes))
+        free_bytes = (card.device_bytes or 0) - card.reserved_bytes - (0 if rooms else around_bytes)
+        rooms.append(LayerRoom(free_bytes, limits.ram_bytes, machine.link_gbps))
 
-    dealt = partial(deal, layout.layer_bytes, free_bytes, ram_bytes)
+    dealt = partial(deal, layout.layer_bytes, rooms)
 
     def planned(strides: int) -> SharedPlan:
         layers, plans, sizes = dealt(strides), list[RunPlan](), dict[str, Any]()
@@ -304,5 +319,6 @@ def plan_shared(request: RuntimeConfig, machines: Sequence[MachineProfile], netw
 
     shared = planned(1)
     rows = usual_rows(shared.plans[0])
-    strides = best_strides(model.config(), dealt, lambda count: shared.pass_s(rows, strides=count))
+    seconds = partial(pass_seconds, shared.passes(rows), shared.pass_network_s(rows))
+    strides = best_strides(model.config(), dealt, seconds)
     return shared if strides == 1 else planned(strides)
