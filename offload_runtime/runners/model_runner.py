@@ -337,6 +337,9 @@ class ModelRunner:
     taps: HiddenTaps | None = None
     following: NextStage | None = None
 
+    def __post_init__(self) -> None:
+        self._is_in_strides = len(self.decoder.config.strides) > 1
+
     @property
     def most_prompt_tokens(self) -> int:
         """The most tokens of all prompts that a pass reads."""
@@ -444,7 +447,7 @@ class ModelRunner:
         hidden = None if self.taps is None or layers is not None else KeptRows.of(self.taps, self.decoder, pieces)
         reads_all = self.following is not None or (hidden is not None and hidden.reads_last)
         wanted = range(len(pieces)) if reads_all else last
-        if layers is None and len(self.decoder.config.strides) > 1:
+        if layers is None and self._is_in_strides:
             residuals = self._in_strides(batch, committed, pieces, hidden)
             found = [residuals[piece] for piece in wanted]
         elif layers is None and self._can_be_in_pieces(pieces) and self.decoder.config.is_part:
@@ -502,9 +505,9 @@ class ModelRunner:
         for number, stride in enumerate(decoder.config.strides):
             if number:
                 self._exchange(number - 1, batch, committed, pieces, residuals)
-            layers = streamer.stride(stride)
-            _through_layers(
-                decoder, layers, self.cache, residuals, pieces, batch.on_layer, hidden, self.expert_tokens
+            _run_layers(
+                decoder, streamer.stride(stride), self.cache, pieces, [], batch.on_layer, hidden, self.expert_tokens,
+                residuals,
             )  # fmt: skip
         streamer.end_pass()
         return residuals
@@ -900,29 +903,16 @@ class CapturedPasses:
 def _run_layers(
     decoder: Decoder, layers: Layers, cache: LayerCache, pieces: list[Rows], kept: Sequence[int],
     on_layer: OnLayer | None = None, hidden: KeptRows | None = None, expert_tokens: int = 0,
+    residuals: list[torch.Tensor] | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the residual streams behind the last layer, [N, H], of the pieces of these numbers. On one card, pieces of
-    prompts of up to `expert_tokens` go through a layer's experts together."""
+    prompts of up to `expert_tokens` go through a layer's experts together, and there may be `residuals`, which the
+    layers add to; None: those at the bottom."""
     if len(decoder.partition.cards) > 1:
+        assert residuals is None, "layers in strides are on one card"
         stages: Iterator[list[Stage]] = ([(index, partial(_given, weights))] for index, weights in layers)
         return _run_on_cards(decoder, stages, cache, pieces, kept, on_layer, hidden)
-    residuals = _begin_on_one_card(decoder, pieces)
-    _through_layers(decoder, layers, cache, residuals, pieces, on_layer, hidden, expert_tokens)
-    return [residuals[piece] for piece in kept]
-
-
-def _begin_on_one_card(decoder: Decoder, pieces: list[Rows]) -> list[torch.Tensor]:
-    """Return the residual streams of the pieces at the bottom, [N, H]."""
-    if len(pieces) == 1:
-        return [decoder.embed(pieces[0])]
-    return list(_embedded(decoder, pieces, _residual_buffers(decoder, pieces, decoder.final_norm.device)))
-
-
-def _through_layers(
-    decoder: Decoder, layers: Layers, cache: LayerCache, residuals: Sequence[torch.Tensor], pieces: Sequence[Rows],
-    on_layer: OnLayer | None, hidden: KeptRows | None, expert_tokens: int,
-) -> None:  # fmt: skip
-    """Let residual streams of pieces, [N, H] on one card, go through layers, which add to them."""
+    residuals = _begin_on_one_card(decoder, pieces) if residuals is None else residuals
     together = _together(residuals, pieces, expert_tokens)
     for index, weights in layers:
         layer = decoder.config.layers[index]
@@ -938,6 +928,14 @@ def _through_layers(
             layer.mix(residual, weights, rows)
         if on_layer is not None:
             on_layer(index + 1, decoder.num_layers)
+    return [residuals[piece] for piece in kept]
+
+
+def _begin_on_one_card(decoder: Decoder, pieces: list[Rows]) -> list[torch.Tensor]:
+    """Return the residual streams of the pieces at the bottom, [N, H]."""
+    if len(pieces) == 1:
+        return [decoder.embed(pieces[0])]
+    return list(_embedded(decoder, pieces, _residual_buffers(decoder, pieces, decoder.final_norm.device)))
 
 
 def _together(
