@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": {"stream", "hardware", "cache", "models", "runners", "sampling", "speculation", "weights", KERNELS},
     "runners": {"stream", "grammar", "models", "cache", "sampling", "trace", KERNELS},
     "speculation": {"grammar", "cache", "stream", "models", "sampling", "runners", "trace", KERNELS},
-    "hosts": {"cache", "models", "runners", "stream"},
+    "hosts": {"cache", "hardware", "models", "runners", "stream", "weights"},
     "engine": {
         "stream", "grammar", "cache", "hardware", "hosts", "models", "plan", "runners", "sampling", "speculation",
         "trace", "weights", KERNELS,
