@@ -60,6 +60,14 @@ def third() -> Iterator[OtherRank]:
     other.close()
 
 
+@pytest.fixture
+def doomed() -> Iterator[OtherRank]:
+    """One that nobody else uses."""
+    other = OtherRank()
+    yield other
+    other.close()
+
+
 def tokens(runtime: Runtime, prompts: list[str], **options: Any) -> list[list[int]]:
     results = runtime.generate_batch(prompts, max_new_tokens=16, ignore_eos=True, **options)
     return [result.tokens for result in results]
@@ -693,13 +701,12 @@ def test_a_command_that_is_another_rank_says_how_it_ends(target: Path, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_rank_that_hangs(third: OtherRank, target: Path) -> None:
-    """The answer ends with an error that names it, once the time-out is over, and so does every further one. Of this
-    process nothing is asked any more."""
-    with first_rank([third], target, host_timeout_s=2.5) as runtime:
+def test_a_rank_that_hangs(doomed: OtherRank, target: Path) -> None:
+    """The answer ends with an error that names it, once the time-out is over, and so does every further one."""
+    with first_rank([doomed], target, host_timeout_s=2.5) as runtime:
         stream = runtime.stream(TEXTS[0], max_new_tokens=2000, ignore_eos=True)
         next(stream)
-        third.process.send_signal(signal.SIGSTOP)
+        doomed.process.send_signal(signal.SIGSTOP)
         with pytest.raises(HostError, match=r"rank 1 .* not been heard from for 2.5 s"):
             list(stream)
         with pytest.raises(HostError, match="rank 1"):
@@ -707,17 +714,17 @@ def test_a_rank_that_hangs(third: OtherRank, target: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_server_says_who_is_gone(others: list[OtherRank], target: Path) -> None:
-    """To the request that was running, and to those that come later. Of this process nothing is asked any more."""
+def test_the_server_says_who_is_gone(doomed: OtherRank, target: Path) -> None:
+    """To the request that was running, and to those that come later."""
     with (
-        first_rank(others, target, host_timeout_s=5.0, max_batch=2) as runtime,
+        first_rank([doomed], target, host_timeout_s=5.0, max_batch=2) as runtime,
         Server(ServerConfig(port=0, grace_s=0.0)) as server,
         server.serving(runtime, "small"),
         httpx.Client(base_url=server.url, timeout=60, trust_env=False) as client,
     ):
         asked = {"messages": [{"role": "user", "content": TEXTS[0]}], "max_tokens": 4}
         assert client.post("/v1/chat/completions", json=asked).status_code == 200
-        others[0].process.kill()
+        doomed.process.kill()
         for _ in range(2):
             answer = client.post("/v1/chat/completions", json=asked)
             assert answer.status_code == 503
