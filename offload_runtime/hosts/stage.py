@@ -62,7 +62,7 @@ class RemoteStage:
         self, batch: Batch, committed: Sequence[int], residuals: Iterable[torch.Tensor], num_kept: int
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
         """Take a pass through them, as `NextStage.run` says. Raises `HostError`."""
-        found = self._pass(len(self._own.strides) - 1, batch, committed, residuals)
+        found = self.run_stride(len(self._own.strides) - 1, batch, committed, residuals)
         num_rows = _num_rows(batch)
         decisive, *kept = found.split([len(found) - num_kept * num_rows, *[num_rows] * num_kept])
         return decisive.to(self._like.device), kept
@@ -70,22 +70,17 @@ class RemoteStage:
     def run_stride(
         self, number: int, batch: Batch, committed: Sequence[int], residuals: Iterable[torch.Tensor]
     ) -> torch.Tensor:
-        """Take a pass through a stride of them, as `NextStage.run_stride` says. Raises `HostError`."""
-        return self._pass(number, batch, committed, residuals)
-
-    def _pass(
-        self, stride: int, batch: Batch, committed: Sequence[int], residuals: Iterable[torch.Tensor]
-    ) -> torch.Tensor:
-        """Give the order about a stride; return the rows of the answer, [N, H] on the host. Raises `HostError`."""
+        """Take a pass through a stride of them, as `NextStage.run_stride` says, or give the order about the last one
+        and return all rows of its answer. Raises `HostError`."""
         parts, says = map(_to_bytes, residuals), dict[str, Any]()
         first = next(parts)  # where this fails no order leaves, and the next one has these paths
-        if not stride:
+        if not number:
             says = {
                 **self._news(dict(zip(batch.slots, committed, strict=True))),
                 "trees": [[slot, tree.parents] for slot, tree in batch.trees.items()],
                 "prompts": [[slot, len(tokens)] for slot, tokens in batch.prompts.items()],
             }
-        answer = self._orders.ask(STRIDE if stride else PASS, says, first, parts)
+        answer = self._orders.ask(STRIDE if number else PASS, says, first, parts)
         return _from_bytes(answer.rows, self._like.dtype, self._width)
 
     def _news(self, lengths: Mapping[int, int]) -> dict[str, Any]:
