@@ -35,7 +35,7 @@ _CHOICES, _LANES = 64, 1024
 # Programs and words a step of each: enough bytes on their way to fill a link; fewer in the background.
 _PROGRAMS, _BACKGROUND_PROGRAMS, _STEP_WORDS = 64, 16, 4096
 _LAST_TICKET = _CHOICE_BITS = 0x7FFFFFFF
-_NEVER, _NEWEST = tl.constexpr(NEVER), tl.constexpr(_LAST_TICKET)
+_NEVER, _NEWEST, _CHOICE = tl.constexpr(NEVER), tl.constexpr(_LAST_TICKET), tl.constexpr(_CHOICE_BITS)
 _NUM_COUNTS = tl.constexpr(NUM_COUNTS)
 _TICKET, _LAYER, _ASKED = tl.constexpr(TICKET_BITS), tl.constexpr(LAYER_BITS), tl.constexpr(ASKED_BIT)
 
@@ -251,7 +251,7 @@ def _place_kernel(
                 choice = tl.load(choices_ptr + at, mask=at < count, other=-1).to(tl.int32)
                 asked = tl.max((choice[:, None] == expert[None, :]).to(tl.int32) * is_asked[None, :], axis=1)
                 tl.store(asked_ptr + at, asked, mask=at < count)
-                word = (asked.to(tl.int64) << _ASKED) | (choice & 0x7FFFFFFF)
+                word = (asked.to(tl.int64) << _ASKED) | (choice & _CHOICE)
                 tl.store(report_ptr + 1 + at, ticket | word, mask=at < count)
             _fence()
             tl.store(report_ptr, ticket | (layer << _LAYER) | tokens)

@@ -19,7 +19,7 @@ class LinkPace(Protocol):
         """Called where the copies run, in their order: with 0 when a copy begins, after whatever it waited for, and
         then with the bytes that have been copied since the last call, to go on when the slower link would be done with
         them. What only the device knows is an int64 tensor [1] there, for graphs to hold, and the same when the copy
-        `begins`."""
+        `begins`; on a GPU nothing waits where it is 0."""
 
 
 class CopyEngine(Protocol):
