@@ -6,7 +6,7 @@ which thread holds which key. What is left to the hardware is the order in which
 products: on an H200 those of prompts (wgmma) and of windows (mma) had the same bits, on Ada both are the same one.
 """
 
-from offload_runtime_kernels._jit import jit, tl
+from offload_runtime_kernels._jit import gdc_launch_dependents, gdc_wait, jit, tl
 from offload_runtime_kernels.attention_state import LOG2_E
 
 # Columns of the ones that weights are summed by: the fewest that the matrix units take.
@@ -135,8 +135,10 @@ def split_kernel(
     stride_slot: "tl.int64", stride_block: "tl.int64", stride_value: "tl.int64",
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
     program = tl.program_id(0)
     batch = (tl.program_id(1) // NUM_KV_HEADS).to(tl.int64)
     kv_head = tl.program_id(1) % NUM_KV_HEADS
@@ -192,6 +194,8 @@ def split_kernel(
         WINDOWED,
     )  # fmt: skip
 
+    if OVERLAP:
+        gdc_launch_dependents()
     partial_row = batch * (end_query - first_query) + (query - first_query)
     partial = ((own - first_split).to(tl.int64) * num_rows + partial_row) * (NUM_KV_HEADS * GROUP) + head
     # The only split of a query needs no merge. No constant, so that it is the same instructions that make it; a merge
@@ -273,7 +277,10 @@ def merge_kernel(
     split_best_ptr, split_total_ptr, split_acc_ptr, best_ptr, total_ptr, acc_ptr, out_ptr, sinks_ptr,
     num_splits, num_rows, num_queries, first_query, end_query, carried, finish,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, D_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     channel = tl.arange(0, D_BLOCK)[None, :]
@@ -293,6 +300,8 @@ def merge_kernel(
         split_total = tl.load(split_total_ptr + index)
         split_acc = tl.load(split_acc_ptr + index[:, None] * HEAD_DIM + channel, mask=inside, other=0.0)
         best, total, acc = _merge_split(best, total, acc, split_best, split_total, split_acc)
+    if OVERLAP:
+        gdc_launch_dependents()
     finishing = inside & (finish + tl.zeros_like(channel) != 0)
     kept = finish + one == 0
     out = attended(best, total, acc, sinks_ptr, head + one, one == 0)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from offload_runtime_kernels._jit import is_roomy, triton
+from offload_runtime_kernels._jit import is_roomy, overlap_options, triton
 from offload_runtime_kernels.attention_kernels import merge_kernel, prefill_kernel, split_kernel
 from offload_runtime_kernels.attention_state import AttentionParams, AttentionState, QueryRows
 from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS, KVBlocks
@@ -54,7 +54,7 @@ def _merge(
         partial.best, partial.total, partial.acc, state.best, state.total, state.acc, out,
         params.sinks, num_splits, num_rows, num_queries, queries.start, queries.stop, int(carried), int(finish),
         NUM_HEADS=num_heads, HEAD_DIM=head_dim, D_BLOCK=triton.next_power_of_2(head_dim), STAGES=_MERGE_STAGES,
-        num_warps=1,
+        num_warps=1, **overlap_options(out.device),
     )  # fmt: skip
 
 
@@ -130,7 +130,7 @@ class _Call:
             self._tree_splits, 0 if rows.ancestors is None else rows.ancestors.shape[2], self.params.window or 0,
             int(self.from_window), int(final is not None), *self.params.log2_scales, self.params.sinks,
             self.kv.first_block, self.kv.num_blocks, *self.kv.data.stride()[:3], **self._shape, ROWS=self._window_rows,
-            TREE=tree, STAGES=1 if self._row_bytes >= 512 else 2, num_warps=4,
+            TREE=tree, STAGES=1 if self._row_bytes >= 512 else 2, num_warps=4, **overlap_options(self.q.device),
         )  # fmt: skip
 
     @property

@@ -224,13 +224,15 @@ def expert_rows_reference(
     out.view(len(rows), -1)[here] = product_reference(h, rows[here], down, buffers, down_bias)
 
 
-def combine_experts_reference(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combine_experts_reference(
+    y: torch.Tensor, weights: torch.Tensor, *, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """Plain torch version of `combine_experts`, on a CPU."""
     out = torch.zeros(len(y), y.shape[2])
     for choice in range(y.shape[1]):
         weight = weights[:, choice, None]
         out = fma_reference(y[:, choice].float().masked_fill(weight == 0, 0.0), weight, out)
-    return out.to(y.dtype)
+    return out.to(y.dtype) if residual is None else residual.add_(out.to(y.dtype))
 
 
 def expert_rows(
@@ -265,16 +267,19 @@ def expert_rows(
     run(x, choices, gate_up, down, shape, buffers=buffers, gate_up_bias=gate_up_bias, down_bias=down_bias, out=out)
 
 
-def combine_experts(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combine_experts(y: torch.Tensor, weights: torch.Tensor, *, residual: torch.Tensor | None = None) -> torch.Tensor:
     """Return the weighted sum over the choices of each row, [N, H] in the dtype of y; enqueued on the current stream.
 
     Args:
         y: [N, k, H], contiguous: what `expert_rows` has written; anything where the weight is 0.
         weights: [N, k] fp32, contiguous: what each is multiplied with.
+        residual: [N, H] in the dtype of y, contiguous, which the rounded sum is added to, and which is returned.
     """
     assert y.is_contiguous() and weights.is_contiguous()
     assert y.shape[:2] == weights.shape and weights.dtype == torch.float32
-    return (combine_experts_triton if y.is_cuda else combine_experts_reference)(y, weights)
+    if residual is not None:
+        assert residual.shape == (len(y), y.shape[2]) and residual.dtype == y.dtype and residual.is_contiguous()
+    return (combine_experts_triton if y.is_cuda else combine_experts_reference)(y, weights, residual=residual)
 
 
 def experts(

@@ -222,7 +222,7 @@ def _expert_kernel(
 @jit
 def _sum_kernel(
     y_ptr, weights_ptr, out_ptr, NUM_CHOSEN: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ADDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
@@ -234,7 +234,13 @@ def _sum_kernel(
         y = tl.load(y_ptr + row * WIDTH + column, mask=column < WIDTH, other=0.0)
         weight = tl.load(weights_ptr + row)
         total = tl.fma(tl.where(weight == 0.0, 0.0, y.to(tl.float32)), weight, total)
-    tl.store(out_ptr + token * WIDTH + column, total.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
+    out_ptrs = out_ptr + token * WIDTH + column
+    total = total.to(out_ptr.dtype.element_ty).to(tl.float32)
+    if ADDS:
+        total += tl.load(out_ptrs, mask=column < WIDTH, other=0.0).to(tl.float32)
+    if OVERLAP:
+        gdc_launch_dependents()
+    tl.store(out_ptrs, total.to(out_ptr.dtype.element_ty), mask=column < WIDTH)
 
 
 _SORTED_TOGETHER = 1024
@@ -310,14 +316,16 @@ def expert_rows_triton(
         routes.product(h, down, buffers, down_bias, out, tile=tile)
 
 
-def combine_experts_triton(y: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def combine_experts_triton(
+    y: torch.Tensor, weights: torch.Tensor, *, residual: torch.Tensor | None = None
+) -> torch.Tensor:
     """Triton version of `combine_experts`."""
     require_triton("experts")
     tokens, num_chosen, width = y.shape
-    out = y.new_empty(tokens, width)
+    out = y.new_empty(tokens, width) if residual is None else residual
     with torch.cuda.device_of(y):
         _sum_kernel[(tokens, triton.cdiv(width, _SUMMED_TOGETHER))](
-            y, weights, out, NUM_CHOSEN=num_chosen, WIDTH=width, BLOCK=_SUMMED_TOGETHER, num_warps=4,
-            **overlap_options(y.device),
+            y, weights, out, NUM_CHOSEN=num_chosen, WIDTH=width, BLOCK=_SUMMED_TOGETHER, ADDS=residual is not None,
+            num_warps=4, **overlap_options(y.device),
         )  # fmt: skip
     return out

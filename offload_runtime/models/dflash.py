@@ -157,7 +157,7 @@ class ConvolvedLayer(DecoderLayer):
         x = self.attention.norm(residual, weights[mlp_norm].dense)
         before, behind = self.around_mlp.kernels(x, weights)
         x = self.mlp.forward(_convolved(x, before, width), weights, rows)
-        residual.add_(_convolved(weights["down"].linear(x), behind, width))
+        residual.add_(_convolved(x, behind, width))
 
 
 class Selector(NamedTuple):

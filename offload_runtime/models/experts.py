@@ -69,10 +69,6 @@ class Experts:
     shared: Shared | None = None
     swiglu: tuple[float, float] | None = None
 
-    @property
-    def output(self) -> None:
-        """Results are those of the whole block."""
-
     def work(self, rows: int) -> Work:
         """What is done for `rows`."""
         each = 2 * rows * self.chosen * 3 * self.expert.hidden_size * self.expert.intermediate_size
@@ -124,8 +120,10 @@ class Experts:
             if self.shared.gated:
                 yield from projections("shared_gate", {f"mlp.{self.shared.name}_gate": 1}, hidden)
 
-    def forward(self, x: torch.Tensor, weights: LayerWeights, rows: Rows) -> torch.Tensor:
-        """[N, H] -> [N, H]."""
+    def forward(
+        self, x: torch.Tensor, weights: LayerWeights, rows: Rows, *, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[N, H] -> [N, H], or added to the residual stream, which is returned."""
         fills_up = rows.prompt is None and len(x) > 1  # rows may be absent, which ask for no experts
         choices, row_weights = self._choose(x, weights, rows.query.positions.reshape(-1) if fills_up else None)
         matrices, fetch, scratch = weights.experts
@@ -135,14 +133,14 @@ class Experts:
                 x, choices, matrices["gate_up"], matrices["down"], self._shape, out=y, buffers=buffers, **biases,
                 scratch=scratch,
             )  # fmt: skip
-        out = combine_experts(y, row_weights)
-        if self.shared is not None:
-            inside = weights["shared_gate_up"].linear(x, gated=self.shared.mlp.activation)
-            of_shared = weights["shared_down"].linear(inside)
-            if self.shared.gated:
-                of_shared = of_shared.mul_(torch.sigmoid(weights["shared_gate"].linear(x)))
-            out.add_(of_shared)
-        return out
+        if self.shared is None:
+            return combine_experts(y, row_weights, residual=residual)
+        inside = weights["shared_gate_up"].linear(x, gated=self.shared.mlp.activation)
+        of_shared = weights["shared_down"].linear(inside)
+        if self.shared.gated:
+            of_shared = of_shared.mul_(torch.sigmoid(weights["shared_gate"].linear(x)))
+        out = combine_experts(y, row_weights).add_(of_shared)
+        return out if residual is None else residual.add_(out)
 
     @property
     def _shape(self) -> ExpertShape:

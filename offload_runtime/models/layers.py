@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple, Protocol
 
 import torch
@@ -388,11 +389,6 @@ class GatedMLP:
     bias: bool = False
     fused: bool = False
 
-    @property
-    def output(self) -> str:
-        """The matrix that projects results back."""
-        return "down"
-
     def work(self, rows: int) -> Work:
         """What is done for `rows`."""
         return Work(product_operations(self.tensors(), rows))
@@ -409,9 +405,11 @@ class GatedMLP:
         yield from projections("gate_up", rows, self.hidden_size, bias=self.bias)
         yield from projections("down", {"mlp.down_proj": self.hidden_size}, self.intermediate_size, bias=self.bias)
 
-    def forward(self, x: torch.Tensor, weights: LayerWeights, rows: Rows) -> torch.Tensor:
-        """[N, H] -> [N, I], before the output projection."""
-        return weights["gate_up"].linear(x, gated=self.activation)
+    def forward(
+        self, x: torch.Tensor, weights: LayerWeights, rows: Rows, *, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[N, H] -> [N, H], or added to the residual stream, which is returned."""
+        return weights["down"].linear(weights["gate_up"].linear(x, gated=self.activation), residual=residual)
 
 
 class TokenMixer(Protocol):
@@ -452,10 +450,6 @@ class RowMixer(Protocol):
     """What a layer does with each row by itself: a gated MLP, or some of many."""
 
     @property
-    def output(self) -> str | None:
-        """The packed name of the matrix that projects results back; None if they are."""
-
-    @property
     def row_elements(self) -> int:
         """Elements that a row takes on its way."""
 
@@ -465,8 +459,10 @@ class RowMixer(Protocol):
     def tensors(self) -> Iterator[Tensor]:
         """Those of a checkpoint."""
 
-    def forward(self, x: torch.Tensor, weights: LayerWeights, rows: Rows) -> torch.Tensor:
-        """Results before the projection: [N, H] -> [N, columns of it]."""
+    def forward(
+        self, x: torch.Tensor, weights: LayerWeights, rows: Rows, *, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[N, H] -> [N, H], or added to the residual stream, which is returned."""
 
 
 class Norms(NamedTuple):
@@ -539,7 +535,7 @@ class DecoderLayer:
         has read; None where it reads the residual stream."""
         x = self.attention_input(residual, weights, rows)
         out, after = self.attention.forward(layer, x, weights, rows, cache), self.norms.after_attention
-        self._add(residual, out, "o", after, weights)
+        self._add(residual, partial(weights["o"].linear, out), after, weights)
         return x if self.parallel else None
 
     def mix(self, residual: torch.Tensor, weights: LayerWeights, rows: Rows, x: torch.Tensor | None = None) -> None:
@@ -547,7 +543,7 @@ class DecoderLayer:
         (_, _, before_mlp, after_mlp), normed = self.norms, self.attention.norm
         if x is None:
             x = residual if before_mlp is None else normed(residual, weights[before_mlp].dense)
-        self._add(residual, self.mlp.forward(x, weights, rows), self.mlp.output, after_mlp, weights)
+        self._add(residual, partial(self.mlp.forward, x, weights, rows), after_mlp, weights)
         if self.scaled:
             residual.mul_(weights["layer_scalar"].dense)
 
@@ -557,13 +553,14 @@ class DecoderLayer:
         return residual if before is None else self.attention.norm(residual, weights[before].dense)
 
     def _add(
-        self, residual: torch.Tensor, x: torch.Tensor, packed: str | None, norm: str | None, weights: Weights
+        self, residual: torch.Tensor, block: Callable[..., torch.Tensor], norm: str | None, weights: Weights
     ) -> None:
-        """Project a block's result back, norm and multiply it, and add it to the residual stream."""
-        if packed is not None and norm is None and self.residual_multiplier == 1:
-            weights[packed].linear(x, residual=residual)
+        """Norm and multiply a block's result, and add it to the residual stream; the block itself adds what is neither
+        normed nor multiplied."""
+        if norm is None and self.residual_multiplier == 1:
+            block(residual=residual)
             return
-        out = x if packed is None else weights[packed].linear(x)
+        out = block()
         if norm is None:
             residual.add_(out if self.residual_multiplier == 1 else out.mul_(self.residual_multiplier))
         else:

@@ -255,9 +255,11 @@ def test_kernel_matches_reference(shape: ExpertShape, rows: int) -> None:
     with poisoned_outputs():
         found = there.rows(expert_rows_triton)
         total = combine_experts_triton(found, there.weights)
+        added = combine_experts_triton(found, there.weights, residual=there.x.clone())
     expected = problem.rows()
     for one, other in ((found, expected), (total, ops.combine_experts(expected, problem.weights))):
         torch.testing.assert_close(one.cpu(), other, atol=1e-4, rtol=1e-5, equal_nan=True)
+    torch.testing.assert_close(added, there.x + total, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.gpu
