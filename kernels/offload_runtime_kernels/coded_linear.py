@@ -52,7 +52,7 @@ def _coded_linear_kernel(
 ):  # fmt: skip
     if OVERLAP:
         gdc_wait()
-    row_ptrs = row_starts(stored_ptr, row_bytes, 1, height, M, W_FIRST)
+    row_ptrs = row_starts(stored_ptr, tl.program_id(0) * M, row_bytes, 1, height, M, W_FIRST)
     tails = ()  # type: tuple[object, ...]
     most = 0
     for part in tl.static_range(2 if W_FIRST else 1):
@@ -70,8 +70,8 @@ def _coded_linear_kernel(
         STAGES,
     )  # fmt: skip
     store_product(
-        sums, bias_ptr, out_ptr, num_rows, height, stride, x_ptr.dtype.element_ty, M, N, W_FIRST, HAS_BIAS,
-        HAS_RESIDUAL, OVERLAP,
+        sums, bias_ptr, out_ptr, tl.program_id(0) * M, num_rows, height, stride, x_ptr.dtype.element_ty, M, N, W_FIRST,
+        HAS_BIAS, HAS_RESIDUAL, OVERLAP,
     )  # fmt: skip
 
 

@@ -53,16 +53,16 @@ INTERPRETED = tl.constexpr(triton_available and triton.knobs.runtime.interpret)
 
 
 @jit
-def row_starts(ptr, row_bytes, rows_together, height, M: tl.constexpr, W_FIRST: tl.constexpr):
-    """Pointers to the rows of a program, [R, 1] each, of a matrix with `height` rows, so many of which share what is
-    stored of one: with `W_FIRST` of each 16 the first eight, and the others. What lies behind the last row is that row,
-    and is not stored."""
+def row_starts(ptr, first_row, row_bytes, rows_together, height, M: tl.constexpr, W_FIRST: tl.constexpr):
+    """Pointers to the rows of a program, from the first one on, [R, 1] each, of a matrix with `height` rows, so many of
+    which share what is stored of one: with `W_FIRST` of each 16 the first eight, and the others. What lies behind the
+    last row is that row, and is not stored."""
     if W_FIRST:
         i = tl.arange(0, M // 2)[:, None]
-        row = tl.program_id(0) * M + i // 8 * 16 + i % 8
+        row = first_row + i // 8 * 16 + i % 8
         rows = (tl.minimum(row, height - 1), tl.minimum(row + 8, height - 1))  # type: tuple[Any, ...]
     else:
-        rows = (tl.minimum(tl.program_id(0) * M + tl.arange(0, M)[:, None], height - 1),)
+        rows = (tl.minimum(first_row + tl.arange(0, M)[:, None], height - 1),)
     found = ()  # type: tuple[Any, ...]
     for part in tl.static_range(2 if W_FIRST else 1):
         found += (ptr + (rows[part] // rows_together).to(tl.int64) * row_bytes,)
@@ -114,12 +114,13 @@ def add_products(sums, x, weights, M: tl.constexpr, W_FIRST: tl.constexpr):
 
 @jit
 def store_product(
-    sums, bias_ptr, out_ptr, num_rows, height, stride, DTYPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    W_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
+    sums, bias_ptr, out_ptr, first_row, num_rows, height, stride, DTYPE: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, W_FIRST: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """Store the sums of the rows of W from the first one on that are below `height`."""
     if OVERLAP:
         gdc_launch_dependents()
-    row, column = tl.arange(0, N), tl.program_id(0) * M + tl.arange(0, M)
+    row, column = tl.arange(0, N), first_row + tl.arange(0, M)
     if W_FIRST:
         row, column = row[None, :], column[:, None]
     else:

@@ -37,9 +37,10 @@ def _scaled_linear_kernel(
     scale: tl.constexpr = scales_ptr.dtype.element_ty
     parts: tl.constexpr = 2 if W_FIRST else 1
     rows: tl.constexpr = M // parts
-    row_ptrs = row_starts(numbers_ptr, row_bytes, 1, height, M, W_FIRST)
-    scale_ptrs = row_starts(scales_ptr.to(tl.pointer_type(tl.uint8)), scale_bytes, rows_of_scale, height, M, W_FIRST)
-    zero_ptrs = row_starts(zeros_ptr, zero_bytes, rows_of_scale, height, M, W_FIRST)
+    row, scale_bytes_ptr = tl.program_id(0) * M, scales_ptr.to(tl.pointer_type(tl.uint8))
+    row_ptrs = row_starts(numbers_ptr, row, row_bytes, 1, height, M, W_FIRST)
+    scale_ptrs = row_starts(scale_bytes_ptr, row, scale_bytes, rows_of_scale, height, M, W_FIRST)
+    zero_ptrs = row_starts(zeros_ptr, row, zero_bytes, rows_of_scale, height, M, W_FIRST)
     first = ()  # type: tuple[object, ...]
     if GROUP == 0:  # one scale a row
         for part in tl.static_range(parts):
@@ -63,7 +64,7 @@ def _scaled_linear_kernel(
                 )
             sums = add_products(sums, x, weights, M, W_FIRST)
     store_product(
-        sums, bias_ptr, out_ptr, num_rows, height, stride, dtype, M, N, W_FIRST, HAS_BIAS, HAS_RESIDUAL, OVERLAP
+        sums, bias_ptr, out_ptr, row, num_rows, height, stride, dtype, M, N, W_FIRST, HAS_BIAS, HAS_RESIDUAL, OVERLAP
     )
 
 

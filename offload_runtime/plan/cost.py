@@ -53,6 +53,9 @@ _WINDOW_DELTA_FLOPS, _PREFILL_DELTA_FLOPS, _DELTA_S = 7e12, 12e12, 28e-6
 # row 11 and 13 us more, since its chains have no others beside them; in prompts this share of what cuBLAS reaches in
 # fp32, or of its peak, and where that is not known so much.
 _WINDOW_EXPERT_FLOPS, _EXPERTS_S, _PREFILL_EXPERT_SHARE, _PREFILL_EXPERT_FLOPS = 5e12, 12e-6, 0.6, 30e12
+# Elements of experts go through shared memory: of the memory's rate a row of Qwen3-30B in bf16 had so much (49 us a
+# layer).
+_EXPERT_ELEMENTS_SHARE = 0.4
 # Queries of a KV head are worked on in tiles of so many rows.
 _ATTENTION_TILE_ROWS = 16
 # A streamed 7B pass: 21.5 ms of host work for 32 layers of 9 launches, 33.8 ms with 21.
@@ -334,11 +337,12 @@ def _matrix_stages(
             decoding_s = max(read.weights / _decode_rate(machine, read.kind), read.products * _DECODED_PRODUCT_S)
             stages.append((count, read.nbytes / hbm, max(decoding_s, read.weights * element_s)))
         rest = block.without_register_reads if in_registers else block
-        arithmetic_s = rest.matrix_elements * element_s
-        if block.experts:
-            products = height * block.experts.chosen * block.experts.block.matrix_elements
-            arithmetic_s += _EXPERTS_S + 2 * products / _WINDOW_EXPERT_FLOPS
-        stages.append((count, rest.moved_bytes(slices, rows=height) / hbm, arithmetic_s))
+        moved_bytes = rest.moved_bytes(slices, rows=height, expert_passes=0)
+        stages.append((count, moved_bytes / hbm, rest.matrix_elements * element_s))
+        if (of := block.experts) is not None:
+            share = 1.0 if of.block.encoded_bytes else _EXPERT_ELEMENTS_SHARE
+            products_s = 2 * height * of.chosen * of.block.matrix_elements / _WINDOW_EXPERT_FLOPS
+            stages.append((count, of.used(height) * of.block.total_bytes / (share * hbm), _EXPERTS_S + products_s))
         others += count * (rest.num_decodings + (_EXPERT_LAUNCHES if block.experts else 0))
     return stages, others
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import ClassVar, NamedTuple, Protocol
@@ -196,9 +196,10 @@ class Format:
         return 0
 
     def multiply(
-        self, stored: torch.Tensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
-    ) -> None:
-        """Write, or add, x W^T + b into `out` [N, rows], columns of a larger one, with the bits of what is decoded."""
+        self, parts: Sequence[Part], x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
+    ) -> int:
+        """Write, or add, x W^T + b into those columns of `out` [N, M] that are the first of some parts', with the bits
+        of what is decoded; return how many parts one launch has done."""
         raise NotImplementedError
 
     def fill_rows(self, rows: torch.Tensor, columns: int, fill: Fill, staging: Staging) -> None:
@@ -252,9 +253,9 @@ class StackedWeight(Weight):
         height, most = self.shape[0], min(part.format.most_rows(self.shape[1]) for part in self.parts)
         if x.is_cuda and x.dtype.itemsize == 2 and len(x) <= most:
             out = x.new_empty(len(x), height) if residual is None else residual
-            for start, end, stored, how in self.parts:
-                bias = None if self.bias is None else self.bias[start:end]
-                how.multiply(stored, x, out[:, start:end], bias, add=residual is not None)
+            left = self.parts
+            while left:
+                left = left[left[0].format.multiply(left, x, out, self.bias, add=residual is not None) :]
             return gated_product(out, gated) if gated else out
         if self._most_decoded >= height:
             return super().linear(x, residual=residual, gated=gated)
@@ -444,10 +445,18 @@ class GgufBlocks(Format):
         return MOST_ROWS
 
     def multiply(
-        self, stored: torch.Tensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
-    ) -> None:
-        blocks = FORMATS[self.kind]
-        gguf_linear_triton(x, stored.view(-1, blocks.row_bytes(x.shape[1])), blocks, out, bias=bias, add=add)
+        self, parts: Sequence[Part], x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
+    ) -> int:
+        done = 2 if len(parts) > 1 and isinstance(parts[1].format, GgufBlocks) else 1
+        rows = slice(parts[0].start, parts[done - 1].end)
+        of_blocks = [FORMATS[part.format.kind] for part in parts[:done]]
+        first, *behind = [
+            (part.stored.view(-1, blocks.row_bytes(x.shape[1])), blocks)
+            for part, blocks in zip(parts, of_blocks, strict=False)
+        ]
+        bias = None if bias is None else bias[rows]
+        gguf_linear_triton(x, *first, out[:, rows], behind=behind[0] if behind else None, bias=bias, add=add)
+        return done
 
 
 # --- the 12-bit code
@@ -475,10 +484,12 @@ class CodedBf16(Format):
         return MOST_ROWS
 
     def multiply(
-        self, stored: torch.Tensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
-    ) -> None:
-        row = _coded_row(x.shape[1])
-        coded_linear_triton(x, stored.view(-1, row.nbytes), row, out, bias=bias, add=add)
+        self, parts: Sequence[Part], x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
+    ) -> int:
+        row, (start, end, stored, _) = _coded_row(x.shape[1]), parts[0]
+        bias = None if bias is None else bias[start:end]
+        coded_linear_triton(x, stored.view(-1, row.nbytes), row, out[:, start:end], bias=bias, add=add)
+        return 1
 
     def fill_rows(self, rows: torch.Tensor, columns: int, fill: Fill, staging: Staging) -> None:
         """Raises `NotCodable` where some have more exceptions than room."""
@@ -554,10 +565,13 @@ class Scaled(Format):
         return 0 if columns_of_scale(self.form, columns) is None else MOST_ROWS
 
     def multiply(
-        self, stored: torch.Tensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
-    ) -> None:
-        matrix = scaled_rows(stored, self.form, out.shape[1], x.shape[1])
-        scaled_linear_triton(x, matrix, self.form, out, bias=bias, add=add)
+        self, parts: Sequence[Part], x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, *, add: bool
+    ) -> int:
+        start, end, stored, _ = parts[0]
+        matrix = scaled_rows(stored, self.form, end - start, x.shape[1])
+        bias = None if bias is None else bias[start:end]
+        scaled_linear_triton(x, matrix, self.form, out[:, start:end], bias=bias, add=add)
+        return 1
 
     def fill(self, stored: torch.Tensor, columns: int, start: int, end: int, fill: Fill, staging: Staging) -> int:
         assert start == 0 and stored.nbytes == self.nbytes(end, columns), "a matrix is filled at once"

@@ -126,7 +126,7 @@ class PackedLayout:
             if found := spec.encoding.weights_in_registers(spec.shape):
                 weights.update(found)
                 nbytes.update(spec.encoding.bytes_by_kind(spec.shape))
-                products.update(found.keys())
+                products.update([*found][::2])  # rows of two kinds are one product
         return tuple(RegisterRead(kind, nbytes[kind], count, products[kind]) for kind, count in weights.items())
 
     @cached_property

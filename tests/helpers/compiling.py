@@ -227,7 +227,9 @@ def encoding_calls() -> Iterator[tuple[str, Call]]:
     stored = ints(large, coded, dtype=torch.uint8)
     yield "12-bit", partial(coded_linear_triton, x, stored, row, out, bias=None, add=False)
     blocks = ints(large, form.row_bytes(4096), dtype=torch.uint8)
-    yield "gguf_linear", partial(gguf_linear_triton, x, blocks, form, out, bias=None, add=False)
+    behind = ints(0, FORMATS["Q6_K"].row_bytes(4096), dtype=torch.uint8), FORMATS["Q6_K"]
+    for name, rest in (("gguf_linear", None), ("gguf_linear of two", behind)):
+        yield name, partial(gguf_linear_triton, x, blocks, form, out, behind=rest, bias=None, add=False)
     squares = ScaledFormat("FP8", 128, 128, FP32)
     of_rows, of_groups = ScaledFormat("FP8", 1, 4096, BF16), ScaledFormat("uint4", 1, 128, FP16, 1, zeros=True)
     for how in (of_groups, of_rows, squares):

@@ -38,14 +38,19 @@ class Stored(NamedTuple):
     decoded: torch.Tensor
 
 
-def of_blocks(kind: str, height: int, columns: int, dtype: torch.dtype) -> Stored:
-    """Random GGUF blocks of ordinary scales."""
-    form = FORMATS[kind]
-    blocks_a_row = columns // form.weights
-    blocks = blocks_of(kind, height * blocks_a_row, (0x1A2B, 0x93C5, 0x9001, 0x1800))[256:]
-    stored, out = in_rows(kind, blocks, blocks_a_row), torch.empty(height, columns, dtype=dtype)
-    decode_blocks_reference(stored, form, out)
-    return Stored(partial(_multiply, gguf_linear_triton, stored.to(KERNEL_DEVICE), form), out.to(KERNEL_DEVICE))
+def of_blocks(kind: str, height: int, columns: int, dtype: torch.dtype, *, behind: str | None = None) -> Stored:
+    """Random GGUF blocks of ordinary scales, and as many rows of another kind behind them."""
+    found, decoded = [], []
+    for name in (kind, behind) if behind else (kind,):
+        form = FORMATS[name]
+        blocks_a_row = columns // form.weights
+        blocks = blocks_of(name, height * blocks_a_row, (0x1A2B, 0x93C5, 0x9001, 0x1800))[256:]
+        stored, out = in_rows(name, blocks, blocks_a_row), torch.empty(height, columns, dtype=dtype)
+        decode_blocks_reference(stored, form, out)
+        found.append((stored.to(KERNEL_DEVICE), form))
+        decoded.append(out.to(KERNEL_DEVICE))
+    rest = {"behind": found[1]} if behind else {}
+    return Stored(partial(_multiply, gguf_linear_triton, *found[0], **rest), torch.cat(decoded))
 
 
 def of_coded(exceptions: int, height: int, columns: int, dtype: torch.dtype) -> Stored:
@@ -156,6 +161,11 @@ def test_products_with_12_bits(exceptions: int) -> None:
         check_close(of_coded(exceptions, SHORT, columns, FP32), num_rows, tile=tile)
 
 
+@pytest.mark.parametrize("tile", TILES)
+def test_rows_of_two_kinds_are_one_product(tile: EncodedTile) -> None:
+    check_close(of_blocks("Q4_K", SHORT, columns_of("Q4_K"), FP32, behind="Q6_K"), tile=tile)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["Q4_K", "Q5_0", "Q2_K", "IQ4_NL"])
 def test_rows_of_w_may_be_the_second_operand(kind: str) -> None:
@@ -184,6 +194,15 @@ def test_products_with_blocks_have_the_bits_of_the_decoded_matrix(kind: str, dty
         one = of_blocks(kind, height, columns, dtype)
         for num_rows in (1, 5, 8, 9, MOST_ROWS):
             check_bits(kind, one, num_rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kinds", [("Q4_K", "Q6_K"), ("Q5_K", "Q4_K"), ("Q8_0", "Q5_0")])
+def test_products_with_rows_of_two_kinds_have_the_bits_of_the_decoded_matrix(kinds: tuple[str, str]) -> None:
+    for height, columns in product((SHORT, TALL), (1024, 768)):
+        one = of_blocks(kinds[0], height, columns, BF16, behind=kinds[1])
+        for num_rows in (1, 8, 9, MOST_ROWS):
+            check_bits(kinds[0], one, num_rows)
 
 
 @pytest.mark.gpu
