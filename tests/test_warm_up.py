@@ -15,6 +15,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 from offload_runtime import Runtime
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.load_model import warm_up
+from offload_runtime.runners.graphs import graph_reach, warm_up_lengths
 from offload_runtime.speculation.dflash import DFlashDrafter
 from offload_runtime.speculation.ngram import drafting
 from offload_runtime.speculation.tree import ModelDrafter
@@ -209,16 +210,39 @@ def test_no_answer_compiles_a_kernel(target: Path, draft: Path, tmp_path: Path, 
                     assert not compiled, f"{asked}, behind {lengths[first : first + batch]} tokens"
 
 
+@pytest.mark.parametrize("capacity_tokens", [40, 256, 700, 1024, 1500, 9000])
+def test_loading_looks_as_far_as_ordinary_answers(capacity_tokens: int) -> None:
+    """Steps behind a token and the texts of a warm-up look at as many tokens as those behind any of up to 2048, so that
+    these find their graphs."""
+    at_load = {graph_reach(length, capacity_tokens) for length in (1, *warm_up_lengths(capacity_tokens))}
+    assert at_load == {graph_reach(length, capacity_tokens) for length in range(1, 1 + min(2048, capacity_tokens))}
+
+
 @pytest.mark.gpu
-def test_no_answer_captures_a_pass(target: Path, draft: Path) -> None:
-    """Of one text, however its tokens are drawn."""
-    with Runtime.load(target, draft=draft, device="cuda", dtype="bf16", context=1500) as runtime:
-        captured = runtime.engine.target.runner.captured
-        assert captured is not None and captured.graphs.num_graphs > 10
-        before = captured.graphs.num_graphs
-        for window in ({}, {"gamma": 5}, {"tree_nodes": 24}, {"gamma": 1}):
+@pytest.mark.parametrize("kind", ["draft", "mtp", "dflash", "self"])
+def test_no_answer_captures_a_graph(target: Path, draft: Path, tmp_path: Path, kind: str) -> None:
+    """Of one text of ordinary length whose tokens are not filtered."""
+    options: dict[str, Any] = {"draft": {"draft": draft}.get(kind, kind), "kv": "gpu"}
+    if kind in ("mtp", "dflash"):
+        target, options["draft"] = with_head(target, kind, tmp_path)
+    if kind == "self":
+        options["resident_layers"] = 2
+    with Runtime.load(target, device="cuda", dtype="bf16", context=1500, **options) as runtime:
+        drafter, captured = drafting(runtime.engine.drafter), runtime.engine.target.runner.captured
+        assert isinstance(drafter, ModelDrafter | DFlashDrafter) and (captured is None) == (kind == "self")
+        steps, passes = drafter.runner.graphs, None if captured is None else captured.graphs
+
+        def held() -> list[int]:
+            return [graphs.num_graphs for graphs in (steps, passes) if graphs is not None]
+
+        def answer(length: int, **asked: Any) -> None:
+            prompt = [3 + i * i % 290 for i in range(length)]
+            runtime.generate(prompt, max_new_tokens=60, ignore_eos=True, **asked)
+
+        before = held()
+        assert passes is None or passes.num_graphs > 10
+        for window in ({"gamma": 5}, {}, {"tree_nodes": 24}, {"gamma": 1}):
             for temperature in (0.0, 0.7):
-                for length in (300, 990):
-                    asked = {"max_new_tokens": 60, "ignore_eos": True, "temperature": temperature, **window}
-                    runtime.generate([3 + i * i % 290 for i in range(length)], **asked)
-                    assert captured.graphs.num_graphs == before, asked
+                for length in (9, 230, 300, 990):
+                    answer(length, temperature=temperature, **window)
+                    assert held() == before, f"{window}, T = {temperature}, behind {length} tokens"

@@ -54,8 +54,9 @@ CAPTURED_GRAPHS, _CAPTURED_REACHES = 3 * MOST_GRAPHS, 2
 _LAYER_KERNELS, _OTHER_LAYERS, _KERNEL_BYTES = 16, 4, 2048
 _LIBRARY_BYTES = 32 << 20  # cuBLAS' workspace of the stream that captures
 _LEAST_ROWS = 16  # that the allocator's rounding makes of fewer
-# Texts whose steps need other kernels than one of a token: beyond a block, and so long that chunks are chosen.
-_WARM_UP_TOKENS = (BLOCK_TOKENS + 1, 4 * BLOCK_TOKENS + 1)
+# Texts whose steps need other kernels or graphs than one of a token: beyond a block, and so long that chunks are
+# chosen.
+_WARM_UP_TOKENS = (BLOCK_TOKENS + 1, _LEAST_REACH + 1)
 
 
 class StepGraphs:
@@ -242,15 +243,16 @@ def warm_up_batches(batch: int) -> list[int]:
 
 
 def warm_up_lengths(longest: int) -> list[int]:
-    """Return the tokens of texts, up to `longest`, whose steps need other kernels than those of a text of one token."""
+    """Return the tokens of texts, up to `longest`, whose steps need other kernels or graphs than those of a text of one
+    token: with it one of each reach up to 2048."""
     return sorted({min(length, longest) for length in _WARM_UP_TOKENS if longest > 1})
 
 
 def graph_reach(max_tokens_with_draft: int, capacity_tokens: int) -> int:
-    """Return the tokens that a captured step looks at: those that it has to, up to a power of two of blocks, as far
-    as there are any, so that few graphs are needed."""
+    """Return the tokens that a captured step looks at: those that it has to, up to a power of two of blocks and at
+    least 1024, as far as there are any, so that few graphs are needed."""
     most = -(-capacity_tokens // BLOCK_TOKENS)
-    blocks = -(-max_tokens_with_draft // BLOCK_TOKENS)
+    blocks = -(-max(max_tokens_with_draft, _LEAST_REACH) // BLOCK_TOKENS)
     return min(1 << (blocks - 1).bit_length(), most) * BLOCK_TOKENS
 
 
@@ -268,8 +270,7 @@ def captured_pass_shape(shape: BatchShape, capacity_tokens: int) -> BatchShape:
         capacity_tokens: Of a sequence with its window.
     """
     depth = CAPTURED_ROWS if shape.depth else 0  # of trees one: each number of shapes is multiplied by it
-    reach = graph_reach(max(shape.reach, _LEAST_REACH), capacity_tokens)
-    return BatchShape(shape.batch, captured_width(shape.width), depth, reach)
+    return BatchShape(shape.batch, captured_width(shape.width), depth, graph_reach(shape.reach, capacity_tokens))
 
 
 def texts_to_capture(capacity_tokens: int) -> list[int]:
@@ -329,8 +330,8 @@ def captured_shape(shape: BatchShape, *, width: int, capacity_tokens: int) -> Ba
         width: Most rows of each sequence.
         capacity_tokens: Of a text and a path behind it.
     """
-    reach = graph_reach(max(shape.reach, _LEAST_REACH), capacity_tokens)
-    return BatchShape(shape.batch, min(NARROW_ROWS, width) if shape.width <= NARROW_ROWS else width, shape.depth, reach)
+    rows = min(NARROW_ROWS, width) if shape.width <= NARROW_ROWS else width
+    return BatchShape(shape.batch, rows, shape.depth, graph_reach(shape.reach, capacity_tokens))
 
 
 def captured_shapes(batch: int, *, width: int, depth: int, capacity_tokens: int) -> list[BatchShape]:

@@ -103,6 +103,7 @@ class DFlashRunner:
     Attributes:
         texts: What the drafter's cache holds of every sequence.
         places: Of a block, each a token.
+        graphs: Its steps.
     """
 
     def __init__(self, runner: ModelRunner, *, batch: int) -> None:
@@ -118,7 +119,7 @@ class DFlashRunner:
         self.recorder: TraceRecorder | None = None  # of a trace, if there is one
         self._sampling = SlotSampling(batch, self.device)
         outputs = batch * self.places * self._candidates * (1 + self._choices)
-        self._graphs = StepGraphs(self.device, input_words=_WORDS * batch, output_words=outputs)
+        self.graphs = StepGraphs(self.device, input_words=_WORDS * batch, output_words=outputs)
 
     def join(self, slot: int, params: SamplingParams) -> None:
         """Let a sequence begin in a slot, whose tokens are chosen so."""
@@ -143,25 +144,25 @@ class DFlashRunner:
         reach = max(ends) + self._config.block_size
         if self.device.type == "cuda":
             reach = graph_reach(reach, cache.max_tokens_with_draft)
-        self._graphs.begin()
+        self.graphs.begin()
         rows = [*last.values()], ends, news, slots, [texts.starts[slot] for slot in slots]
-        self._graphs.inputs_host[: _WORDS * len(slots)] = np.array(rows, dtype=np.int32).ravel()
+        self.graphs.inputs_host[: _WORDS * len(slots)] = np.array(rows, dtype=np.int32).ravel()
         key = len(slots), reach, self._sampling.graph_key
         with self.recorder.span("draft block", slots=len(slots)) if self.recorder else nullcontext():
-            self._graphs.run(key, partial(self._step, len(slots), reach))
+            self.graphs.run(key, partial(self._step, len(slots), reach))
         for slot, new in zip(slots, news, strict=True):
             texts.learned(slot, range(new))
-        self._graphs.wait()
+        self.graphs.wait()
         count = len(slots) * self.places * self._candidates
-        tokens = self._graphs.outputs_host[:count].reshape(len(slots), self.places, -1)
-        scores = self._graphs.outputs_host[count : count * (1 + self._choices)].view(np.float32)
+        tokens = self.graphs.outputs_host[:count].reshape(len(slots), self.places, -1)
+        scores = self.graphs.outputs_host[count : count * (1 + self._choices)].view(np.float32)
         scores = scores.reshape(len(slots), self.places, self._choices, -1)
         # The memory is written to by the next step.
         return {slot: Block(tokens[row], scores[row].copy()) for row, slot in enumerate(slots)}
 
     def _step(self, batch: int, reach: int) -> None:
         """Write the context that waits, run the blocks, and show the candidates. Captured: no tensor of the host."""
-        size, graphs, texts = self._config.block_size, self._graphs, self.texts
+        size, graphs, texts = self._config.block_size, self.graphs, self.texts
         graphs.fetch(_WORDS * batch)
         last, ends, news, slots, starts = (part[:, None] for part in graphs.inputs[: _WORDS * batch].view(_WORDS, -1))
         steps = torch.arange(size, dtype=torch.int32, device=self.device)
@@ -204,21 +205,28 @@ class DFlashRunner:
         return found.int(), best[:, None] + pairs * inverse.masked_fill(inverse == 0, 1.0)[:, None, None]
 
     def warm_up(self) -> None:
-        """Compile the kernels of all steps, which would hold up the first proposals. Leaves the cache empty."""
+        """Compile the kernels of all steps, which would hold up the first proposals, and capture those about all
+        sequences behind texts of up to 2048 tokens, as far as no filter is asked for. Leaves the cache empty."""
         samplings = [[params] for params in WARM_UP_SAMPLINGS[1:]]
         samplings += [list(WARM_UP_SAMPLINGS[:1]) * count for count in warm_up_batches(self._batch)]
         longest = self._runner.cache.capacity_tokens - self._config.block_size
         self.texts.warm_up()
-        with self._graphs.eager():
-            for length in (1, *warm_up_lengths(longest)):
-                for params in samplings if length == 1 else samplings[-1:]:
-                    for slot, one in enumerate(params):
-                        self.join(slot, one)
-                        self.texts.text_to_warm_up(slot, length + 1)
-                    self.blocks(dict.fromkeys(range(len(params)), 0))
-                    for slot in range(len(params)):
-                        self.leave(slot)
-                        self.texts.catch_up(slot, ())
+        with self.graphs.eager():
+            for params in samplings[:-1]:
+                self._take_step(params, 1)
+        for length in (1, *warm_up_lengths(longest)):
+            for _ in range(2):  # compiles, then captures
+                self._take_step(samplings[-1], length)
+
+    def _take_step(self, slots: Sequence[SamplingParams], length: int) -> None:
+        """Make a step about these sequences, behind texts of so many tokens and one more."""
+        for slot, params in enumerate(slots):
+            self.join(slot, params)
+            self.texts.text_to_warm_up(slot, length + 1)
+        self.blocks(dict.fromkeys(range(len(slots)), 0))
+        for slot in range(len(slots)):
+            self.leave(slot)
+            self.texts.catch_up(slot, ())
 
 
 class DFlashDrafter(Drafter):

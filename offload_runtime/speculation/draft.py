@@ -196,19 +196,24 @@ class DraftRunner:
         )  # fmt: skip
 
     def warm_up(self) -> None:
-        """Compile the kernels of all steps, which would hold up the first proposals, and capture those over trees, as
-        far as no filter is asked for. Leaves the cache empty.
+        """Compile the kernels of all steps, which would hold up the first proposals, and capture those over trees, and
+        those of chains about all sequences behind texts of up to 2048 tokens, as far as no filter is asked for. Leaves
+        the cache empty.
 
         The steps of a shared window are left to the retrieval verifier.
         """
-        with self.graphs.eager():
-            if self._own_window:
+        if self._own_window:
+            with self.graphs.eager():
                 for params in WARM_UP_SAMPLINGS[1:]:
                     self._take_steps([params], 1)
-                for num_sequences in graphs.warm_up_batches(self._batch):
+                for num_sequences in graphs.warm_up_batches(self._batch)[:-1]:
                     self._take_steps(WARM_UP_SAMPLINGS[:1] * num_sequences, 1)
-                for length in graphs.warm_up_lengths(self._capacity_tokens - 1):
-                    self._take_steps(WARM_UP_SAMPLINGS[:1], length)
+            # Where layers have states steps that go beyond a chunk, as behind whole blocks, are others.
+            lengths = graphs.warm_up_lengths(self._capacity_tokens - 1)
+            for length in sorted({1, *lengths, *(one - 1 for one in lengths)}):
+                for _ in range(2):  # compiles, then captures
+                    self._take_steps(WARM_UP_SAMPLINGS[:1] * self._batch, length)
+        with self.graphs.eager():
             longest = self._capacity_tokens - 2 * CATCH_UP_TOKENS - self._first_rows + 1
             for length in (0, *graphs.warm_up_lengths(longest)):
                 self._catch_up_behind(length)
@@ -220,12 +225,12 @@ class DraftRunner:
             self._capture_tree_steps()
 
     def _take_steps(self, slots: Sequence[SamplingParams], length: int) -> None:
-        """Make a first step and a later one behind texts of so many tokens."""
+        """Make a first step and a later one about these sequences, of which the first has a text of so many tokens."""
         for slot, params in enumerate(slots):
             self.join(slot, params)
-        texts = {slot: self.texts.text_to_warm_up(slot, length + self._least - 1) for slot in range(len(slots))}
-        self.chains(texts, {slot: min(2, self.room(length)) for slot in texts})
-        for slot in texts:
+        text = self.texts.text_to_warm_up(0, length + self._least - 1)
+        self.chains({0: text}, {0: min(2, self.room(length))})
+        for slot in range(len(slots)):
             self.leave(slot)
 
     def _catch_up_behind(self, length: int) -> None:
