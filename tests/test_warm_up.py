@@ -221,7 +221,7 @@ def test_loading_looks_as_far_as_ordinary_answers(capacity_tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["draft", "mtp", "dflash", "self"])
 def test_no_answer_captures_a_graph(target: Path, draft: Path, tmp_path: Path, kind: str) -> None:
-    """Of one text of ordinary length whose tokens are not filtered."""
+    """Of one text of ordinary length; what drafts filter they do not know before."""
     options: dict[str, Any] = {"draft": {"draft": draft}.get(kind, kind), "kv": "gpu"}
     if kind in ("mtp", "dflash"):
         target, options["draft"] = with_head(target, kind, tmp_path)
@@ -246,3 +246,7 @@ def test_no_answer_captures_a_graph(target: Path, draft: Path, tmp_path: Path, k
                 for length in (9, 230, 300, 990):
                     answer(length, temperature=temperature, **window)
                     assert held() == before, f"{window}, T = {temperature}, behind {length} tokens"
+        if passes is not None:
+            answer(990, temperature=0.7, top_p=0.9)
+            answer(990, temperature=0.7, presence_penalty=0.5)
+            assert passes.num_graphs == before[1]

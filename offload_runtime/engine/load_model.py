@@ -676,7 +676,8 @@ def capture_passes(runner: ModelRunner, sampling: SlotSampling, *, widest: int, 
         trees: Whether windows may be trees.
     """
     assert runner.captured is not None, "nothing is captured"
-    chosen_by = None if runner.decoder.config.is_part else sampling
+    # Tokens that are filtered or penalised are chosen behind the pass.
+    ways = [None] if runner.decoder.config.is_part else [None, sampling]
     for length in graphs.texts_to_capture(runner.cache.max_tokens_with_draft):
         if length and not runner.streamer.has_all:
             break  # all experts of all layers would cross the link for its prompt
@@ -685,8 +686,9 @@ def capture_passes(runner: ModelRunner, sampling: SlotSampling, *, widest: int, 
         for width in graphs.widths_to_capture(widest):
             row, star = TokenTree((0,) * width), TokenTree((0,) * width, (-1, *(0,) * (width - 1)))
             for tree in (row, star) if trees and width > 2 else (row,):
-                for _ in range(2 if runner.streamer.can_capture(width) else 0):
-                    runner.forward(Batch({0: tree}), chosen_by)
+                for way in ways if width == 1 else ways[-1:]:
+                    for _ in range(2 if runner.streamer.can_capture(width) else 0):
+                        runner.forward(Batch({0: tree}), way)
             if width == 1:
                 runner.go_ahead()
         runner.cache.truncate(0, 0)
