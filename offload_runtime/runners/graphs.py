@@ -75,6 +75,8 @@ class StepGraphs:
         others: Devices that steps cross to.
         input_words, output_words: The most integers that steps fetch and show.
         most_graphs: More are not held; the one that was not used for longest is dropped.
+        end_step: Lets the current stream wait for what a step has begun on others. It is called behind each step, even
+            if that breaks off: no capture ends before.
 
     Attributes:
         inputs: [input_words] int32, device: what the step has fetched.
@@ -83,9 +85,9 @@ class StepGraphs:
 
     def __init__(
         self, device: torch.device, others: Sequence[torch.device] = (), *, input_words: int = 0,
-        output_words: int = 0, most_graphs: int = MOST_GRAPHS,
+        output_words: int = 0, most_graphs: int = MOST_GRAPHS, end_step: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        self._most_graphs = most_graphs
+        self._most_graphs, self._end_step = most_graphs, end_step
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph | None] = {}  # None: has run once; oldest use first
         self._device = device
         self._replays = locked = device.type == "cuda"
@@ -134,9 +136,9 @@ class StepGraphs:
             step: Enqueues the work; must not depend on anything but `key` and the contents of device memory.
         """
         if not self._replays:
-            step()
+            self._enqueue(step)
         elif key not in self._graphs:
-            step()
+            self._enqueue(step)
             self._keep(key, None)
         else:
             made = self._graphs.pop(key) or self._captured(step)
@@ -202,8 +204,14 @@ class StepGraphs:
             made.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             undo.callback(made.capture_end)
             with self._on_other_devices():
-                step()
+                self._enqueue(step)
         return made
+
+    def _enqueue(self, step: Callable[[], None]) -> None:
+        try:
+            step()
+        finally:
+            self._end_step()
 
     @contextmanager
     def _on_other_devices(self) -> Iterator[None]:

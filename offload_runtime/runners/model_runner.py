@@ -769,6 +769,7 @@ class CapturedPasses:
             input_words=CAPTURED_PARTS * self._words,
             output_words=4 * CAPTURED_ROWS,
             most_graphs=CAPTURED_GRAPHS,
+            end_step=streamer.end_pass,
         )
         self._frequencies = RowFrequencies(rope, CAPTURED_ROWS)
         self._is_part = decoder.config.is_part
@@ -882,15 +883,12 @@ class CapturedPasses:
         taps, hidden = self._taps, self._hidden[part, :count]
         kept = None if taps is None else KeptRows(taps, self._decoder.partition, [hidden])
         run = window_residual if self._is_part else window_pass
-        try:
-            logits = run(self._decoder, self._layers, self._cache, rows, kept)
-            self._logits[:count].copy_(logits)
-            if sampling is not None:
-                found = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots)
-                self._chosen[:count].copy_(found.clamp_min(0))  # behind NaN there is no token, and nothing follows
-                self.graphs.show(found, part * 2 * CAPTURED_ROWS)
-        finally:  # a capture that breaks off needs it, too
-            self._streamer.end_pass()
+        logits = run(self._decoder, self._layers, self._cache, rows, kept)
+        self._logits[:count].copy_(logits)
+        if sampling is not None:
+            found = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots)
+            self._chosen[:count].copy_(found.clamp_min(0))  # behind NaN there is no token, and nothing follows
+            self.graphs.show(found, part * 2 * CAPTURED_ROWS)
 
     def _tokens(self, launched: _Launched) -> list[int]:
         """Return those that a pass has chosen. Waits for it."""

@@ -193,6 +193,7 @@ class DraftRunner:
         self.graphs = graphs.StepGraphs(
             device, self.devices[1:], input_words=graphs.tree_input_words(batch) if rows else 0,
             output_words=self._outputs.numel(), most_graphs=graphs.MOST_GRAPHS * (2 if rows else 1),
+            end_step=runner.streamer.end_pass,
         )  # fmt: skip
 
     def warm_up(self) -> None:
@@ -410,11 +411,7 @@ class DraftRunner:
         if self.hidden is not None:
             assert hidden is not None
             rows = replace(rows, hidden=self.hidden.rows.index_select(0, hidden))
-        try:
-            residual = window_residual(runner.decoder, layers, runner.cache, rows)
-        finally:  # a capture that breaks off needs it, too
-            runner.streamer.end_pass()
-        logits, given = runner.decoder.outputs(residual)
+        logits, given = runner.decoder.outputs(window_residual(runner.decoder, layers, runner.cache, rows))
         if self._excluded is not None:
             logits.index_fill_(1, self._excluded, -torch.inf)
         return logits[:, : self._vocab_size], given
