@@ -106,7 +106,7 @@ def expert_rows_decoded(
     """Version of `expert_rows` for many rows, with memory of `decoding_bytes`, uint8, at an address that 16 divides."""
     require_triton("experts")
     with torch.cuda.device_of(x):
-        routes, h = Routes.of(choices, shape.num_experts), x.new_empty(choices.numel(), shape.inner)
+        routes, h = Routes.of(choices, shape.num_experts, elements=True), x.new_empty(choices.numel(), shape.inner)
         _product(routes, x, gate_up, buffers, gate_up_bias, h, scratch, gated=shape)
         _product(routes, h, down, buffers, down_bias, out, scratch)
 

@@ -6,10 +6,10 @@ steps of a few columns. The matrix units have no fp32: `tl.dot` of fp32 with `ie
 ascending columns, as long as the compiler may fuse (`enable_fp_fusion`); what must not depend on that is a `tl.fma`.
 
 Of few tokens a program has a single row, and rows that share an expert decode it each: 8 of Qwen3-30B-A3B in Q4_K_M
-take an H200 0.10 ms, and 0.13 where a program goes through its expert's rows one by one or two by two. Of many, a
-kernel has sorted the rows by expert, stably, and an expert has programs for four times the rows that are due to it:
-more go around once more, fewer leave some with nothing to do. Neither waits for the host, and shapes follow from the
-number of tokens: graphs can hold them.
+take an H200 0.10 ms, and 0.13 where a program goes through its expert's rows one by one or two by two; 64 in Q4_K
+0.56, and 0.76 to 0.86 where two, four or eight share it. Of many, a kernel has sorted the rows by expert, stably, and
+an expert has programs for four times the rows that are due to it: more go around once more, fewer leave some with
+nothing to do. Neither waits for the host, and shapes follow from the number of tokens: graphs can hold them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRow
 if TYPE_CHECKING:
     from offload_runtime_kernels.experts import ExpertShape, StoredMatrices
 
-# Tokens whose rows have programs of their own.
-FEW_TOKENS = 16
+# Tokens whose rows have programs of their own, by whether matrices are elements.
+FEW_TOKENS = {True: 16, False: 64}
 
 # e^x = 2^n e^r, |r| <= ln 2 / 2: ln 2 in two parts, of which the first has nine bits, and Cephes' polynomial. Outside
 # of the range the nearest end is taken: result and 2^n stay normal numbers.
@@ -65,24 +65,21 @@ class ExpertTile:
     num_stages: int
 
 
-# By the most rows that an expert has of a pass on average; few tokens have the first. Programs have as many threads as
+# By the most rows that an expert has of a pass on average; rows alone have the first. Programs have as many threads as
 # rows of a matrix.
 _TILES = {
     0: ExpertTile(1, 32, 32, 1, 4), 8: ExpertTile(8, 128, 16, 4, 3), 64: ExpertTile(32, 128, 16, 4, 3),
     sys.maxsize: ExpertTile(64, 128, 16, 4, 3),
 }  # fmt: skip
-_BLOCK_TILES = {
+BLOCK_TILES = {
     0: ExpertTile(1, 32, 256, 1, 3), 2: ExpertTile(2, 32, 64, 1, 3), 8: ExpertTile(8, 128, 16, 4, 2),
     64: ExpertTile(16, 128, 16, 4, 2), sys.maxsize: ExpertTile(32, 128, 16, 4, 2),
 }  # fmt: skip
 
 
-def default_tile(tokens: int, num_chosen: int, num_experts: int, *, blocks: bool = False) -> ExpertTile:
-    """How products of a pass of so many tokens with elements, or with blocks, are cut."""
-    tiles = _BLOCK_TILES if blocks else _TILES
-    if tokens <= FEW_TOKENS:
-        return tiles[0]
-    return next(tile for rows, tile in tiles.items() if rows >= tokens * num_chosen / num_experts)
+def default_tile(rows: float, *, blocks: bool = False) -> ExpertTile:
+    """How products with elements, or with blocks, are cut, of so many rows an expert; of rows alone by 0."""
+    return next(tile for most, tile in (BLOCK_TILES if blocks else _TILES).items() if most >= rows)
 
 
 @jit
@@ -253,20 +250,21 @@ class Routes:
 
     choices: torch.Tensor
     num_experts: int
-    order: torch.Tensor  # [N k] int32: the rows by expert, and [E + 1] where each one's start; of many tokens
+    are_alone: bool  # rows have programs of their own
+    order: torch.Tensor  # [N k] int32: otherwise the rows by expert, and [E + 1] where each one's start
     starts: torch.Tensor
 
     @classmethod
-    def of(cls, choices: torch.Tensor, num_experts: int) -> Routes:
-        """Sort the rows of many tokens."""
-        if len(choices) <= FEW_TOKENS:
-            return cls(choices, num_experts, choices, choices)
+    def of(cls, choices: torch.Tensor, num_experts: int, *, elements: bool) -> Routes:
+        """Sort the rows of many tokens, which are multiplied with elements, or with other matrices."""
+        if len(choices) <= FEW_TOKENS[elements]:
+            return cls(choices, num_experts, True, choices, choices)
         num_rows = choices.numel()
         order, starts = (choices.new_empty(size, dtype=torch.int32) for size in (num_rows, num_experts + 1))
         _sort_kernel[(num_experts,)](
             choices, order, starts, num_rows, BLOCK=_SORTED_TOGETHER, num_warps=4, **overlap_options(choices.device)
         )
-        return cls(choices, num_experts, order, starts)
+        return cls(choices, num_experts, False, order, starts)
 
     def product(
         self, x: torch.Tensor, matrices: StoredMatrices, buffers: torch.Tensor | None, bias: torch.Tensor | None,
@@ -283,8 +281,8 @@ class Routes:
             form = FORMATS[how]
         else:
             pool = pool.view(KIND_DTYPES[how])
-        tile = tile or default_tile(tokens, num_chosen, self.num_experts, blocks=bool(form or row))
-        num_rows, few = tokens * num_chosen, tokens <= FEW_TOKENS
+        num_rows, few = tokens * num_chosen, self.are_alone
+        tile = tile or default_tile(0 if few else num_rows / self.num_experts, blocks=bool(form or row))
         due = triton.cdiv(num_rows, self.num_experts * tile.rows)  # tiles, if all experts have as many rows
         tiles = 1 if few else min(4 * due, triton.cdiv(tokens, tile.rows))
         experts = num_rows if few else self.num_experts if first is None else len(pool)
@@ -310,7 +308,7 @@ def expert_rows_triton(
     """Triton version of `expert_rows`; `tile` overrides how products are cut."""
     require_triton("experts")
     with torch.cuda.device_of(x):
-        routes = Routes.of(choices, shape.num_experts)
+        routes = Routes.of(choices, shape.num_experts, elements=gate_up.encoding in KIND_DTYPES)
         h = x.new_empty(choices.numel(), shape.inner)
         routes.product(x, gate_up, buffers, gate_up_bias, h, gated=shape, tile=tile)
         routes.product(h, down, buffers, down_bias, out, tile=tile)

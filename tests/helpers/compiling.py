@@ -170,13 +170,13 @@ def expert_calls() -> Iterator[tuple[str, Call]]:
     for tokens in (1, 16, 64, 1024, 8192):
         yield f"experts {tokens} BF16", partial(route, tokens, gpt_oss, 4, "BF16")
     yield "experts 8192 MXFP4", partial(route, 8192, gpt_oss, 4, "MXFP4")
-    yield "experts 64 Q4_K", partial(route, 64, qwen3, 8, "Q4_K")
+    yield "experts 128 Q4_K", partial(route, 128, qwen3, 8, "Q4_K")
     numbers = (
         ScaledFormat("FP8", 1, 128, FP32),
         ScaledFormat("uint4", 1, 128, BF16, 8),
         ScaledFormat("E2M1", 1, 16, FP32),
     )
-    for how, tokens in (*product(numbers, (64,)), (numbers[0], 8192)):
+    for how, tokens in (*product(numbers, (128,)), (numbers[0], 8192)):
         yield f"experts {tokens} {how.number}", partial(route, tokens, qwen3, 8, how)
     rows = ints(4, gpt_oss.hidden // 2)
     yield "experts of the host", partial(take_host_rows_triton, ints(1), ints(1), ints(4), rows, rows)

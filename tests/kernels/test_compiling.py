@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 # on 9.0.
 LARGEST = ("linear 22016", "prefill gemma-2-2b", "sources gemma-2-2b")
 ENCODED = ("gguf_linear", "12-bit", "scaled_linear uint4")
-OTHERS = ("tree", "router 512", "experts 16 BF16", "experts 64 Q4_K", "decode FP8", "decode rest BF16")
+OTHERS = ("tree", "router 512", "experts 16 BF16", "experts 128 Q4_K", "decode FP8", "decode rest BF16")
 WANTED = {86: LARGEST, 89: (*LARGEST, *ENCODED, *OTHERS), 120: (*LARGEST, *ENCODED)}
 OF_ENCODED = ("_gguf_linear_kernel", "_coded_linear_kernel", "_scaled_linear_kernel")
 # Most bytes of stack of a thread, where it keeps what registers do not hold. Measured at most, by Triton 3.9: products

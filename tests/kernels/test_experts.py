@@ -6,6 +6,7 @@ import ctypes
 import ctypes.util
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from offload_runtime_kernels import experts as ops
 from offload_runtime_kernels.experts import ExpertShape, experts
 from offload_runtime_kernels.experts_cpu import random_rows
-from offload_runtime_kernels.experts_triton import combine_experts_triton, expert_rows_triton
+from offload_runtime_kernels.experts_triton import BLOCK_TILES, combine_experts_triton, expert_rows_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, pack_rows
 from offload_runtime_kernels.scaled_rows import WHOLE_ROW, ScaledFormat
 from transformers import GptOssConfig, MixtralConfig
@@ -291,7 +292,7 @@ def check_kernels(problem: Problem) -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("kind", "rows"), [("MXFP4", 1), ("Q6_K", 3), ("Q4_K", 6), ("MXFP4", 20), ("Q8_0", 20)])
+@pytest.mark.parametrize(("kind", "rows"), [("MXFP4", 1), ("Q6_K", 3), ("Q4_K", 6), ("MXFP4", 65), ("Q8_0", 65)])
 def test_kernels_decode_blocks(kind: str, rows: int) -> None:
     """A K that is no whole number of tiles, where blocks are that small."""
     small = FORMATS[kind].weights == 32
@@ -306,7 +307,7 @@ INT8, UINT8 = ScaledFormat("int8", 1, 32, FP16, zeros=True), ScaledFormat("uint8
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("rows", [1, 3, 65])
 @pytest.mark.parametrize("form", [FP8, INT4, INT4_OF_ROWS, NVFP4, INT8, UINT8])  # without bf16: see `test_scaled_rows`
 def test_kernels_decode_numbers(form: ScaledFormat, rows: int) -> None:
     """A K that is no whole number of steps."""
@@ -333,10 +334,11 @@ def test_blocks_have_the_bits_of_decoded_matrices(
     problem = Problem.encoded(shape, 600, num_chosen, dtype, kinds).on("cuda")
     decoded = problem.decoded()
     expected = decoded.rows()
-    for count in (1, 16, 40, 100, 600):
+    every = [(count, None) for count in (1, 16, 40, 100, 600)]
+    for count, tile in (*every, *((100, tile) for tile in BLOCK_TILES.values())):
         with poisoned_outputs():
-            found = problem.of(range(count)).rows()
-        assert torch.equal(found, expected[:count]), count
+            found = problem.of(range(count)).rows(partial(expert_rows_triton, tile=tile))
+        assert torch.equal(found, expected[:count]), (count, tile)
     assert torch.equal(expected[:1].cpu(), decoded.of([0]).on("cpu").rows())
 
 
@@ -345,9 +347,9 @@ def test_blocks_have_the_bits_of_decoded_matrices(
     "kind", ["Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q5_K", "IQ4_XS", INT4, INT4_OF_ROWS, INT8, UINT8], ids=str
 )
 def test_other_formats_have_the_bits_of_what_they_are_decoded_to(kind: Any) -> None:
-    problem = Problem.encoded(ExpertShape(4, 512, 512), 40, 2, BF16, (kind, kind)).on("cuda")
+    problem = Problem.encoded(ExpertShape(4, 512, 512), 80, 2, BF16, (kind, kind)).on("cuda")
     expected = problem.decoded().rows()
-    for count in (1, 40):
+    for count in (1, 40, 80):
         assert torch.equal(problem.of(range(count)).rows(), expected[:count])
 
 
