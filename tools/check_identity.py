@@ -32,6 +32,7 @@ from widening.made import MadeCheckpoint, UntrainedModel, Wordless, named_genera
 from widening.shapes import WideShape
 from widening.stored import stored_model
 
+from offload_runtime.cli.terminal import read_text
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import OptionError
@@ -160,7 +161,7 @@ def differences(rows: Sequence[dict[str, Any]], against: Sequence[dict[str, Any]
 
 def read_rows(path: Path, settings: dict[str, str]) -> list[dict[str, Any]]:
     """The rows of another commit. Raises `OptionError` where they are none, or of other settings."""
-    text = harness.read_text(path, "--against")
+    text = read_text(path, option="--against")
     try:
         found = json.loads(text)
         rows, asked = [*found["rows"]], found["settings"]

@@ -10,7 +10,6 @@ import argparse
 import functools
 import importlib.metadata
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -19,20 +18,23 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, ParamSpec
 
-import psutil
 import torch
 
 _TOOLS = Path(__file__).resolve().parent
 # Last: nothing in them shadows an installed package.
 sys.path += [str(folder) for folder in (_TOOLS / "peers", _TOOLS.parent / "kernels", _TOOLS.parent)]
 
+from offload_runtime.cli.terminal import read_text  # noqa: E402 (found where the lines above say)
 from offload_runtime.errors import OffloadError, OptionError, StorageError  # noqa: E402
+from offload_runtime.files import require_writable, write_atomically, writing  # noqa: E402
 from offload_runtime.hardware import load_profile  # noqa: E402
-from offload_runtime.options import require_positive  # noqa: E402 (found where the lines above say)
-from offload_runtime.sizes import parse_bytes  # noqa: E402 (found where the lines above say)
+from offload_runtime.hardware.bench import read_host_info, read_nvml  # noqa: E402
+from offload_runtime.options import require_positive  # noqa: E402
+from offload_runtime.sizes import parse_bytes  # noqa: E402
 
 _Options = ParamSpec("_Options")
 REPORTED_PACKAGES = ("torch", "transformers", "triton", "accelerate", "deepspeed", "offload-runtime")
+_REMEDY = "name another --out"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -91,30 +93,13 @@ def settings_of(options: argparse.Namespace, *, without: Sequence[str] = ("out",
     }
 
 
-def read_text(path: Path, option: str) -> str:
-    """The UTF-8 text of a file that `option` names.
-
-    Raises:
-        OptionError: It cannot be read, or is no text.
-    """
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise OptionError(f"{path} cannot be read ({error.strerror or error}): name another {option}") from error
-    except UnicodeDecodeError as error:
-        raise OptionError(
-            f"{path} is not UTF-8 text (byte {error.object[error.start]:#04x} at offset {error.start}): convert it, or "
-            f"name another {option}"
-        ) from error
-
-
 def read_tokens(path: Path, option: str, tokenizer: Any, needed: int | None, *, lower: str) -> list[int]:
     """The token ids of a file that `option` names, at least `needed`, which an option to `lower` asks for.
 
     Raises:
         OptionError: It cannot be read, is no text, or is shorter.
     """
-    found: list[int] = list(tokenizer.encode(read_text(path, option)))
+    found: list[int] = list(tokenizer.encode(read_text(path, option=option)))
     if needed is not None and len(found) < needed:
         raise OptionError(
             f"{path.name} has {len(found)} tokens and {needed} are needed: lower {lower}, or name a longer {option}"
@@ -189,63 +174,26 @@ def percentiles(samples: Sequence[float]) -> dict[str, float]:
     return {name: percentile(samples, share) for name, share in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))}
 
 
-def cpu_name() -> str:
-    """The processor's marketing name where Linux tells it, otherwise the architecture."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
-        key, _, value = line.partition(":")
-        if key.strip() == "model name":
-            return value.strip()
-    return platform.processor() or platform.machine()
-
-
-def pcie_info(index: int) -> dict[str, Any]:
-    """Driver version and PCIe link of CUDA device `index` as NVML sees it; the reason, where NVML cannot say.
-
-    An idle link drops to a lower generation, so the maximum is reported beside the current one.
-    """
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception as error:  # NVML is a report's decoration: its absence must not cost the measurement
-        return {"nvml": f"not available: {error}"}
-    try:
-        # torch counts the devices of CUDA_VISIBLE_DEVICES, NVML all of them: the UUID means the same to both.
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
-        return {
-            "driver": str(pynvml.nvmlSystemGetDriverVersion()),
-            "pcie_generation": pynvml.nvmlDeviceGetCurrPcieLinkGeneration(handle),
-            "pcie_generation_max": pynvml.nvmlDeviceGetMaxPcieLinkGeneration(handle),
-            "pcie_width": pynvml.nvmlDeviceGetCurrPcieLinkWidth(handle),
-        }
-    except Exception as error:  # virtual machines answer some of these queries with "not supported"
-        return {"nvml": f"refused a query: {error}"}
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def machine_info(*devices: torch.device) -> dict[str, Any]:
     """Host and, for CUDA devices, the GPUs: names, cores, bytes of memory, driver, link. Those of the first are beside
     the host's; several cards are all in `cards`."""
-    info: dict[str, Any] = {
-        "cpu": cpu_name(), "cpu_cores": os.cpu_count(), "ram_bytes": psutil.virtual_memory().total,
-        "os": platform.platform(),
-    }  # fmt: skip
-    cards = [_card_info(device) for device in devices]
+    host, cards = read_host_info(), [_card_info(device) for device in devices]
+    info = {"cpu": host.cpu_name, "cpu_cores": host.cores, "ram_bytes": host.ram_bytes, "os": platform.platform()}
     return {**info, **cards[0], **({"cards": cards} if len(cards) > 1 else {})}
 
 
 def _card_info(device: torch.device) -> dict[str, Any]:
+    """A card, its driver and its PCIe link, or why NVML cannot say. An idle link drops to a lower generation, so the
+    maximum is reported beside the current one."""
     info: dict[str, Any] = {"device": str(device)}
     if device.type == "cuda":
-        index = device.index or 0
-        info["gpu"] = torch.cuda.get_device_name(index)
-        info["gpu_vram_bytes"] = torch.cuda.get_device_properties(index).total_memory
-        info.update(pcie_info(index))
+        card = torch.cuda.get_device_properties(device)
+        nvml = read_nvml(str(card.uuid))
+        info |= {"gpu": card.name, "gpu_vram_bytes": card.total_memory, "driver": nvml.driver}
+        if nvml.link is None:
+            return {**info, "nvml": nvml.reason}
+        info |= {"pcie_generation": nvml.link.generation, "pcie_generation_max": nvml.link.generation_max}
+        info["pcie_width"] = nvml.link.width
     return info
 
 
@@ -293,25 +241,14 @@ def check_out(out: Path | None) -> None:
 
     Raises `StorageError`. Missing directories are made; a file that is there stays as it is.
     """
-    if out is None:
-        return
-    if out.is_dir():
-        raise StorageError(f"--out {out} is a directory: name a file in it, such as {out / 'result.json'}")
-    partial = _partial(out)
-    try:
+    if out is not None:
+        _make_folder(out)
+        require_writable(out, remedy=_REMEDY)
+
+
+def _make_folder(out: Path) -> None:
+    with writing(out, _REMEDY):
         out.parent.mkdir(parents=True, exist_ok=True)
-        partial.touch()
-        partial.unlink()
-    except OSError as error:
-        raise _unwritable(out, error) from error
-
-
-def _partial(out: Path) -> Path:
-    return out.with_name(out.name + ".part")
-
-
-def _unwritable(out: Path, error: OSError) -> StorageError:
-    return StorageError(f"{out} cannot be written ({error.strerror or error}): name another --out")
 
 
 def write_report(result: Mapping[str, Any], out: Path, *, indent: int | None = None) -> None:
@@ -319,14 +256,8 @@ def write_report(result: Mapping[str, Any], out: Path, *, indent: int | None = N
 
     Raises `ValueError` for NaN or infinity, and `StorageError` when `out` cannot be written.
     """
-    text = json.dumps(result, indent=indent, allow_nan=False) + "\n"
-    partial = _partial(out)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, out)
-    except OSError as error:
-        raise _unwritable(out, error) from error
+    _make_folder(out)
+    write_atomically(out, json.dumps(result, indent=indent, allow_nan=False) + "\n", remedy=_REMEDY)
 
 
 def write_unfinished(result: Mapping[str, Any], out: Path | None) -> None:

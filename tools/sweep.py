@@ -33,6 +33,7 @@ from harness import check_out, emit, leading_agreement, provenance, write_report
 from passes import predicted_pass, time_window
 from timing import Answer, timed_answer
 
+from offload_runtime.cli.terminal import read_text
 from offload_runtime.engine import GenerationResult, Runtime, Scheduler
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.params import GenerationParams, SamplingParams
@@ -241,7 +242,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def read_report(path: Path) -> dict[str, Any]:
     """What a sweep has written. Raises `OptionError`."""
-    text = harness.read_text(path, "file")
+    text = read_text(path)
     try:
         found: dict[str, Any] = json.loads(text)
         if found["sweep"] in (*SWEEPS, *_DRAWN) and found["rows"][0]["value"]:

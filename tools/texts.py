@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import harness
+import harness  # noqa: F401 (finds the package, installed or not)
 
+from offload_runtime.cli.terminal import read_text
 from offload_runtime.errors import OptionError
 
 KINDS = ("prose", "code", "copy", "json", "dialogue", "random")
@@ -48,8 +49,8 @@ def add_place_options(parser: argparse.ArgumentParser, *, places: int, prompt_to
 
 def texts_of(options: argparse.Namespace) -> dict[str, str]:
     """The prose and the code that options name. Raises `OptionError`: one cannot be read."""
-    code = standard_library() if options.code is None else harness.read_text(options.code, "--code")
-    return {"prose": harness.read_text(options.text, "--text"), "code": code}
+    code = standard_library() if options.code is None else read_text(options.code, option="--code")
+    return {"prose": read_text(options.text, option="--text"), "code": code}
 
 
 def standard_library() -> str:
