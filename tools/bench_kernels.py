@@ -12,8 +12,8 @@ inputs that are taken in turn. Prints a line a case, then one JSON line.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle
 from typing import Any
 
 import harness
@@ -21,9 +21,10 @@ import torch
 from harness import check_out, emit, percentiles, provenance
 from kernel_cases import attention, delta, encodings, experts, experts_cpu, kv, linear, rows
 from kernel_cases.case import DEVICE, Case
-from timing import event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps, measure_matmul_flops
+from timing import BUDGET_S, event_times_ms, graph_times_ms, measure_copy_gbps, measure_link_gbps
 
 from offload_runtime.errors import DeviceError, OptionError
+from offload_runtime.hardware.bench import measure_tflops
 from offload_runtime.sizes import GB
 
 OPERATIONS = {
@@ -32,38 +33,32 @@ OPERATIONS = {
 EXPERTS_CPU = "experts_cpu"
 
 
-def decoding_rates(case: Case, seconds: float) -> dict[str, float]:
-    """GB/s of what is stored and of what it is decoded to."""
-    stored_gbps, moved_gbps = (nbytes / GB / seconds for nbytes in (case.stored_bytes, case.moved_bytes))
-    return {"stored_gbps": stored_gbps, "decoded_gbps": moved_gbps - stored_gbps}
-
-
-def measure(case: Case, *, bytes_gbps: float, matmul_flops: float) -> dict[str, Any]:
+def measure(case: Case, *, bytes_gbps: float, tflops: float) -> dict[str, Any]:
     """Times of kernel and reference (median, 20/80), the bound and the share of it that the kernel reaches."""
-    bound_ms = 1e3 * max(case.moved_bytes / (bytes_gbps * GB), case.operations / matmul_flops)
-    kernel_turn, reference_turn = count(), count()
+    bound_ms = 1e3 * max(case.moved_bytes / (bytes_gbps * GB), case.operations / (tflops * 1e12))
 
-    def kernel() -> object:
-        return case.kernel(next(kernel_turn) % case.num_inputs)
+    def in_turn(run: Callable[[int], object]) -> Callable[[], object]:
+        inputs = cycle(range(case.num_inputs))
+        return lambda: run(next(inputs))
 
-    def reference() -> object:
-        return case.reference(next(reference_turn) % case.num_inputs)
-
-    kernel_ms = percentiles(graph_times_ms(kernel, calls=case.num_inputs, repeats=20))
+    kernel_ms = percentiles(graph_times_ms(in_turn(case.kernel), calls=case.num_inputs, repeats=20))
     if case.reference_in_graph:
-        reference_ms = percentiles(graph_times_ms(reference, calls=2, repeats=10))
+        reference_ms = graph_times_ms(in_turn(case.reference), calls=2, repeats=10)
     else:
-        reference_ms = percentiles(event_times_ms(reference, repeats=10))
-    return {
-        **case.configuration, "triton_ms": kernel_ms, "reference_ms": reference_ms,
-        "reference_in_graph": case.reference_in_graph, "moved_bytes": case.moved_bytes,
-        **(decoding_rates(case, kernel_ms["median"] / 1e3) if case.stored_bytes else {}), "bound_ms": bound_ms,
+        reference_ms = event_times_ms(in_turn(case.reference), repeats=10)
+    row = {
+        **case.configuration, "triton_ms": kernel_ms, "reference_ms": percentiles(reference_ms),
+        "reference_in_graph": case.reference_in_graph, "moved_bytes": case.moved_bytes, "bound_ms": bound_ms,
         "share_of_bound": bound_ms / kernel_ms["median"],
     }  # fmt: skip
+    if case.stored_bytes:
+        stored_gbps, moved_gbps = (one / 1e6 / kernel_ms["median"] for one in (case.stored_bytes, case.moved_bytes))
+        row |= {"stored_gbps": stored_gbps, "decoded_gbps": moved_gbps - stored_gbps}
+    return row
 
 
 def measure_all(
-    operation: str, only: str, *, copy_gbps: float, link_gbps: float, matmul_flops: float, fp32_flops: float
+    operation: str, only: str, *, copy_gbps: float, link_gbps: float, tflops: dict[str, float]
 ) -> Iterator[dict[str, Any]]:
     """A row a case, each printed when it is there; only one case's inputs are in memory. Cases are those whose
     arguments have `only` in them.
@@ -76,10 +71,8 @@ def measure_all(
         raise OptionError(f"--only {only!r} is in the arguments of none of {operation}'s cases")
     for make_case in chosen:
         case = make_case()
-        row = measure(
-            case, bytes_gbps=link_gbps if case.over_link else copy_gbps,
-            matmul_flops=fp32_flops if case.fp32 else matmul_flops,
-        )  # fmt: skip
+        bytes_gbps = link_gbps if case.over_link else copy_gbps
+        row = measure(case, bytes_gbps=bytes_gbps, tflops=tflops["fp32" if case.fp32 else "bf16"])
         if case.close is not None:
             case.close()
         shown = ", ".join(f"{key} {value}" for key, value in case.configuration.items())
@@ -110,22 +103,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if not torch.cuda.is_available():
         raise DeviceError("this times CUDA kernels and torch sees no CUDA device: run it on a machine with one")
-    copy_gbps, link_gbps = measure_copy_gbps(DEVICE), measure_link_gbps(DEVICE)
-    matmul_flops, fp32_flops = (measure_matmul_flops(DEVICE, dtype) for dtype in (torch.bfloat16, torch.float32))
+    link_gbps = measure_link_gbps(DEVICE)
     assert link_gbps is not None
-    name = options.operation
-    rates = {"copy_gbps": copy_gbps, "link_gbps": link_gbps, "matmul_flops": matmul_flops, "fp32_flops": fp32_flops}
-    cases = list(measure_all(name, options.only, **rates))
+    rates = {"copy_gbps": measure_copy_gbps(DEVICE), "link_gbps": link_gbps}
+    tflops = measure_tflops(DEVICE, budget_s=BUDGET_S)
     emit(
         {
-            "benchmark": name,
+            "benchmark": options.operation,
             **provenance(DEVICE, commit=options.commit),
             "configuration": {"dtype": "bf16", "timing": "CUDA graph, inputs taken in turn"},
-            "copy_gbps": copy_gbps,
-            "link_gbps": link_gbps,
-            "matmul_tflops": matmul_flops / 1e12,
-            "fp32_tflops": fp32_flops / 1e12,
-            "cases": cases,
+            **rates,
+            "matmul_tflops": tflops["bf16"],
+            "fp32_tflops": tflops["fp32"],
+            "cases": list(measure_all(options.operation, options.only, tflops=tflops, **rates)),
         },
         options.out,
     )
