@@ -7,15 +7,16 @@ reference of a product decodes the matrix into memory and multiplies there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from kernel_cases.case import DEVICE, Case, Cases, num_inputs, random_bf16
-from offload_runtime_kernels.coded_bf16 import CodedRow, decode_rows_reference, decode_rows_triton, encode_rows
+from offload_runtime_kernels.coded_bf16 import CODED, CodedRow, decode_rows_reference, decode_rows_triton, encode_rows
 from offload_runtime_kernels.coded_linear import coded_linear_triton
 from offload_runtime_kernels.gguf_blocks import FORMATS, decode_blocks_reference, decode_blocks_triton, pack_rows
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
@@ -32,12 +33,12 @@ from offload_runtime_kernels.scaled_rows import (
 
 from offload_runtime.weights.encoding import Format, RestOfCopy, Scaled, format_of, scaled_bytes, scaled_rows
 
-Decode = Callable[[torch.Tensor, torch.Tensor], object]
 # Of down, and of gate and up together.
 _SHAPES = ((4096, 11008), (57344, 8192))
 # Of products: qkv, o, gate and up together, down.
 _PRODUCTS = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-_PRODUCT_KINDS, _PRODUCT_ROWS = ("Q4_K", "Q8_0", "Q4_0", "Q6_K", "MXFP4"), (1, 8, 16)
+_PRODUCT_KINDS, _ROWS = ("Q4_K", "Q8_0", "Q4_0", "Q6_K", "MXFP4"), (1, 8, 16)
+_COPY = "copy"
 # Of AWQ and GPTQ, of compressed-tensors, FP8 of blocks and of rows, and int8.
 _SCALED = (
     ScaledFormat("uint4", 1, 128, torch.float16, 1, zeros=True), ScaledFormat("uint4", 1, 128, torch.bfloat16, 8),
@@ -46,102 +47,69 @@ _SCALED = (
 )  # fmt: skip
 
 
-def decoding_case(
-    about: dict[str, Any], stored: torch.Tensor, m: int, k: int, kernel: Decode, reference: Decode
-) -> Case:
-    """Decoding of matrices [m, k], of which each is one of `stored`."""
-    out = torch.empty(m, k, dtype=torch.bfloat16, device=DEVICE)
-    return Case(
-        configuration={**about, "m": m, "k": k}, kernel=lambda i: kernel(stored[i], out),
-        reference=lambda i: reference(stored[i], out), num_inputs=len(stored),
-        moved_bytes=stored[0].nbytes + out.nbytes, stored_bytes=stored[0].nbytes, reference_in_graph=False,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class Stored:
+    """Matrices [m, k] of `nbytes` each as they are stored, more than the caches hold, and what works on one of them."""
+
+    about: dict[str, Any]
+    matrices: Sequence[Any] | torch.Tensor
+    nbytes: int
+    decode: Callable[[Any, torch.Tensor], object]
+    decode_reference: Callable[[Any, torch.Tensor], object]
+    product: Callable[[torch.Tensor, Any, torch.Tensor], object]  # of rows with a matrix
 
 
-def product_case(
-    about: dict[str, Any], stored: Any, nbytes: int, shape: tuple[int, int, int],
-    kernel: Callable[[torch.Tensor, Any, torch.Tensor], object], decode: Callable[[Any, torch.Tensor], object],
-) -> Case:  # fmt: skip
-    """A product of rows with a matrix of `nbytes` as it is stored; `shape` is [rows, m, k]."""
-    rows, m, k = shape
-    x, out, decoded = random_bf16(rows, k), random_bf16(rows, m), random_bf16(m, k)
-
-    def decode_and_multiply(i: int) -> None:
-        decode(stored[i], decoded)
-        linear_triton(x, decoded, out)
-
-    return Case(
-        configuration={**about, "rows": rows, "m": m, "k": k}, kernel=lambda i: kernel(x, stored[i], out),
-        reference=decode_and_multiply, num_inputs=len(stored), moved_bytes=nbytes, operations=2 * rows * m * k,
-    )  # fmt: skip
+def stored_in(encoding: str | ScaledFormat, m: int, k: int) -> Stored:
+    """Matrices in one of GGUF's formats, in `CODED`, as a `_COPY`, or as numbers with scales."""
+    if isinstance(encoding, ScaledFormat):
+        return scaled(encoding, m, k)
+    return {CODED: coded, _COPY: copy}.get(encoding, partial(blocks, encoding))(m, k)
 
 
-def random_rows(kind: str, m: int, k: int) -> torch.Tensor:
-    """Matrices [m, k] of random bytes, more than the caches hold: uint8 [inputs, m, row_bytes]."""
-    row_bytes = FORMATS[kind].row_bytes(k)
-    return torch.randint(256, (num_inputs(m * row_bytes), m, row_bytes), dtype=torch.uint8, device=DEVICE)
-
-
-def make_decode_blocks(kind: str, m: int, k: int) -> Case:
-    """A matrix [m, k] of random bytes."""
+def blocks(kind: str, m: int, k: int) -> Stored:
+    """Blocks of random bytes."""
     form = FORMATS[kind]
-    return decoding_case(
-        {"encoding": kind}, random_rows(kind, m, k), m, k, lambda one, out: decode_blocks_triton(one, form, out),
+    shape = m, form.row_bytes(k)
+    matrices = torch.randint(256, (num_inputs(math.prod(shape)), *shape), dtype=torch.uint8, device=DEVICE)
+    return Stored(
+        {"encoding": kind}, matrices, matrices[0].nbytes, lambda one, out: decode_blocks_triton(one, form, out),
         lambda one, out: decode_blocks_reference(one, form, out),
-    )  # fmt: skip
-
-
-def make_gguf_linear(kind: str, rows: int, m: int, k: int) -> Case:
-    """A product of `rows` rows with a matrix [m, k] of random bytes."""
-    form, stored = FORMATS[kind], random_rows(kind, m, k)
-    return product_case(
-        {"encoding": kind}, stored, stored[0].nbytes, (rows, m, k),
         lambda x, one, out: gguf_linear_triton(x, one, form, out),
-        lambda one, out: decode_blocks_triton(one, form, out),
     )  # fmt: skip
 
 
-def coded_rows(m: int, k: int) -> tuple[CodedRow, torch.Tensor]:
-    """Matrices [m, k] of Gaussian weights in 12 bits, coded on the device, more than the caches hold."""
+def coded(m: int, k: int) -> Stored:
+    """Gaussian weights in 12 bits, coded on the device."""
     row = CodedRow.of(k)
     assert row is not None
-    stored = torch.empty(num_inputs(m * row.nbytes), m, row.nbytes, dtype=torch.uint8, device=DEVICE)
-    for each in stored:
+    matrices = torch.empty(num_inputs(m * row.nbytes), m, row.nbytes, dtype=torch.uint8, device=DEVICE)
+    for each in matrices:
         failed = encode_rows((0.02 * torch.randn(m, k, device=DEVICE)).bfloat16(), row, each, each.device)
         assert failed == 0, f"{failed} rows have no room for their exceptions"
-    return row, stored
-
-
-def make_decode_coded(m: int, k: int) -> Case:
-    """A matrix [m, k] of Gaussian weights."""
-    row, stored = coded_rows(m, k)
-    return decoding_case(
-        {"encoding": "12-bit BF16"}, stored, m, k, lambda one, out: decode_rows_triton(one, row, out),
+    return Stored(
+        {"encoding": CODED}, matrices, matrices[0].nbytes, lambda one, out: decode_rows_triton(one, row, out),
         lambda one, out: decode_rows_reference(one, row, out),
+        lambda x, one, out: coded_linear_triton(x, one, row, out),
     )  # fmt: skip
 
 
-def make_coded_linear(rows: int, m: int, k: int) -> Case:
-    """A product of `rows` rows with a matrix [m, k] of Gaussian weights."""
-    row, stored = coded_rows(m, k)
-    return product_case(
-        {"encoding": "12-bit BF16"}, stored, stored[0].nbytes, (rows, m, k),
-        lambda x, one, out: coded_linear_triton(x, one, row, out), lambda one, out: decode_rows_triton(one, row, out),
-    )  # fmt: skip
-
-
-def make_scaled_linear(form: ScaledFormat, rows: int, m: int, k: int) -> Case:
-    """A product of `rows` rows with a matrix [m, k] of random numbers with Gaussian scales."""
+def scaled(form: ScaledFormat, m: int, k: int) -> Stored:
+    """Random numbers with Gaussian scales."""
     nbytes = scaled_bytes(form, m, k)
     stored = torch.randint(256, (num_inputs(nbytes), nbytes), dtype=torch.uint8, device=DEVICE)
     matrices = [scaled_rows(each, form, m, k) for each in stored]
     for each in matrices:
         each.scales.normal_(std=0.02)
     scale = f"{str(form.scale).removeprefix('torch.')} of {form.rows}x{min(form.columns, k)}"
-    return product_case(
-        {"encoding": form.number, "scale": scale, "zeros": form.zeros}, matrices, nbytes, (rows, m, k),
+    return of_scaled({"encoding": form.number, "scale": scale, "zeros": form.zeros}, matrices, nbytes, form)
+
+
+def of_scaled(about: dict[str, Any], matrices: Sequence[ScaledRows], nbytes: int, form: ScaledFormat) -> Stored:
+    """Numbers with scales."""
+    return Stored(
+        about, matrices, nbytes, lambda one, out: decode_scaled_triton(one, form, 0, out),
+        lambda one, out: decode_scaled_reference(one, form, 0, out),
         lambda x, one, out: scaled_linear_triton(x, one, form, out),
-        lambda one, out: decode_scaled_triton(one, form, 0, out),
     )  # fmt: skip
 
 
@@ -155,13 +123,35 @@ def copies(m: int, k: int) -> tuple[torch.Tensor, list[ScaledRows]]:
     return stored, matrices
 
 
-def make_decode_copy(m: int, k: int) -> Case:
-    """The 4-bit copy of a matrix [m, k]."""
-    stored, _ = copies(m, k)
-    return decoding_case(
-        {"encoding": "copy"}, stored, m, k,
-        lambda one, out: decode_scaled_triton(scaled_rows(one, COPY, m, k), COPY, 0, out),
-        lambda one, out: decode_scaled_reference(scaled_rows(one, COPY, m, k), COPY, 0, out),
+def copy(m: int, k: int) -> Stored:
+    """4-bit copies."""
+    stored, matrices = copies(m, k)
+    return of_scaled({"encoding": _COPY}, matrices, stored[0].nbytes, COPY)
+
+
+def make_decode(encoding: str, m: int, k: int) -> Case:
+    """Decoding of a matrix [m, k]."""
+    stored, out = stored_in(encoding, m, k), torch.empty(m, k, dtype=torch.bfloat16, device=DEVICE)
+    return Case(
+        configuration={**stored.about, "m": m, "k": k}, kernel=lambda i: stored.decode(stored.matrices[i], out),
+        reference=lambda i: stored.decode_reference(stored.matrices[i], out), num_inputs=len(stored.matrices),
+        moved_bytes=stored.nbytes + out.nbytes, stored_bytes=stored.nbytes, reference_in_graph=False,
+    )  # fmt: skip
+
+
+def make_linear(encoding: str | ScaledFormat, rows: int, m: int, k: int) -> Case:
+    """A product of `rows` rows with a matrix [m, k] as it is stored."""
+    stored = stored_in(encoding, m, k)
+    x, out, decoded = random_bf16(rows, k), random_bf16(rows, m), random_bf16(m, k)
+
+    def decode_and_multiply(i: int) -> None:
+        stored.decode(stored.matrices[i], decoded)
+        linear_triton(x, decoded, out)
+
+    return Case(
+        configuration={**stored.about, "rows": rows, "m": m, "k": k},
+        kernel=lambda i: stored.product(x, stored.matrices[i], out), reference=decode_and_multiply,
+        num_inputs=len(stored.matrices), moved_bytes=stored.nbytes, operations=2 * rows * m * k,
     )  # fmt: skip
 
 
@@ -209,31 +199,17 @@ def make_decode_rest(kind: str, m: int, k: int) -> Case:
     )  # fmt: skip
 
 
-def make_copy_linear(rows: int, m: int, k: int) -> Case:
-    """A product of `rows` rows with the 4-bit copy of a matrix [m, k]."""
-    stored, matrices = copies(m, k)
-    return product_case(
-        {"encoding": "copy"}, matrices, stored[0].nbytes, (rows, m, k),
-        lambda x, one, out: scaled_linear_triton(x, one, COPY, out),
-        lambda one, out: decode_scaled_triton(one, COPY, 0, out),
-    )  # fmt: skip
+def _linear(*encodings: str | ScaledFormat) -> list[partial[Case]]:
+    return [partial(make_linear, one, rows, *shape) for one, rows, shape in product(encodings, _ROWS, _PRODUCTS)]
 
 
 CASES: Cases = {
-    "decode_blocks": [partial(make_decode_blocks, kind, *shape) for kind in FORMATS for shape in _SHAPES],
-    "decode_copy": [partial(make_decode_copy, *shape) for shape in _SHAPES],
+    "decode_blocks": [partial(make_decode, kind, *shape) for kind in FORMATS for shape in _SHAPES],
+    "decode_copy": [partial(make_decode, _COPY, *shape) for shape in _SHAPES],
     "decode_rest": [
         partial(make_decode_rest, kind, *shape) for kind, shape in product(("BF16", "Q8_0", "FP8"), _SHAPES)
     ],
-    "decode_coded": [partial(make_decode_coded, *shape) for shape in _SHAPES],
-    "gguf_linear": [
-        partial(make_gguf_linear, kind, rows, *shape)
-        for kind, rows, shape in product(_PRODUCT_KINDS, _PRODUCT_ROWS, _PRODUCTS)
-    ],
-    "copy_linear": [partial(make_copy_linear, rows, *shape) for rows, shape in product(_PRODUCT_ROWS, _PRODUCTS)],
-    "coded_linear": [partial(make_coded_linear, rows, *shape) for rows, shape in product(_PRODUCT_ROWS, _PRODUCTS)],
-    "scaled_linear": [
-        partial(make_scaled_linear, form, rows, *shape)
-        for form, rows, shape in product(_SCALED, _PRODUCT_ROWS, _PRODUCTS)
-    ],
-}
+    "decode_coded": [partial(make_decode, CODED, *shape) for shape in _SHAPES],
+    "gguf_linear": _linear(*_PRODUCT_KINDS), "copy_linear": _linear(_COPY), "coded_linear": _linear(CODED),
+    "scaled_linear": _linear(*_SCALED),
+}  # fmt: skip
