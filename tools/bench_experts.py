@@ -26,7 +26,7 @@ from typing import Any
 import harness
 import torch
 from emulation import emulated
-from harness import DTYPES, Check, check_out, emit, integers, provenance, write_unfinished
+from harness import DTYPES, Check, check_out, finish, integers, provenance, write_unfinished
 from widening.made import text_by_topic
 from widening.shapes import SHAPES, MixtureShape, shape_named
 from widening.stored import STORED, stored_model
@@ -153,10 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         claim = f"tokens that differ from the first row's, pool {pool}, CPU {share}"
         checks.append(Check(claim, differing, 0, at_least=False))
         write_unfinished(report | {"pools": rows}, options.out)
-    for check in checks:
-        print(check)
-    emit(report | {"pools": rows, "checks": [one.as_dict() for one in checks]}, options.out)
-    return 0 if all(one.holds for one in checks) else 1
+    return finish(report | {"pools": rows}, checks, options.out)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from typing import Any
 import harness
 from common import SHAPES, random_source, resident_layers
 from emulation import emulated
-from harness import Check, check_out, emit, provenance, write_report, write_unfinished
+from harness import Check, check_out, finish, provenance, write_report, write_unfinished
 from passes import scripted
 from widening.stored import STORED
 
@@ -342,11 +342,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         parts[name] = run_part(options, name, words)
         write_unfinished({**report, "parts": parts}, options.out)
-    verdicts = checks(parts)
-    print(*lines(parts), *verdicts, sep="\n")
-    emit({**report, "parts": parts, "checks": [verdict.as_dict() for verdict in verdicts]}, options.out)
-    failed = any("error" in part for part in parts.values())
-    return 1 if failed or not all(verdict.holds for verdict in verdicts) else 0
+    print(*lines(parts), sep="\n")
+    code = finish({**report, "parts": parts}, checks(parts), options.out)
+    return 1 if any("error" in part for part in parts.values()) else code
 
 
 if __name__ == "__main__":

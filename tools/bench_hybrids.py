@@ -24,7 +24,7 @@ from typing import Any
 
 import harness
 import torch
-from harness import DTYPES, Check, check_out, emit, percentiles, provenance
+from harness import DTYPES, Check, check_out, finish, percentiles, provenance
 from offload_runtime_kernels import gated_delta_triton
 from torch.autograd import DeviceType
 from widening.made import random_model
@@ -223,13 +223,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     sys.stdout.flush()
     memory = measure_memory(options)
     print_memory(memory)
-    verdicts = checks_of(prefill, memory)
-    print(*verdicts, sep="\n")
-    checks = [one.as_dict() for one in verdicts]
     settings = harness.settings_of(options)
-    emit({"benchmark": "hybrid layers", "settings": settings, "prefill": prefill, "memory": memory, "checks": checks},
-         options.out)  # fmt: skip
-    return 0 if all(one.holds for one in verdicts) else 1
+    report = {"benchmark": "hybrid layers", "settings": settings, "prefill": prefill, "memory": memory}
+    return finish(report, checks_of(prefill, memory), options.out)
 
 
 if __name__ == "__main__":

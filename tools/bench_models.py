@@ -31,10 +31,10 @@ import harness
 import httpx
 import psutil
 import torch
-from bench_serving import MemoryWatch, mb_per_minute
+from bench_serving import MemoryWatch, mb_per_minute, shares
 from common import SHAPES, random_source
 from emulation import emulated
-from harness import Check, check_out, emit, percentile, provenance, say
+from harness import Check, check_out, finish, percentile, provenance, say
 
 from offload_runtime.config import ServerConfig
 from offload_runtime.engine import Runtime
@@ -177,7 +177,7 @@ def figures(answers: Sequence[dict[str, Any]], notes: Sequence[dict[str, Any]]) 
     return {
         "finished": len(whole), "left": sum("left" in one for one in answers), "unlike_first": unlike,
         "asked_again": len(whole) - len(first), "errors": [one["error"] for one in answers if "error" in one],
-        "waited_s": {"p50": percentile(waited_s, 0.5), "p99": percentile(waited_s, 0.99)} if waited_s else None,
+        "waited_s": shares(waited_s),
         "load_s": percentile([one["load_s"] for one in notes], 0.5) if notes else None,
         "unload_s": percentile([one["unload_s"] for one in notes], 0.5) if notes else None,
         "compared_turns": len(late), "growth": growth,
@@ -245,10 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Hold the turns and print; returns the exit code."""
     options = make_parser().parse_args(argv)
     report = measure(options, opened(options))
-    verdicts = checks(report)
-    print(*verdicts, sep="\n")
-    emit({**report, "checks": [verdict.as_dict() for verdict in verdicts]}, options.out)
-    return 0 if all(verdict.holds for verdict in verdicts) else 1
+    return finish(report, checks(report), options.out)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ import psutil
 import torch
 from common import SHAPES, add_model_options, resident_layers, source_from
 from emulation import emulated
-from harness import Check, check_out, emit, percentile, provenance
+from harness import Check, check_out, finish, percentile, provenance
 from ours_runtime import OurOptions, add_our_options, our_options
 from timing import timed_answer
 
@@ -417,10 +417,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     own = check(options)
     report = measure(options, own)
-    verdicts = checks(report, plain=own.draft == "none")
-    print(*lines(report), *verdicts, sep="\n")
-    emit({**report, "checks": [verdict.as_dict() for verdict in verdicts]}, options.out)
-    return 0 if all(verdict.holds for verdict in verdicts) else 1
+    print(*lines(report), sep="\n")
+    return finish(report, checks(report, plain=own.draft == "none"), options.out)
 
 
 if __name__ == "__main__":

@@ -163,6 +163,13 @@ class Check:
         return f"{'ok' if self.holds else 'MISSED':6} {self.claim}: {self.measured:.4g} (bar {self.bar:g})"
 
 
+def finish(report: Mapping[str, Any], checks: Sequence[Check], out: Path | None) -> int:
+    """Print checks and end with the report that has them (`emit`); returns the exit code, 0 where all hold."""
+    print(*checks, sep="\n")
+    emit({**report, "checks": [check.as_dict() for check in checks]}, out)
+    return 0 if all(check.holds for check in checks) else 1
+
+
 def percentile(samples: Sequence[float], share: float) -> float:
     """The `share` quantile (0 to 1) of `samples`, linearly interpolated between the two nearest ranks."""
     assert samples, "no samples to take a percentile of"
