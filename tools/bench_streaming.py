@@ -28,16 +28,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 import harness
 from common import PASSED_ON, add_run_options, as_words
-from harness import Check, check_out, emit
-from ours_runtime import add_single_options
+from harness import Check, check_out, finish
+from ours_runtime import add_plain_options, add_single_options
 from systems import SYSTEMS as COMPARED
 from systems import System, link_bound, measured, run_system, table, times_ours_over
 
-from offload_runtime.config import Encode, WeightStorage
 from offload_runtime.errors import OptionError
 from offload_runtime.sizes import GB
 from offload_runtime.stream.device import resolve_device
@@ -65,10 +64,11 @@ def window_lines(results: dict[str, dict[str, Any]]) -> list[str]:
     read_bytes = ours.get("weights", {}).get("read_bytes_per_pass", 0)
     for row in ours.get("windows", []):
         share = f"{row['link_share']:.1%}" if row["link_share"] else "-"
+        bf16_gbps = 2 * ours["weights"]["streamed_elements"] / row["pass_s"]["median"] / GB  # if nothing were coded
         predicted = f", predicted {row['predicted_s']:.4f} s ({row['share_off']:+.1%})" if row["predicted_s"] else ""
         lines.append(
             f"  window {row['window_tokens']:5}: pass {row['pass_s']['median']:.4f} s{predicted}, link "
-            f"{row['link_gbps']:.1f} GB/s = {share} of peak ({bf16_gbps(ours, row):.1f} in 16 bits), weights read "
+            f"{row['link_gbps']:.1f} GB/s = {share} of peak ({bf16_gbps:.1f} in 16 bits), weights read "
             f"at {read_bytes / row['pass_s']['median'] / GB:.0f} GB/s, host launch {row['host_launch_share']:.1%} of it"
         )
     for row in ours.get("scripted", []):
@@ -93,11 +93,6 @@ def window_lines(results: dict[str, dict[str, Any]]) -> list[str]:
             gbps = ours["weights"]["read_bytes_per_pass"] * passes_per_s / GB
             lines.append(f"  answers read weights at {gbps:.0f} GB/s = {gbps / copy_gbps:.1%} of copies on the card")
     return lines
-
-
-def bf16_gbps(ours: dict[str, Any], row: dict[str, Any]) -> float:
-    """What a pass would have brought over the link if its weights were not coded, by its time, in GB/s."""
-    return float(2 * ours["weights"]["streamed_elements"] / row["pass_s"]["median"] / GB)
 
 
 def checks(results: dict[str, dict[str, Any]]) -> list[Check]:
@@ -144,14 +139,7 @@ def make_parser() -> harness.Parser:
     add_run_options(parser)
     add_single_options(parser)
     parser.set_defaults(windows=(1, 17, 128, 1024))
-    parser.add_argument("--context", type=int, help="of ours: tokens that its KV cache reserves")
-    parser.add_argument(
-        "--weights", choices=get_args(WeightStorage), help="of ours: how quantised weights are kept (auto)"
-    )
-    parser.add_argument("--encode", choices=get_args(Encode), help="of ours: whether bf16 is kept in 12 bits (none)")
-    parser.add_argument("--kv", choices=("auto", "gpu", "host"), help="of ours: where the KV cache lives (auto)")
-    parser.add_argument("--emulate", help="of ours: a machine with a smaller card to play, by name or file")
-    parser.add_argument("--devices", help="of ours, instead of --device: several cards, like cuda:0,cuda:1")
+    add_plain_options(parser)
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for one system")
     return parser
 
@@ -169,15 +157,13 @@ def main(argv: Sequence[str] | None = None, *, run: Callable[..., dict[str, Any]
     common = as_words(arguments, ["target", "shape", "prompt_tokens", *PASSED_ON])
     own: dict[str, Sequence[str]] = {name: as_words(arguments, [name]) for name in _OF_OURS}
     results = {name: run(SYSTEMS[name], common, own, draft=None, timeout_s=arguments.timeout) for name in names}
-    verdicts = checks(results)
     report = {
         "benchmark": "streaming", "results": results, "times_ours_over": times_ours_over(results),
-        "bound": link_bound(results), "agreement": None, "checks": [check.as_dict() for check in verdicts],
+        "bound": link_bound(results), "agreement": None,
     }  # fmt: skip
-    print(table(report), *window_lines(results), *verdicts, sep="\n")
-    emit(report, arguments.out)
-    failed = len(measured(results)) < len(results)
-    return 1 if failed or not all(check.holds for check in verdicts) else 0
+    print(table(report), *window_lines(results), sep="\n")
+    code = finish(report, checks(results), arguments.out)
+    return 1 if len(measured(results)) < len(results) else code
 
 
 if __name__ == "__main__":

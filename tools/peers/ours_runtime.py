@@ -47,7 +47,6 @@ from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.plan.sizes import longest_context
 from offload_runtime.weights.sources import open_checkpoint
 
-_DEFAULT_MAX_GAMMA = 63  # of `Runtime.load`
 # Behind the longest answer: windows are cut where the context ends.
 _ROOM_TOKENS = 256
 _GATHERS = "GB/s and bound: without the chunks that the retrieval verifier gathers straight from host memory"
@@ -95,38 +94,33 @@ class OurOptions:
         return SpeculationOptions(self.speculation, **{name: one for name, one in given.items() if one is not None})
 
 
-def add_our_options(parser: argparse.ArgumentParser) -> None:
-    """Those that `compare.py` and `ours_runtime.py` have in common."""
+def add_plain_options(parser: argparse.ArgumentParser) -> None:
+    """What this runtime takes whatever drafts."""
     parser.add_argument(
         "--context", type=int,
         help="of `ours`: tokens that its KV cache reserves, for prompt, answer and proposals behind it; those of the "
         "peers grow (default: what the longest takes, and 256 more)",
     )  # fmt: skip
-    parser.add_argument("--speculation", choices=get_args(SpeculationMode), help="of `ours` (auto)")
-    parser.add_argument("--gamma", type=int, help="of `ours`: most tokens proposed in a row")
-    parser.add_argument("--tree-nodes", type=int, help="of `ours`: most tokens proposed in all, as a tree")
-    parser.add_argument("--budget-tokens", type=int, help="of `ours`: tokens of a retrieval cache, of each layer")
     parser.add_argument(
-        "--draft-cache",
-        choices=get_args(DraftCache),
-        help="of `ours`: the draft's own KV cache",
+        "--weights", choices=get_args(WeightStorage), help="of `ours`: how a quantised file's are kept (auto)"
     )
-    parser.add_argument(
-        "--weights",
-        choices=get_args(WeightStorage),
-        help="of `ours`: how a quantised file's are kept (auto)",
-    )
-    parser.add_argument(
-        "--encode",
-        choices=get_args(Encode),
-        help="of `ours`: whether bf16 is kept in 12 bits (none)",
-    )
+    parser.add_argument("--encode", choices=get_args(Encode), help="of `ours`: whether bf16 is kept in 12 bits (none)")
     parser.add_argument("--emulate", help="of `ours`: a machine with a smaller card to play, by name or file")
     parser.add_argument("--devices", help="of `ours`, instead of --device: several cards, like cuda:0,cuda:1")
     parser.add_argument(
         "--kv", choices=("auto", "gpu", "host"), default="auto",
         help="where the KV cache of `ours` lives; compare.py with host: those of the peers, too",
     )  # fmt: skip
+
+
+def add_our_options(parser: argparse.ArgumentParser) -> None:
+    """What this runtime takes, and transformers does not."""
+    add_plain_options(parser)
+    parser.add_argument("--speculation", choices=get_args(SpeculationMode), help="of `ours` (auto)")
+    parser.add_argument("--gamma", type=int, help="of `ours`: most tokens proposed in a row")
+    parser.add_argument("--tree-nodes", type=int, help="of `ours`: most tokens proposed in all, as a tree")
+    parser.add_argument("--budget-tokens", type=int, help="of `ours`: tokens of a retrieval cache, of each layer")
+    parser.add_argument("--draft-cache", choices=get_args(DraftCache), help="of `ours`: the draft's own KV cache")
 
 
 def add_single_options(parser: argparse.ArgumentParser) -> None:
@@ -171,7 +165,7 @@ def load(options: PeerOptions, own: OurOptions, *, widest: int = 1, on_progress:
         options.source, draft=own.draft, dtype=options.dtype_name,
         resident_layers="auto" if options.resident_layers is None else options.resident_layers,
         context=reserved_tokens(options, own) + (widest if widest > _ROOM_TOKENS else 0), kv=own.kv,
-        speculation=own.as_speculation(), max_gamma=max(own.gamma or 0, _DEFAULT_MAX_GAMMA, widest - 1),
+        speculation=own.as_speculation(), max_gamma=max(own.gamma or 0, RuntimeConfig.max_gamma, widest - 1),
         tree_nodes=own.tree_nodes, weights=own.weights, encode=own.encode,
         **emulated(
             own.emulate, device=own.devices or str(options.device), vram=options.vram_bytes, dtype=options.dtype_name
