@@ -37,23 +37,18 @@ from offload_runtime.cli.terminal import read_text
 from offload_runtime.engine import GenerationResult, Runtime, Scheduler
 from offload_runtime.errors import OptionError, StorageError
 from offload_runtime.params import GenerationParams, SamplingParams
-from offload_runtime.sizes import GB
+from offload_runtime.sizes import GB, parse_count
 from offload_runtime.stream.device import resolve_device
 from offload_runtime.weights.checkpoint import CheckpointSource
 
 
-def tokens(text: str) -> int:
-    """`4K` is 4096. Raises `ValueError`."""
-    return 1024 * int(text[:-1]) if text[-1:] in ("K", "k") else int(text)
-
-
 def _gamma(text: str) -> dict[str, Any]:
-    return {"gamma_draft": tokens(text[1:])} if text.startswith("d") else {"gamma": tokens(text)}
+    return {"gamma_draft": parse_count(text[1:])} if text.startswith("d") else {"gamma": parse_count(text)}
 
 
 def _batch(text: str) -> dict[str, Any]:
     number, _, length = text.partition("x")
-    return {"batch": tokens(number), "context": tokens(length)}
+    return {"batch": parse_count(number), "context": parse_count(length)}
 
 
 @dataclass(frozen=True)
@@ -72,14 +67,16 @@ _LOADED_FOR = ("budget", "chunk_size", "context", "gamma_draft", "batch", "resid
 _ON_WEIGHTS = ("window", "resident")
 SWEEPS = {
     "temperature": Sweep("temperature", "0,0.2,0.4,0.6,0.8,1.0,1.2", lambda text: {"temperature": float(text)}),
-    "budget": Sweep("retrieved tokens a layer and head", "1K,2K,3K,4K,6K,8K", lambda text: {"budget": tokens(text)}),
-    "chunk": Sweep("tokens in a chunk", "2,4,8,16,32,64", lambda text: {"chunk_size": tokens(text)}),
-    "context": Sweep("tokens of context", "120K,64K,32K,16K,8K,4K", lambda text: {"context": tokens(text)}),
+    "budget": Sweep(
+        "retrieved tokens a layer and head", "1K,2K,3K,4K,6K,8K", lambda text: {"budget": parse_count(text)}
+    ),
+    "chunk": Sweep("tokens in a chunk", "2,4,8,16,32,64", lambda text: {"chunk_size": parse_count(text)}),
+    "context": Sweep("tokens of context", "120K,64K,32K,16K,8K,4K", lambda text: {"context": parse_count(text)}),
     "gamma": Sweep("tokens proposed, to the target or (d) by the draft", "4,8,12,16,24,32,48,d1,d2,d4,d8", _gamma),
     "batch": Sweep("sequences x tokens of context", "2x56K,6x19K,10x12K", _batch),
     "window": Sweep(
         "tokens in the window of a pass", "1,2,4,8,16,32,64,128,256,512,1024",
-        lambda text: {"window": tokens(text)}, ("tok_per_s", "bound_tok_per_s"),
+        lambda text: {"window": parse_count(text)}, ("tok_per_s", "bound_tok_per_s"),
     ),
     "resident": Sweep(
         "share of the layers on the GPU", "0,1/8,1/4,3/8,1/2,5/8,3/4,7/8,1",

@@ -52,11 +52,10 @@ class Event:
 
 @dataclass(frozen=True)
 class TraceFile:
-    """A trace as it was read: its spans, what it says of the run, and the whole record."""
+    """A trace as it was read: its spans, and what it says of the run."""
 
     events: Sequence[Event]
     about: Mapping[str, Any]
-    record: Mapping[str, Any]
 
     def machine(self) -> str:
         """One line about what ran where, as far as the trace knows it."""
@@ -138,7 +137,7 @@ def read_trace(path: Path) -> TraceFile:
         raise TraceError(
             f"{path} is no trace of offload-runtime ({type(error).__name__}: {error}); write one with --trace FILE"
         ) from error
-    return TraceFile(events, record["otherData"], record)
+    return TraceFile(events, record["otherData"])
 
 
 def _event(span: Mapping[str, Any]) -> Event:

@@ -17,7 +17,7 @@ import torch
 import transformers
 from common import PeerOptions, peer_parser
 from measurement import Prepared, run_peer
-from models import NamedWeights, fill_resident, make_meta_model, require_whole_model, resident_layers
+from models import fill, fill_resident, make_meta_model, require_whole_model, resident_layers
 from torch import nn
 from transformers import StaticCache
 
@@ -33,14 +33,12 @@ def load_offloading() -> tuple[Callable[..., object], str]:
     return accelerate.cpu_offload, accelerate.__version__
 
 
-def host_weights(
-    layer: nn.Module, prefix: str, weights: NamedWeights, *, pin: bool, options: PeerOptions
-) -> dict[str, torch.Tensor]:
+def host_weights(layer: nn.Module, prefix: str, *, pin: bool, options: PeerOptions) -> dict[str, torch.Tensor]:
     """The weights of one layer by name, in host memory, pinned if asked."""
     found = {}
     for name, parameter in layer.named_parameters():
         host = torch.empty(parameter.shape, dtype=options.dtype, pin_memory=pin)
-        weights.fill(prefix + name, host)
+        fill(options.source, prefix + name, host)
         found[name] = host
     return found
 
@@ -60,15 +58,14 @@ def prepare(options: PeerOptions, *, pin: bool, whole: bool = False, compiled: b
     num_resident = options.layers if whole else resident_layers(options, working_layers=1)
     cpu_offload, version = (None, "") if num_resident == options.layers else load_offloading()
     pin_possible = pin and options.device.type == "cuda"
-    weights = NamedWeights(options.source)
-    model = make_meta_model(options.source, options, weights)
+    model = make_meta_model(options.source, options)
     bytes_per_pass = pinned_bytes = 0
     for index, layer in enumerate(model.model.layers):
         prefix = f"model.layers.{index}."
         if cpu_offload is None or index < num_resident:
-            fill_resident(layer, prefix, weights, options)
+            fill_resident(layer, prefix, options.source, options)
             continue
-        host = host_weights(layer, prefix, weights, pin=pin_possible, options=options)
+        host = host_weights(layer, prefix, pin=pin_possible, options=options)
         bytes_per_pass += sum(weight.nbytes for weight in host.values())
         pinned_bytes += sum(weight.nbytes for weight in host.values() if pin_possible and weight.is_pinned())
         cpu_offload(layer, execution_device=options.device, offload_buffers=False, state_dict=host)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from common import PeerOptions, peer_parser
 from measurement import Prepared, run_peer
-from models import NamedWeights, fill_rotary, layer_elements, make_module, resident_layers, transformers_config
+from models import fill, fill_rotary, layer_elements, make_module, resident_layers, transformers_config
 from transformers import PreTrainedModel
 
 from offload_runtime.errors import OffloadError, OptionError
@@ -85,9 +85,8 @@ def build_partitioned(deepspeed: ModuleType, options: PeerOptions, config: dict[
     fill_rotary(model, options.device)
     if options.source.config().tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
-    weights = NamedWeights(options.source)
     for name, parameter in model.named_parameters():
-        weights.fill(name, parameter.ds_tensor.view(parameter.ds_shape))
+        fill(options.source, name, parameter.ds_tensor.view(parameter.ds_shape))
     return model
 
 

@@ -77,23 +77,16 @@ def free_bytes(options: PeerOptions) -> int:
     return free if options.vram_bytes is None else free - max(0, total - options.others_bytes - options.vram_bytes)
 
 
-class NamedWeights:
-    """The tensors of a checkpoint by transformers' names, for models that are laid out otherwise than ours."""
+def fill(source: CheckpointSource, name: str, out: torch.Tensor) -> None:
+    """Read a tensor of a checkpoint, by transformers' name of it, into `out`: contiguous, of its shape, on any device;
+    converted to `out`'s dtype.
 
-    def __init__(self, source: CheckpointSource) -> None:
-        self._fills = source.fills
-
-    def fill(self, name: str, out: torch.Tensor) -> None:
-        """Read one tensor into `out`: contiguous, of its shape, on any device; converted to `out`'s dtype.
-
-        Raises:
-            CheckpointError: The file cannot be read.
-        """
-        if out.device.type == "cpu":
-            self._fills[name](out)
-            return
-        host = torch.empty(out.shape, dtype=out.dtype)
-        self._fills[name](host)
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    host = out if out.device.type == "cpu" else torch.empty(out.shape, dtype=out.dtype)
+    source.fills[name](host)
+    if host is not out:
         out.copy_(host)
 
 
@@ -141,36 +134,35 @@ def fill_rotary(model: PreTrainedModel, device: torch.device) -> None:
     model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
 
 
-def fill_resident(module: nn.Module, prefix: str, weights: NamedWeights, options: PeerOptions) -> None:
+def fill_resident(module: nn.Module, prefix: str, source: CheckpointSource, options: PeerOptions) -> None:
     """Replace the module's parameters by ones on the device; `prefix` is its name with a dot, or empty."""
     for name, parameter in list(module.named_parameters()):
         owner_name, _, leaf = name.rpartition(".")
         weight = torch.empty(parameter.shape, dtype=options.dtype, device=options.device)
-        weights.fill(prefix + name, weight)
+        fill(source, prefix + name, weight)
         setattr(module.get_submodule(owner_name), leaf, nn.Parameter(weight, requires_grad=False))
 
 
-def make_meta_model(source: CheckpointSource, options: PeerOptions, weights: NamedWeights) -> PreTrainedModel:
+def make_meta_model(source: CheckpointSource, options: PeerOptions) -> PreTrainedModel:
     """A model of which embeddings, final norm and head are on the device, and the decoder layers nowhere yet."""
     config = transformers_config(source, options.dtype)
     with torch.device("meta"):
         model = make_module(config, options.dtype)
     fill_rotary(model, options.device)
     for name in ("model.embed_tokens", "model.norm"):
-        fill_resident(model.get_submodule(name), name + ".", weights, options)
+        fill_resident(model.get_submodule(name), name + ".", source, options)
     if source.config().tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     else:
-        fill_resident(model.lm_head, "lm_head.", weights, options)
+        fill_resident(model.lm_head, "lm_head.", source, options)
     return model
 
 
 def resident_model(source: CheckpointSource, options: PeerOptions) -> PreTrainedModel:
     """All of a model on the device."""
-    weights = NamedWeights(source)
-    model = make_meta_model(source, options, weights)
+    model = make_meta_model(source, options)
     for index, layer in enumerate(model.model.layers):
-        fill_resident(layer, f"model.layers.{index}.", weights, options)
+        fill_resident(layer, f"model.layers.{index}.", source, options)
     return model
 
 

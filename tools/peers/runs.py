@@ -121,17 +121,10 @@ def figures(runs: Sequence[Run], *, weight_bytes: int, peak_gbps: float | None) 
     }  # fmt: skip
 
 
-def first_runs(runs: Sequence[Run]) -> list[Run]:
-    """The first of every prompt, in the order of the prompts."""
-    by_prompt: dict[int, Run] = {}
-    for run in runs:
-        by_prompt.setdefault(run.prompt, run)
-    return [by_prompt[prompt] for prompt in sorted(by_prompt)]
-
-
 def answers(runs: Sequence[Run]) -> list[list[int]]:
     """The tokens of every prompt, in the order of the prompts: those of its first run."""
-    return [list(run.tokens) for run in first_runs(runs)]
+    first = {run.prompt: run for run in reversed(runs)}
+    return [list(first[prompt].tokens) for prompt in sorted(first)]
 
 
 def num_differing(runs: Sequence[Run]) -> int:
