@@ -121,11 +121,6 @@ def check_long(options: argparse.Namespace) -> None:
     speculation_of(options)
 
 
-def read_prompt(options: argparse.Namespace, small: CheckpointSource, needed_tokens: int) -> list[int]:
-    """Token ids of the text, at least so many. Raises `OptionError`."""
-    return harness.read_tokens(options.text, "--text", small.tokenizer(), needed_tokens, lower="--context")
-
-
 def decoding_row(answer: Answer) -> dict[str, Any]:
     """Figures of one answer."""
     stats = answer.result.stats
@@ -171,7 +166,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         OptionError: The text is shorter than the context.
     """
     models = sources(options)
-    prompt = read_prompt(options, models[1], options.context)[: options.context]
+    tokenizer, length = models[1].tokenizer(), options.context
+    prompt = harness.read_tokens(options.text, "--text", tokenizer, length, lower="--context")[:length]
     widest = max(*options.windows, *(1 + gamma for *_, gamma in options.variants))
     report: dict[str, Any] = {"benchmark": "long_context", "windows": [], "decoding": []}
     for gamma_draft, refresh_steps, gamma in options.variants:

@@ -185,7 +185,8 @@ def main(argv: Sequence[str] | None = None, *, run: Callable[..., dict[str, Any]
     results = report["results"]
     print(systems.table(report))
     emit(report, arguments.out)
-    return 0 if systems.succeeded(results) else 1
+    failed = any("error" in result for result in results.values())
+    return 1 if failed or not systems.measured(results) else 0
 
 
 if __name__ == "__main__":

@@ -239,8 +239,3 @@ def table(report: Mapping[str, Any]) -> str:
             f"link of {bound['link_gbps']:.1f} GB/s"
         )
     return "\n".join(lines)
-
-
-def succeeded(results: Mapping[str, dict[str, Any]]) -> bool:
-    """Whether every system ran that is installed and has what it needs, and something did."""
-    return bool(measured(dict(results))) and not any("error" in result for result in results.values())

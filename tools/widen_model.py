@@ -31,7 +31,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import harness
 from harness import DTYPES, say
@@ -74,16 +74,6 @@ def open_source(reference: str) -> CheckpointSource:
         CheckpointError, HubError, UnsupportedArchitectureError: As `open_checkpoint` and `fetch_demo_model`.
     """
     return open_checkpoint(fetch_demo_model(on_progress=say) if reference == "demo" else reference)
-
-
-def _terminated(number: int, frame: object) -> NoReturn:
-    """Leave through the exception handlers, which remove what is half-written."""
-    sys.exit(128 + number)
-
-
-def remove_partial_output_on_sigterm() -> None:
-    """From now on that signal ends the command as an interruption does."""
-    signal.signal(signal.SIGTERM, _terminated)
 
 
 def parse_rope(text: str | None) -> dict[str, Any] | None:
@@ -207,7 +197,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="where surplus random numbers are drawn: auto, cuda or cpu")
     parser.add_argument("--out", type=Path, required=True, help="a new directory, or file of --stored")
     arguments = parser.parse_args(argv)
-    remove_partial_output_on_sigterm()
+    # Through the exception handlers, which remove what is half-written.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     print(write(arguments))
     return 0
 
