@@ -36,8 +36,9 @@ from offload_runtime_kernels.scaled_rows import ScaledFormat, ScaledRow
 if TYPE_CHECKING:
     from offload_runtime_kernels.experts import ExpertShape, StoredMatrices
 
-# Tokens whose rows have programs of their own, by whether matrices are elements.
-FEW_TOKENS = {True: 16, False: 64}
+# Most tokens whose rows have programs of their own: of elements; and of what each of these decodes by itself, where an
+# expert has no more than so many rows on average, as was measured.
+_FEW_TOKENS, _FEW_DECODING_TOKENS, _FEW_ROWS = 16, 64, 4
 
 # e^x = 2^n e^r, |r| <= ln 2 / 2: ln 2 in two parts, of which the first has nine bits, and Cephes' polynomial. Outside
 # of the range the nearest end is taken: result and 2^n stay normal numbers.
@@ -257,9 +258,10 @@ class Routes:
     @classmethod
     def of(cls, choices: torch.Tensor, num_experts: int, *, elements: bool) -> Routes:
         """Sort the rows of many tokens, which are multiplied with elements, or with other matrices."""
-        if len(choices) <= FEW_TOKENS[elements]:
+        num_rows, (tokens, num_chosen) = choices.numel(), choices.shape
+        most = _FEW_TOKENS if elements else min(_FEW_DECODING_TOKENS, _FEW_ROWS * num_experts // num_chosen)
+        if tokens <= most:
             return cls(choices, num_experts, True, choices, choices)
-        num_rows = choices.numel()
         order, starts = (choices.new_empty(size, dtype=torch.int32) for size in (num_rows, num_experts + 1))
         _sort_kernel[(num_experts,)](
             choices, order, starts, num_rows, BLOCK=_SORTED_TOGETHER, num_warps=4, **overlap_options(choices.device)

@@ -292,7 +292,7 @@ def check_kernels(problem: Problem) -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(("kind", "rows"), [("MXFP4", 1), ("Q6_K", 3), ("Q4_K", 6), ("MXFP4", 65), ("Q8_0", 65)])
+@pytest.mark.parametrize(("kind", "rows"), [("MXFP4", 1), ("Q6_K", 3), ("Q4_K", 6), ("MXFP4", 20), ("Q8_0", 20)])
 def test_kernels_decode_blocks(kind: str, rows: int) -> None:
     """A K that is no whole number of tiles, where blocks are that small."""
     small = FORMATS[kind].weights == 32
@@ -307,7 +307,7 @@ INT8, UINT8 = ScaledFormat("int8", 1, 32, FP16, zeros=True), ScaledFormat("uint8
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize("rows", [1, 3, 65])
+@pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("form", [FP8, INT4, INT4_OF_ROWS, NVFP4, INT8, UINT8])  # without bf16: see `test_scaled_rows`
 def test_kernels_decode_numbers(form: ScaledFormat, rows: int) -> None:
     """A K that is no whole number of steps."""
@@ -347,9 +347,9 @@ def test_blocks_have_the_bits_of_decoded_matrices(
     "kind", ["Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q5_K", "IQ4_XS", INT4, INT4_OF_ROWS, INT8, UINT8], ids=str
 )
 def test_other_formats_have_the_bits_of_what_they_are_decoded_to(kind: Any) -> None:
-    problem = Problem.encoded(ExpertShape(4, 512, 512), 80, 2, BF16, (kind, kind)).on("cuda")
+    problem = Problem.encoded(ExpertShape(4, 512, 512), 40, 2, BF16, (kind, kind)).on("cuda")
     expected = problem.decoded().rows()
-    for count in (1, 40, 80):
+    for count in (1, 40):
         assert torch.equal(problem.of(range(count)).rows(), expected[:count])
 
 
