@@ -53,8 +53,8 @@ _WINDOW_DELTA_FLOPS, _PREFILL_DELTA_FLOPS, _DELTA_S = 7e12, 12e12, 28e-6
 # row 11 and 13 us more, since its chains have no others beside them; in prompts this share of what cuBLAS reaches in
 # fp32, or of its peak, and where that is not known so much.
 _WINDOW_EXPERT_FLOPS, _EXPERTS_S, _PREFILL_EXPERT_SHARE, _PREFILL_EXPERT_FLOPS = 5e12, 12e-6, 0.6, 30e12
-# Elements of experts go through shared memory: of the memory's rate a row of Qwen3-30B in bf16 had so much (49 us a
-# layer).
+# Elements of experts go through a GPU's shared memory: of the memory's rate a row of Qwen3-30B in bf16 had so much (49
+# us a layer).
 _EXPERT_ELEMENTS_SHARE = 0.4
 # Queries of a KV head are worked on in tiles of so many rows.
 _ATTENTION_TILE_ROWS = 16
@@ -340,7 +340,7 @@ def _matrix_stages(
         moved_bytes = rest.moved_bytes(slices, rows=height, expert_passes=0)
         stages.append((count, moved_bytes / hbm, rest.matrix_elements * element_s))
         if (of := block.experts) is not None:
-            share = 1.0 if of.block.encoded_bytes else _EXPERT_ELEMENTS_SHARE
+            share = 1.0 if of.block.encoded_bytes or plan.on_cpu else _EXPERT_ELEMENTS_SHARE
             products_s = 2 * height * of.chosen * of.block.matrix_elements / _WINDOW_EXPERT_FLOPS
             stages.append((count, of.used(height) * of.block.total_bytes / (share * hbm), _EXPERTS_S + products_s))
         others += count * (rest.num_decodings + (_EXPERT_LAUNCHES if block.experts else 0))
