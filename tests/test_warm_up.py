@@ -221,7 +221,7 @@ def test_loading_looks_as_far_as_ordinary_answers(capacity_tokens: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["draft", "mtp", "dflash", "self"])
 def test_no_answer_captures_a_graph(target: Path, draft: Path, tmp_path: Path, kind: str) -> None:
-    """Of one text of ordinary length; what drafts filter they do not know before."""
+    """Answers about one text of ordinary length find all graphs, but for steps of drafts that filter tokens."""
     options: dict[str, Any] = {"draft": {"draft": draft}.get(kind, kind), "kv": "gpu"}
     if kind in ("mtp", "dflash"):
         target, options["draft"] = with_head(target, kind, tmp_path)

@@ -677,7 +677,7 @@ def capture_passes(runner: ModelRunner, sampling: SlotSampling, *, widest: int, 
     """
     assert runner.captured is not None, "nothing is captured"
     # Tokens that are filtered or penalised are chosen behind the pass.
-    ways = [None] if runner.decoder.config.is_part else [None, sampling]
+    samplings = [None] if runner.decoder.config.is_part else [None, sampling]
     for length in graphs.texts_to_capture(runner.cache.max_tokens_with_draft):
         if length and not runner.streamer.has_all:
             break  # all experts of all layers would cross the link for its prompt
@@ -686,9 +686,9 @@ def capture_passes(runner: ModelRunner, sampling: SlotSampling, *, widest: int, 
         for width in graphs.widths_to_capture(widest):
             row, star = TokenTree((0,) * width), TokenTree((0,) * width, (-1, *(0,) * (width - 1)))
             for tree in (row, star) if trees and width > 2 else (row,):
-                for way in ways if width == 1 else ways[-1:]:
+                for chosen_by in samplings if width == 1 else samplings[-1:]:
                     for _ in range(2 if runner.streamer.can_capture(width) else 0):
-                        runner.forward(Batch({0: tree}), way)
+                        runner.forward(Batch({0: tree}), chosen_by)
             if width == 1:
                 runner.go_ahead()
         runner.cache.truncate(0, 0)

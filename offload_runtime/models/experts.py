@@ -123,7 +123,7 @@ class Experts:
     def forward(
         self, x: torch.Tensor, weights: LayerWeights, rows: Rows, *, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[N, H] -> [N, H], or added to the residual stream, which is returned."""
+        """Return what comes of rows x [N, H], [N, H]; with a residual stream this, to which it has been added."""
         fills_up = rows.prompt is None and len(x) > 1  # rows may be absent, which ask for no experts
         choices, row_weights = self._choose(x, weights, rows.query.positions.reshape(-1) if fills_up else None)
         matrices, fetch, scratch = weights.experts

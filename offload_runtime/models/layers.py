@@ -408,7 +408,7 @@ class GatedMLP:
     def forward(
         self, x: torch.Tensor, weights: LayerWeights, rows: Rows, *, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[N, H] -> [N, H], or added to the residual stream, which is returned."""
+        """Return what comes of rows x [N, H], [N, H]; with a residual stream this, to which it has been added."""
         return weights["down"].linear(weights["gate_up"].linear(x, gated=self.activation), residual=residual)
 
 
@@ -462,7 +462,8 @@ class RowMixer(Protocol):
     def forward(
         self, x: torch.Tensor, weights: LayerWeights, rows: Rows, *, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[N, H] -> [N, H], or added to the residual stream, which is returned."""
+        """Return what comes of rows x [N, H], [N, H]; with a residual stream this, to which it has been added. It
+        may be x itself."""
 
 
 class Norms(NamedTuple):
