@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -274,6 +275,20 @@ def test_what_is_thought_passes_by_and_leaves_a_line() -> None:
     assert screen.text == "thought 7 words: /thoughts shows them\nIt was\nthis.\nthought 2 words: /thoughts shows them"
 
 
+def shown_by(write: Callable[[], None]) -> str:
+    """What a terminal gets that is stdout meanwhile."""
+    master, slave = pty.openpty()
+    with pytest.MonkeyPatch.context() as patch, os.fdopen(slave, "w") as stdout:
+        patch.setattr(sys, "stdout", stdout)
+        write()
+    shown = b""
+    with suppress(OSError):  # which says that there is no more
+        while piece := os.read(master, 65536):
+            shown += piece
+    os.close(master)
+    return shown.decode()
+
+
 @pytest.mark.parametrize("template_opens", [False, True])
 def test_a_chat_folds_what_is_thought(
     template_opens: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -286,15 +301,8 @@ def test_a_chat_folds_what_is_thought(
     session, _ = at_a_terminal(runtime)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
-    master, slave = pty.openpty()
-    with os.fdopen(slave, "w") as stdout, monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", stdout)
-        session.take("one")
-        stdout.flush()
-        shown = os.read(master, 100_000).decode()
-    os.close(master)
     screen = Screen()
-    screen.feed(shown.replace("\r", ""))
+    screen.feed(shown_by(lambda: session.take("one")).replace("\r", ""))
     assert [line for line in screen.text.splitlines() if "quiet" not in line] == [
         "thought 4 words: /thoughts shows them", "Four."
     ]  # fmt: skip
@@ -307,13 +315,9 @@ def test_where_it_is_left_as_it_is(variable: str, value: str, monkeypatch: pytes
     for name in ("NO_COLOR", "TERM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, value)
-    master, slave = pty.openpty()
-    with os.fdopen(slave, "w") as stdout:
-        monkeypatch.setattr(sys, "stdout", stdout)
+
+    def write() -> None:
         with answer_writer() as (show, _):
             show("*a*\n")
-        stdout.flush()
-        shown = os.read(master, 10_000).decode()
-        monkeypatch.undo()
-    os.close(master)
-    assert (shown == "*a*\r\n") == (value != "xterm")
+
+    assert (shown_by(write) == "*a*\r\n") == (value != "xterm")
