@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +249,10 @@ def pytest_collection_finish() -> None:
 
         replace_language_once_a_launch()
         remember_types()
+    if (testing := sys.modules.get("typer.testing")) is not None:
+        # Reading the options of all commands took half of the time of a test that gives one.
+        typer: Any = sys.modules["typer.main"]
+        typer.get_command = testing._get_command = cache(typer.get_command)  # type: ignore[attr-defined]
 
 
 def pytest_sessionfinish() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.weights.sources import describe_model
 from tests.helpers.engine import byte_level_tokenizer
 from tests.helpers.planning import CONFIGS
-from tests.test_cli_fakes import FakeRuntime, app_of, at_a_terminal, full_host, press_ctrl_c
+from tests.test_cli_fakes import FakeRuntime, at_a_terminal, full_host, invoke, press_ctrl_c
 from tests.test_cli_generate import NOISE, error_lines
 
 
@@ -30,8 +29,7 @@ def runtime() -> FakeRuntime:
 
 
 def chat(runtime: FakeRuntime, *arguments: str, turns: str | bytes) -> Result:
-    app = app_of(SimpleNamespace(Runtime=runtime))
-    return CliRunner().invoke(app, ["chat", "--target", "some/model", *arguments], input=turns)
+    return invoke(["chat", "--target", "some/model", *arguments], {"Runtime": runtime}, input=turns)
 
 
 def said(runtime: FakeRuntime) -> list[Any]:

@@ -9,15 +9,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from offload_runtime import engine
 from offload_runtime.cli.app import app
-from tests.test_cli_fakes import FakeRuntime, app_of
+from tests.test_cli_fakes import FakeRuntime
 
 CONFIG = str(Path(__file__).parent / "data" / "configs" / "llama-3.1-8b")
 PLAN = ("plan", "--target", CONFIG, "--profile", "rtx4090", "--context", "4096")
@@ -34,13 +34,12 @@ COMMANDS = {
     "chat": ["chat", *ANSWER],
     "chat in JSON": ["chat", *ANSWER, "--json"],
 }
-ENGINE = SimpleNamespace(Runtime=None)  # what runtimes are loaded by, anew in every test
-PROGRAM = app_of(ENGINE)
 
 
 @pytest.fixture(autouse=True)
 def runtime(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRuntime:
-    fake = ENGINE.Runtime = FakeRuntime()
+    fake = FakeRuntime()
+    monkeypatch.setattr(engine, "Runtime", fake)
     monkeypatch.setenv("OFFLOAD_RUNTIME_CONFIG", str(tmp_path / "config"))
     return fake
 
@@ -79,7 +78,7 @@ def run(monkeypatch: pytest.MonkeyPatch, words: list[str], *, out: object, err: 
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as leaving:
         for name, stream in streams.items():
             patch.setattr(sys, name, stream)
-        PROGRAM(words)
+        app(words)
     assert isinstance(leaving.value.code, int)
     return leaving.value.code
 
@@ -165,7 +164,7 @@ def test_help_is_grouped_and_says_no_types(monkeypatch: pytest.MonkeyPatch, comm
 
 
 def invoke(*words: str, turns: str | bytes = "") -> Result:
-    return CliRunner().invoke(PROGRAM, words, input=turns)
+    return CliRunner().invoke(app, words, input=turns)
 
 
 def assert_refused(result: Result, words: str) -> None:

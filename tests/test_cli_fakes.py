@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-import typer
+from typer.testing import CliRunner, Result
 
 from offload_runtime import engine
 from offload_runtime.cli.app import app
 from offload_runtime.cli.chat_commands import COMMANDS
 from offload_runtime.cli.chat_session import ChatSession
-from offload_runtime.cli.options import ChatOptions, with_options
+from offload_runtime.cli.options import ChatOptions
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.engine import GenerationResult, GenerationStats, TokenEvent
 from offload_runtime.engine.sessions import read_conversation
@@ -32,25 +30,12 @@ from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.speculation.step import Acceptance
 
 
-def app_of(stand_ins: Any, room: Any = engine) -> typer.Typer:
-    """The program for which the attributes of `stand_ins` stand in for those of a room, of the same names."""
-
-    def given(info: Any) -> Any:
-        command, own = info.callback.__wrapped__, copy.copy(info)
-
-        @wraps(command)
-        def run(options: Any) -> None:
-            with pytest.MonkeyPatch.context() as patch:
-                for name, stand_in in vars(stand_ins).items():
-                    patch.setattr(room, name, stand_in)
-                command(options)
-
-        own.callback = with_options(run)
-        return own
-
-    made = copy.copy(app)
-    made.registered_commands = [given(info) for info in app.registered_commands]
-    return made
+def invoke(words: Sequence[str], stand_ins: dict[str, Any], *, room: Any = engine, **options: Any) -> Result:
+    """What the program says where `stand_ins` stand in for attributes of a room, by their names."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, stand_in in stand_ins.items():
+            patch.setattr(room, name, stand_in)
+        return CliRunner().invoke(app, words, **options)
 
 
 def make_stats(**changes: Any) -> GenerationStats:

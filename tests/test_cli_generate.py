@@ -3,7 +3,6 @@
 import json
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -13,7 +12,7 @@ from offload_runtime.cli.app import app
 from offload_runtime.config import RuntimeConfig, SpeculationOptions
 from offload_runtime.errors import BudgetError
 from offload_runtime.params import GenerationParams, SamplingParams
-from tests.test_cli_fakes import FakeRuntime, app_of, full_host, make_stats, press_ctrl_c
+from tests.test_cli_fakes import FakeRuntime, full_host, invoke, make_stats, press_ctrl_c
 
 NOISE = "a library that cannot keep quiet\n"
 
@@ -24,13 +23,12 @@ def runtime() -> FakeRuntime:
 
 
 def generate(runtime: FakeRuntime, *arguments: str, stdin: str | bytes | None = None) -> Result:
-    app = app_of(SimpleNamespace(Runtime=runtime))
-    return CliRunner().invoke(app, ["generate", "--target", "some/model", *arguments], input=stdin)
+    return invoke(["generate", "--target", "some/model", *arguments], {"Runtime": runtime}, input=stdin)
 
 
 def demo(runtime: FakeRuntime, model: Path, *arguments: str) -> Result:
-    engine = SimpleNamespace(Runtime=runtime, fetch_demo_model=lambda **options: model)
-    return CliRunner().invoke(app_of(engine), ["demo", *arguments], env={"COLUMNS": "100"})
+    stand_ins = {"Runtime": runtime, "fetch_demo_model": lambda **options: model}
+    return invoke(["demo", *arguments], stand_ins, env={"COLUMNS": "100"})
 
 
 def error_lines(result: Result) -> list[str]:

@@ -4,20 +4,19 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from emulation import emulated
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from offload_runtime import hardware
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, DeviceError, OptionError, ProfileError, StorageError
 from offload_runtime.hardware.bench import HostInfo, NvmlAnswer, PcieLink, measure_decode_gweights_per_s
 from offload_runtime.hardware.measure import GpuReport, MachineReport, advise, measure_machine
-from tests.test_cli_fakes import app_of
+from tests.test_cli_fakes import invoke
 
 GIB = 1 << 30
 DECODED = {"Q4_0", "Q8_0", "Q4_K", "Q6_K", "INT4", "INT8", "FP8", "12-bit BF16"}
@@ -317,8 +316,8 @@ def measuring() -> FakeMeasuring:
 
 
 def profile(measuring: FakeMeasuring, *arguments: str) -> Result:
-    app = app_of(SimpleNamespace(measure_machine=measuring), hardware.measure)
-    return CliRunner().invoke(app, ["profile", *arguments], env={"COLUMNS": "140"})
+    stand_in = {"measure_machine": measuring}
+    return invoke(["profile", *arguments], stand_in, room=hardware.measure, env={"COLUMNS": "140"})
 
 
 def test_table_reasons_advice_and_toml_are_printed(measuring: FakeMeasuring) -> None:

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from offload_runtime.cli.app import app
-from tests.test_cli_fakes import FakeRuntime, app_of
+from tests.test_cli_fakes import FakeRuntime, invoke
 from tests.test_cli_generate import error_lines
 
 if sys.version_info >= (3, 11):
@@ -53,9 +52,9 @@ def printed(command: str, *words: str, **variables: str) -> Result:
 
 def test_what_is_typed_comes_before_variables_and_those_before_the_file(home: Path) -> None:
     runtime, variables = FakeRuntime(), {"OFFLOAD_RUNTIME_VRAM": "10GB", "OFFLOAD_RUNTIME_STOP": '["x", "y z"]'}
-    program = app_of(SimpleNamespace(Runtime=runtime))
-    first = CliRunner().invoke(program, ["generate", "--prompt", "Hi", "--seed", "7"], env=variables)
-    second = CliRunner().invoke(program, ["chat"], input="Hi\n", env={"OFFLOAD_RUNTIME_STOP": ""})
+    stand_in = {"Runtime": runtime}
+    first = invoke(["generate", "--prompt", "Hi", "--seed", "7"], stand_in, env=variables)
+    second = invoke(["chat"], stand_in, input="Hi\n", env={"OFFLOAD_RUNTIME_STOP": ""})
     assert first.exit_code == second.exit_code == 0, first.stderr + second.stderr
     assert [(one.target, one.vram, one.context) for one in runtime.loads] == [
         ("their/model", 10 * 10**9, 4096), ("their/model", 20 * 10**9, 4096)

@@ -6,18 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from click.testing import Result
 from rich.console import Console
-from typer import Typer
-from typer.testing import CliRunner
 
 from offload_runtime import verify as verifying
-from offload_runtime.cli.app import app
 from offload_runtime.cli.reports import read_prompts, report_tables, verdict_line
 from offload_runtime.config import RuntimeConfig
 from offload_runtime.core import Batch
@@ -27,7 +23,7 @@ from offload_runtime.params import GenerationParams, SamplingParams
 from offload_runtime.verify import Fit, fit, fit_row
 from offload_runtime.verify.equality import Finding, Transcript, compare, resample
 from tests.helpers.engine import PROMPT, load
-from tests.test_cli_fakes import app_of
+from tests.test_cli_fakes import invoke
 
 pytestmark = pytest.mark.early  # `exact_report` takes ten seconds
 T1 = SamplingParams(temperature=1.0)
@@ -84,10 +80,10 @@ def test_plans_that_prove_nothing_are_refused(runtime: Runtime) -> None:
         verifying.verify(runtime, replace(PLAN, prompts={"long": "word " * 400}))
 
 
-def run(target: Path, *arguments: str, program: Typer = app) -> Result:
+def run(target: Path, *arguments: str, **stand_ins: Any) -> Result:
     options = ["--target", str(target), "--device", "cpu", "--quick", "--tokens", "8", "--seeds", "32"]
     options += ["--context", "256"]
-    return CliRunner().invoke(program, ["verify", *options, *arguments], env={"COLUMNS": "120"})
+    return invoke(["verify", *options, *arguments], stand_ins, env={"COLUMNS": "120"})
 
 
 @pytest.mark.slow
@@ -117,7 +113,7 @@ class Misreading(Runtime):
 
 @pytest.mark.slow
 def test_the_command_ends_with_1_for_a_defect(target: Path) -> None:
-    result = run(target, "--json", program=app_of(SimpleNamespace(Runtime=Misreading)))
+    result = run(target, "--json", Runtime=Misreading)
     assert result.exit_code == 1, result.output
     record = json.loads(result.stdout)
     assert record["verdict"] == "defect"
