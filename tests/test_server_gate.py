@@ -37,28 +37,34 @@ def served(short_target: Path) -> Iterator[Served]:
         yield served
 
 
+@pytest.fixture(scope="module")
+def stranger(served: Served) -> Iterator[httpx.Client]:
+    """Who has no key."""
+    with httpx.Client(base_url=served.url, trust_env=False) as client:
+        yield client
+
+
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/v1/nothing", "/docs", "/openapi.json"])
 @pytest.mark.parametrize("given", [None, "Bearer wrong", f"Basic {KEY}", KEY, "Bearer", "Bearer " + "x" * 5000])
-def test_without_the_key_nothing_is_told(served: Served, path: str, given: str | None) -> None:
-    headers = {} if given is None else {"Authorization": given}
-    response = httpx.get(served.url + path, headers=headers, trust_env=False)
+def test_without_the_key_nothing_is_told(stranger: httpx.Client, path: str, given: str | None) -> None:
+    response = stranger.get(path, headers={} if given is None else {"Authorization": given})
     assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
-    assert httpx.get(f"{served.url}/v1/messages", trust_env=False).json()["error"]["type"] == "authentication_error"
+    assert stranger.get("/v1/messages").json()["error"]["type"] == "authentication_error"
 
 
-def test_with_the_key_everything_is(served: Served) -> None:
+def test_with_the_key_everything_is(served: Served, stranger: httpx.Client) -> None:
     assert served.chat().status_code == 200
     assert served.openai.models.list().data
     own = {"x-api-key": KEY}  # of Anthropic's clients
-    assert httpx.get(f"{served.url}/v1/models", headers=own, trust_env=False).status_code == 200
+    assert stranger.get("/v1/models", headers=own).status_code == 200
 
 
 @pytest.mark.parametrize(
     "path",
     ["/", "/page/page.js", "/page/constants.js", "/page/marked.umd.js", "/page/page.css", "/page/icon.svg", "/health"],
 )
-def test_page_and_health_need_no_key(served: Served, path: str) -> None:
-    response = httpx.get(served.url + path, trust_env=False)
+def test_page_and_health_need_no_key(stranger: httpx.Client, path: str) -> None:
+    response = stranger.get(path)
     assert response.status_code == 200
     policy = response.headers["content-security-policy"]
     assert "default-src 'none'" in policy and "unsafe" not in policy
