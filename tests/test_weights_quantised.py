@@ -140,7 +140,7 @@ def mixture_logits(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> l
     return found
 
 
-@pytest.mark.slow  # for each a library is compiled
+@pytest.mark.slow  # a library is compiled
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 @pytest.mark.parametrize("name", ["FP8 of blocks", "packed 4 bits with zeros", "GPTQ 8 bits", "AWQ", "int8", "NVFP4"])
 def test_experts_are_kept_and_multiplied_as_they_are_stored(name: str, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_experts_are_kept_and_multiplied_as_they_are_stored(name: str, tmp_path:
     stored, decoded = (one.layout(BF16).experts[1] for one in (source, copy))
     most = {"uint4": 0.45, "E2M1": 0.6}.get(source.kinds[f"{EXPERTS}0.up_proj.weight"].number, 0.65)
     assert stored.as_stored and stored.total_bytes < most * decoded.total_bytes
-    first, *others = mixture_logits(checkpoint, FP32, "cpu")
+    first, *others = mixture_logits(checkpoint, BF16, "cpu")
     assert all(torch.equal(one, first) for one in others) and len(first.unique()) > 100
     said = []
     pool: dict[str, Any] = {"weights": "stored", "expert_pool": 3 * stored.block.total_bytes, "cpu_share": 0}

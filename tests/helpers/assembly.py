@@ -1,6 +1,5 @@
 """From a transformers model to one of our runners, through our loader."""
 
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from offload_runtime_kernels.experts_cpu import ExpertsCpu, load_experts_library
+from offload_runtime_kernels.experts_cpu import ExpertsCpu
+from offload_runtime_kernels.scaled_rows import ScaledFormat
 
 from offload_runtime.cache.device import KVCache, block_bytes, num_blocks
 from offload_runtime.cache.host import HostKVCache
@@ -32,6 +32,7 @@ from offload_runtime.weights.layout import EMBEDDING, ModelLayout, checkpoint_te
 from offload_runtime.weights.loader import HostWeights, load_weights
 from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.families import family_model
+from tests.helpers.kernel_conditions import NUMBERS, experts_library
 from tests.helpers.models import model_config_from_transformers, random_model
 
 CPU = torch.device("cpu")
@@ -112,7 +113,8 @@ def pool_of(
             part[:, : experts[layer].block.total_bytes] = weights.experts_of(layer).to(device)
     elif cpu_share != 0:
         kinds = {place.encoding for one in experts.values() for place in one.places.values()}
-        library = load_experts_library(Path(tempfile.gettempdir()) / "experts-of-tests", dtype, kinds)
+        is_scaled = dtype == torch.bfloat16 and any(isinstance(kind, ScaledFormat) for kind in kinds)
+        library = experts_library(dtype, kinds | {*NUMBERS} if is_scaled else kinds)
         cpu = CpuThreads(cpu_share, ExpertsCpu(library, 1))
     engine = make_copy_engine(device)
     queues = None if size is None else CopyQueues(engine, demand=engine)

@@ -1,10 +1,15 @@
 """Under which conditions kernels are tested: where, in which dtypes, with poisoned outputs, how exactly."""
 
 import math
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
+from filelock import FileLock
+from offload_runtime_kernels.experts_cpu import ExpertsLibrary, Instructions, Stored, load_experts_library
+from offload_runtime_kernels.scaled_rows import WHOLE_ROW, ScaledFormat
 
 # Without a GPU the kernels run in Triton's interpreter, on CPU tensors.
 KERNEL_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -13,7 +18,22 @@ KERNEL_DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 UNIT_ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-9}
 # Shared memory that a program may have, in bytes, by compute capability.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
+# Of experts in safetensors; code for all of them is compiled at once, for rows in bf16.
+NUMBERS = (
+    ScaledFormat("FP8", 1, 128, torch.float32), ScaledFormat("E2M1", 1, 16, torch.float32),
+    ScaledFormat("uint4", 1, 64, torch.float16, zeros=True), ScaledFormat("uint4", 1, 32, torch.bfloat16, 8),
+    ScaledFormat("uint8", 1, 64, torch.float16, 128), ScaledFormat("int8", 1, WHOLE_ROW, torch.bfloat16, zeros=True),
+)  # fmt: skip
 _DRAWN_ON_CPU = 1 << 20
+
+
+def experts_library(
+    dtype: torch.dtype, encodings: Iterable[Stored], instructions: Instructions = "native"
+) -> ExpertsLibrary:
+    """Code for experts on the CPU, which the first test to want it compiles."""
+    folder = Path(tempfile.gettempdir()) / "experts-of-tests"
+    with FileLock(f"{folder}-{dtype}-{instructions}.lock"):
+        return load_experts_library(folder, dtype, encodings, instructions)
 
 
 @contextmanager

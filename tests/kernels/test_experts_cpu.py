@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,8 @@ from offload_runtime_kernels import experts_cpu as ops
 from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, expert_rows
 from offload_runtime_kernels.gguf_blocks import FORMATS
 from offload_runtime_kernels.host_rows import ENDED
-from offload_runtime_kernels.scaled_rows import WHOLE_ROW, ScaledFormat
+
+from tests.helpers.kernel_conditions import NUMBERS, experts_library
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = Path("/proc/cpuinfo").read_text()
@@ -22,16 +23,10 @@ CORES = len(os.sched_getaffinity(0))
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
 
-@pytest.fixture(scope="session")
-def libraries(models_dir: Path) -> Path:
-    """Where all tests keep what they compile."""
-    return models_dir / "libraries"
-
-
 @pytest.fixture
-def simple(libraries: Path) -> ops.ExpertsLibrary:
+def simple() -> ops.ExpertsLibrary:
     """One of two encodings, which is compiled fast."""
-    return ops.load_experts_library(libraries, FP32, ["F32", "F16"])
+    return experts_library(FP32, ["F32", "F16"])
 
 
 @dataclass(frozen=True)
@@ -92,43 +87,31 @@ class Problem:
         return out
 
 
-NUMBERS = (
-    ScaledFormat("FP8", 1, 128, FP32), ScaledFormat("FP8", 1, WHOLE_ROW, BF16),
-    ScaledFormat("uint4", 1, 64, FP16, zeros=True), ScaledFormat("uint4", 1, 32, BF16, 8),
-    ScaledFormat("E2M1", 1, 16, FP32), ScaledFormat("uint8", 1, 64, FP16, 128),
-    ScaledFormat("int8", 1, WHOLE_ROW, BF16, zeros=True), ScaledFormat("int8", 1, WHOLE_ROW, FP32),
-)  # fmt: skip
+SINGLE = ops.ENCODINGS[::2]  # MXFP4 among them
 
 
-def _cases() -> Iterator[tuple[ops.Stored, torch.dtype, ops.Instructions]]:
-    """Every encoding by the machine's instructions, and every fourth by others, in dtypes that take turns."""
-    for number, encoding in enumerate((*ops.ENCODINGS, *NUMBERS)):
-        others = () if number % 4 else (("plain", "avx2")[number // 4 % 2],)
-        for each, instructions in enumerate(("native", *others)):
-            dtype = (BF16, FP16, FP32)[(number + each) % 3]
-            yield encoding, dtype, instructions
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("encoding", "dtype", "instructions"), list(_cases()))
+@pytest.mark.slow  # seven encodings take half a minute to compile
+@pytest.mark.parametrize(("instructions", "dtype", "encodings"), [
+    ("native", FP32, SINGLE), ("native", FP16, ops.ENCODINGS[1::2]), ("native", BF16, NUMBERS),
+    ("plain", BF16, ("F32", "MXFP4", NUMBERS[-1])), ("avx2", FP16, ("Q4_0", NUMBERS[3])),
+])  # fmt: skip
 def test_bits_are_expected(
-    libraries: Path, encoding: ops.Stored, dtype: torch.dtype, instructions: ops.Instructions
+    instructions: ops.Instructions, dtype: torch.dtype, encodings: tuple[ops.Stored, ...]
 ) -> None:
     if instructions == "avx2" and "avx2" not in CPU:
         pytest.skip("this processor has no avx2")
-    library = ops.load_experts_library(libraries, dtype, [encoding], instructions)
-    unit = FORMATS[encoding].weights if encoding in FORMATS else 1
-    sizes = {1: (44, 21), 32: (96, 160), 256: (256, 256)}[unit] if isinstance(encoding, str) else (200, 96)
-    with ops.ExpertsCpu(library, threads=1) as cpu:
-        for limited in (False, True):
+    with ops.ExpertsCpu(experts_library(dtype, encodings, instructions), threads=1) as cpu:
+        for encoding, limited in product(encodings, (False, True)):
+            unit = FORMATS[encoding].weights if encoding in FORMATS else 1
+            sizes = {1: (44, 21), 32: (96, 160), 256: (256, 256)}[unit] if isinstance(encoding, str) else (200, 96)
             problem = Problem.random(encoding, dtype, *sizes, limited=limited)
             expected = problem.expected
             for rows in range(1, 17):
-                assert torch.equal(problem.solved(cpu, rows), expected[:rows])
+                assert torch.equal(problem.solved(cpu, rows), expected[:rows]), (encoding, limited, rows)
 
 
-def test_scales_and_rows_of_all_sizes_have_the_same_bits(libraries: Path) -> None:
-    library = ops.load_experts_library(libraries, FP32, ["MXFP4"])
+@pytest.mark.slow
+def test_scales_and_rows_of_all_sizes_have_the_same_bits() -> None:
     problem = replace(Problem.random("MXFP4", FP32, 96, 160, limited=True), gate_up_bias=None, down_bias=None)
     draw = torch.Generator().manual_seed(0)
     for matrices in (problem.gate_up, problem.down):
@@ -144,7 +127,7 @@ def test_scales_and_rows_of_all_sizes_have_the_same_bits(libraries: Path) -> Non
     problem.choices[:2] = torch.tensor([[1, 3], [2, 4]])
     expected = problem.expected
     assert expected.isfinite().all()
-    with ops.ExpertsCpu(library, threads=1) as cpu:
+    with ops.ExpertsCpu(experts_library(FP32, SINGLE), threads=1) as cpu:
         for rows_together in (1, 2, 16):
             assert torch.equal(problem.solved(cpu, rows_together), expected[:rows_together])
 
@@ -256,15 +239,15 @@ def test_threads_share_a_physical_core_last(tmp_path: Path) -> None:
     ("false", "the compiler false fails: exit status 1"),
     ("g++ --no-such-option", "the compiler g.. fails: g.*no-such-option"),
 ])  # fmt: skip
-def test_without_a_compiler(libraries: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, message: str) -> None:
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, message: str) -> None:
     monkeypatch.setenv("CXX", compiler)
     with pytest.raises(ops.NoCpuShare, match=message):
-        ops.load_experts_library(libraries, BF16, ["BF16"])
+        ops.load_experts_library(tmp_path, BF16, ["BF16"])
 
 
-def test_unknown_encodings_are_named(libraries: Path) -> None:
+def test_unknown_encodings_are_named(tmp_path: Path) -> None:
     with pytest.raises(ops.NoCpuShare, match="but not IQ4_XS"):
-        ops.load_experts_library(libraries, BF16, ["IQ4_XS", "Q8_0"])
+        ops.load_experts_library(tmp_path, BF16, ["IQ4_XS", "Q8_0"])
 
 
 def test_a_folder_that_cannot_be_written_is_named() -> None:
@@ -280,15 +263,15 @@ def test_code_with_other_bits_is_not_used(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("left", [0, 1000, -1])
-def test_a_damaged_library_is_compiled_again(libraries: Path, tmp_path: Path, left: int) -> None:
+def test_a_damaged_library_is_compiled_again(tmp_path: Path) -> None:
     ops.load_experts_library(tmp_path, FP32, ["F32"])
     (path,) = tmp_path.iterdir()
     content = path.read_bytes()
-    path.unlink()  # the one that is loaded stays as it was
-    path.write_bytes(content[:left])
-    library = ops.load_experts_library(tmp_path, FP32, ["F32"])
-    assert [path] == list(tmp_path.iterdir()) and path.read_bytes()[:left] == content[:left]
+    for left in (0, -1):
+        path.unlink()  # the one that is loaded stays as it was
+        path.write_bytes(content[:left])
+        library = ops.load_experts_library(tmp_path, FP32, ["F32"])
+        assert [path] == list(tmp_path.iterdir()) and path.read_bytes()[:left] == content[:left]
     problem = Problem.random("F32", FP32, 40, 24)
     with ops.ExpertsCpu(library, threads=1) as cpu:
         assert torch.equal(problem.solved(cpu), problem.expected)
