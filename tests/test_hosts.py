@@ -69,14 +69,11 @@ def doomed() -> Iterator[OtherRank]:
 
 
 def tokens(runtime: Runtime, prompts: list[str], **options: Any) -> list[list[int]]:
-    results = runtime.generate_batch(prompts, max_new_tokens=16, ignore_eos=True, **options)
+    results = runtime.generate_batch(prompts, max_new_tokens=8, ignore_eos=True, **options)
     return [result.tokens for result in results]
 
 
-def compare(
-    others: list[OtherRank], target: Path, device: str = "cpu", *, profile: str | None = None, strides: int = 1,
-    **options: Any,
-) -> None:  # fmt: skip
+def compare(others: list[OtherRank], target: Path, device: str = "cpu", **options: Any) -> None:
     """Answers of several ranks are those of one: greedy and sampled, short and long prompts, one after the other and at
     once, and a turn that goes on from what the slots hold."""
 
@@ -84,13 +81,13 @@ def compare(
         found: list[Any] = [tokens(runtime, TEXTS[:2], temperature=0.8, seed=3), tokens(runtime, [LONG, TEXTS[2]])]
         talk = runtime.conversation()
         for text in (TEXTS[0], TEXTS[1]):
-            found.append("".join(talk.say(text, max_new_tokens=12, temperature=0.0)))
+            found.append("".join(talk.say(text, max_new_tokens=6, temperature=0.0)))
         return [*found, tokens(runtime, [TEXTS[0]], speculate=False)]
 
     with Runtime.load(target, device=device, max_batch=2, **options) as one:
         expected = answers(one)
-    with first_rank(others, target, device=device, max_batch=2, profile=profile, **options) as several:
-        assert strides_of(several) == strides
+    with first_rank(others, target, device=device, max_batch=2, **options) as several:
+        assert strides_of(several) == 1
         assert answers(several) == expected
         assert several.engine.target.runner.captured is not None or device == "cpu"
     assert [one.ended() for one in others] == [""] * len(others)
@@ -105,11 +102,6 @@ def test_two_ranks_say_what_one_says(others: list[OtherRank], target: Path) -> N
 def test_two_ranks_with_graphs_say_what_one_says(others: list[OtherRank], target: Path) -> None:
     """Both on one card."""
     compare(others, target, device="cuda:0", vram="4GB", dtype="bf16", draft="ngram", host_timeout_s=60.0)
-
-
-@pytest.mark.slow
-def test_streamed_layers_decoded_plainly(others: list[OtherRank], target: Path) -> None:
-    compare(others, target, draft="none", resident_layers=0)
 
 
 @pytest.mark.slow
@@ -146,14 +138,6 @@ def strides_of(runtime: Runtime) -> int:
 
 
 @pytest.mark.slow
-def test_trees_of_a_draft_over_layers_in_strides(
-    others: list[OtherRank], sixteen_layers: Path, draft: Path, slow_link: str
-) -> None:
-    options = {"draft": draft, "tree_nodes": 16, "resident_layers": 0}
-    compare(others, sixteen_layers, profile=slow_link, strides=2, **options)
-
-
-@pytest.mark.slow
 def test_a_faster_link_takes_more_strides(
     others: list[OtherRank], sixteen_layers: Path, tmp_path: Path, slow_link: str
 ) -> None:
@@ -163,12 +147,6 @@ def test_a_faster_link_takes_more_strides(
     with first_rank(others, sixteen_layers, theirs=theirs, **options) as runtime:
         assert strides_of(runtime) == 3
     assert others[0].ended() == ""
-
-
-@pytest.mark.slow
-def test_windows_that_slide_in_some_layers(others: list[OtherRank], windowed_target: Path) -> None:
-    """Only the second of two layers has one, and the first rank has to know to where a sequence can be cut."""
-    compare(others, windowed_target, draft="ngram")
 
 
 KINDS = ["linear_attention", "full_attention"] * 2
@@ -181,13 +159,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "states": ("qwen3_5_text", {"draft": "ngram"}, HYBRID),
     "states and KV on the host": ("qwen3_5_text", {"draft": "ngram", "kv": "host", "resident_layers": 1}, HYBRID),
     "experts": ("gpt_oss", {"draft": "ngram"}, {}),
-    "experts and states": ("qwen3_next", {"draft": "none", "expert_pool": 200_000}, HYBRID),
     "MTP": ("qwen3_5_text", {"draft": "mtp", "gamma": 3, "tree_nodes": 0}, HYBRID),
     "EAGLE-3": ("llama", {"draft": "eagle3", "gamma": 4, "tree_nodes": 12}, {"num_hidden_layers": 4}),
     "DFlash": ("llama", {"draft": "dflash", "gamma": 4, "tree_nodes": 12}, {"num_hidden_layers": 4}),
 }  # fmt: skip
 # Those of which the most is elsewhere, over layers that are streamed in strides.
-MANY = {"num_hidden_layers": 24, "layer_types": KINDS * 6}
+MANY = {"num_hidden_layers": 16, "layer_types": KINDS * 4}
 IN_STRIDES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "states and KV on the host": ("qwen3_5_text", {"draft": "ngram", "kv": "host"}, MANY),
     "experts and states": ("qwen3_next", {"draft": "none", "expert_pool": 200_000}, MANY),
@@ -211,7 +188,7 @@ def test_families(others: list[OtherRank], tmp_path: Path, slow_link: str, kind:
     def answers(runtime: Runtime) -> Any:
         found = list[Any]()
         for prompts in ([[5, 9, 5, 9, 7, 5], LONGER], [LONGER[:200]], [[*LONGER[:70], 7, 8], [3]]):
-            results = runtime.generate_batch(prompts, max_new_tokens=20, ignore_eos=True, temperature=0.7, seed=3)
+            results = runtime.generate_batch(prompts, max_new_tokens=8, ignore_eos=True, temperature=0.7, seed=3)
             found += [(one.tokens, one.stats.passes if "gamma" in options else None) for one in results]
         return found
 
@@ -318,8 +295,7 @@ def test_sessions_of_families(others: list[OtherRank], third: OtherRank, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("on_disk", [False, True])
-@pytest.mark.parametrize("name", ["deep_target", "windowed_target", "states"])
+@pytest.mark.parametrize(("name", "on_disk"), [("deep_target", False), ("windowed_target", True), ("states", True)])
 def test_what_slots_lose_comes_back_to_all_ranks(
     others: list[OtherRank], request: pytest.FixtureRequest, tmp_path: Path, name: str, on_disk: bool
 ) -> None:
@@ -347,8 +323,8 @@ def test_what_slots_lose_comes_back_to_all_ranks(
 
 
 class Reaching:
-    """A stage that does something where it has some of a prompt, before a row of an answer, behind a stride, or when it
-    has saved or restored a block."""
+    """A stage that does something where it has some of a prompt, behind a stride, or when it has saved or restored a
+    block."""
 
     def __init__(self, stage: Any, when: str, act: Callable[[], None]) -> None:
         self._stage, self._when, self._act = stage, when, act
@@ -366,8 +342,8 @@ class Reaching:
     def run(self, batch: Any, committed: Any, residuals: Iterator[Any], num_kept: int) -> Any:
         def some() -> Iterator[Any]:
             for number, residual in enumerate(residuals):
-                if number or not batch.prompts:
-                    self._reach("prefill" if batch.prompts else "decode")
+                if number and batch.prompts:
+                    self._reach("prefill")
                 yield residual
 
         return self._stage.run(batch, committed, some(), num_kept)
@@ -382,7 +358,7 @@ class Reaching:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["prefill", "decode", "save", "stride"])
+@pytest.mark.parametrize("when", ["prefill", "save", "stride"])
 def test_a_session_outlives_a_rank(
     others: list[OtherRank], target: Path, sixteen_layers: Path, slow_link: str, tmp_path: Path, when: str
 ) -> None:
@@ -410,8 +386,9 @@ def test_a_session_outlives_a_rank(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["states and KV on the host", "windows that slide in some layers"])
-@pytest.mark.parametrize("when", ["save", "restore"])
+@pytest.mark.parametrize(
+    ("kind", "when"), [("states and KV on the host", "save"), ("windows that slide in some layers", "restore")]
+)
 def test_a_session_that_is_interrupted_leaves_all_ranks_alike(
     others: list[OtherRank], tmp_path: Path, kind: str, when: str
 ) -> None:
