@@ -26,7 +26,7 @@ TOOLS = (
     "bench_long_context", "bench_models", "bench_serving", "bench_streaming", "check_exactness", "check_identity",
     "compare", "sweep", "timeline", "train_head", "widen_model",
 )  # fmt: skip
-ON_CPU = ("--device", "cpu", "--dtype", "fp32")
+ON_CPU, IN_BF16 = ("--device", "cpu", "--dtype", "fp32"), ("--dtype", "bf16")  # where experts take a third as long
 TINY = ("--shape", "tiny", *ON_CPU, "--repeats", "1", "--prompt-tokens", "12", "--new-tokens", "6")
 SHORT = ("--tokens", "6", "--plain-tokens", "4")
 
@@ -114,7 +114,7 @@ def test_bad_input_is_one_line(
 @pytest.mark.slow
 @pytest.mark.parametrize(("shape", "given", "runtimes"), [
     ("tiny-hybrid", (), 1),
-    ("tiny-gpt-oss", ("--layers", 1, "--stored", "mxfp4", "--pools", "1,0.5", "--cpu-shares", "1"), 2),
+    ("tiny-gpt-oss", (*IN_BF16, "--layers", 1, "--stored", "mxfp4", "--pools", "1,0.5", "--cpu-shares", "1"), 2),
 ])  # fmt: skip
 def test_exactness(shape: str, given: tuple[object, ...], runtimes: int, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("--vocab-size", 256, "--turns", 1, "--answers", 1, "--prompts", 1, "--tokens", 2)
@@ -127,9 +127,9 @@ def test_exactness(shape: str, given: tuple[object, ...], runtimes: int, capsys:
 
 @pytest.mark.slow
 def test_pools_of_experts_are_exact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ("--prompts", 20, "--tokens", 4, "--warm-up", 2, "--context", 128)
+    sizes = ("--prompts", 8, "--tokens", 4, "--warm-up", 2, "--context", 128)
     pools = ("--pools", "auto,300KB", "--cpu-shares", 0, "--trace", tmp_path / "trace.json")
-    assert call("bench_experts", "--shape", "tiny-gpt-oss", *ON_CPU, *pools, *sizes) == 0
+    assert call("bench_experts", "--shape", "tiny-gpt-oss", *ON_CPU, *IN_BF16, *pools, *sizes) == 0
     assert {one.name for one in tmp_path.iterdir()} == {"0-trace.json", "1-trace.json"}
     whole, some = json.loads(capsys.readouterr().out.splitlines()[-1])["pools"]
     assert whole["expert_hit_rate"] is None and 0 == whole["bytes_per_pass"] < some["bytes_per_pass"]
