@@ -37,7 +37,7 @@ EXPERT_BYTES = 12288  # with what lies between its matrices
 SPARSE: dict[str, Any] = {
     "num_experts": COUNT, "num_experts_per_tok": CHOSEN, "mlp_only_layers": [], "decoder_sparse_step": 1,
 }  # fmt: skip
-PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 90, 40)]
+PROMPTS = [[5 + (3 * i * i + i // 7) % 280 for i in range(length)] for length in (11, 60, 30)]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def answers(runtime: Runtime, max_batch: int = 1) -> list[list[int]]:
     """The tokens of all requests, so many of them at once."""
-    options: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, "temperature": 0.0}
+    options: dict[str, Any] = {"max_new_tokens": 6, "ignore_eos": True, "temperature": 0.0}
     starts = range(0, len(PROMPTS), max_batch)
     results = [runtime.generate_batch(PROMPTS[start : start + max_batch], **options) for start in starts]
     return [list(one.tokens) for some in results for one in some]
@@ -212,7 +212,7 @@ def test_an_answer_that_breaks_off_leaves_the_pool_fit(mixture: Path, expected: 
         for layers in (0, 1):
             with pytest.raises(KeyboardInterrupt):
                 runtime.generate(PROMPTS[1], max_new_tokens=4, on_prefill=raising(KeyboardInterrupt(), after=layers))
-        result = runtime.generate(PROMPTS[1], max_new_tokens=12, ignore_eos=True, temperature=0.0)
+        result = runtime.generate(PROMPTS[1], max_new_tokens=6, ignore_eos=True, temperature=0.0)
         assert list(result.tokens) == expected[1]
 
 

@@ -31,7 +31,7 @@ from tests.helpers.families import VOCABULARY, family_model, write_family
 from tests.helpers.models import random_tokens
 from tests.test_conversation import say
 
-FAMILY, GREEDY = "qwen3_5_text", {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.0}
+FAMILY, GREEDY = "qwen3_5_text", {"max_new_tokens": 8, "ignore_eos": True, "temperature": 0.0}
 ASKED: dict[str, Any] = {"device": "cpu", "dtype": "fp32", "context": 900}
 TWO_LAYERS: dict[str, Any] = {
     "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
@@ -120,7 +120,7 @@ def test_undo_and_another_answer_are_as_if_nothing_had_been(runtime: Runtime) ->
 @pytest.mark.parametrize("behind", ["undo", pytest.param("regenerate", marks=pytest.mark.slow)])
 def test_a_session_behind_other_answers_goes_on(hybrid: Path, runtime: Runtime, tmp_path: Path, behind: str) -> None:
     chat = runtime.conversation()
-    _say(chat, LONG[:90] if behind == "undo" else LONG)
+    _say(chat, LONG[:130] if behind == "undo" else LONG)
     _say(chat, LONG[:40])
     if behind == "undo":
         chat.undo()

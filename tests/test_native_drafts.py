@@ -62,7 +62,7 @@ def test_children_are_what_the_head_says(kind: str) -> None:
     drafter.draft.runner.warm_up()
     assert not any(head.cache.length(slot) for slot in range(3))
     decoding, deepest = natives.Decoding.of(target, drafter, {0: prompt}), 0
-    for before in ((), (CHAIN,), (PLAINLY, TREE), (DraftBudget("ngram", 4), CHAIN), (PLAINLY,) * 40):
+    for before in ((), (CHAIN,), (PLAINLY, TREE), (DraftBudget("ngram", 4), CHAIN), (PLAINLY,) * 12):
         for budget in before:
             decoding.step({0: budget})
         deepest = max(deepest, step_anew(decoding, head, 0))
@@ -110,13 +110,13 @@ def random_history(target: ModelRunner, head: ModelRunner, seed: int, *, least: 
     luck, budgets = random.Random(seed), [PLAINLY, CHAIN, TREE, TREE, DraftBudget("ngram", 6), AWARE]
     params = [natives.PLAIN, NOISY][seed % 2]
     prompts = {slot: random_tokens(luck.choice((1, 2, 40, 70)), seed=seed + slot) for slot in (0, 1)}
-    wanted = {slot: natives.plainly(target, prompt, 24, params) for slot, prompt in prompts.items()}
+    wanted = {slot: natives.plainly(target, prompt, 16, params) for slot, prompt in prompts.items()}
     drafter = natives.drafter_of(head, seed=seed)
     decoding = natives.Decoding.of(natives.SlowRunner(target, drafter, luck.choice((0, 8))), drafter, {}, params)
     for _ in range(8):
         for slot in {0, 1} - {*decoding.texts}:
             if luck.random() < 0.7:
-                decoding.join({slot: wanted[slot][: luck.randint(len(prompts[slot]), len(prompts[slot]) + 20)]}, params)
+                decoding.join({slot: wanted[slot][: luck.randint(len(prompts[slot]), len(prompts[slot]) + 12)]}, params)
         running = {slot for slot in decoding.texts if len(decoding.texts[slot]) < len(wanted[slot])}
         if running:
             asked = {slot: luck.choice(budgets) for slot in sorted(running)}

@@ -37,7 +37,7 @@ from tests.helpers.planning import CONFIGS
 from tests.helpers.quantising import FORMATS, write_quantised
 from tests.test_weights_gguf import write
 
-COUNT = 16
+COUNT = 8
 NOISY = {"temperature": 0.8, "seed": 5}
 GROUP = 64
 
@@ -109,7 +109,7 @@ def test_tokens_are_those_of_plain_decoding(short_target: Path, windows: str, ba
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", ["random_target", "exact_target", "exact_hybrid"])
+@pytest.mark.parametrize("path", ["random_target", "exact_hybrid"])
 def test_each_card_has_copies_of_its_own_layers(request: pytest.FixtureRequest, path: str) -> None:
     target = request.getfixturevalue(path)
     options = {"resident_layers": 1, "dtype": "fp32" if path == "exact_hybrid" else "bf16"}
@@ -128,13 +128,8 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("two") / "target", hidden_size=256, num_layers=2)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "Q8_0",
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("bf16", "12 bits", "sliding windows", "gemma2")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Q8_0", "bf16", "12 bits", "sliding windows", "gemma2"])
 def test_whatever_the_target_is(
     exact_target: Path, two_layers: Path, windowed_target: Path, kind: str, tmp_path: Path
 ) -> None:
@@ -154,7 +149,7 @@ def test_whatever_the_target_is(
     prompt, found = [3 + 7 * i % 90 for i in range(50)], []
     for draft in ({"draft": "none"}, {"draft": "self", "tree_nodes": 12}, {"draft": "self", "gamma": 4}):
         with load(path, resident_layers=1, context=500, **options, **draft) as runtime:
-            result = runtime.generate(prompt, max_new_tokens=16, ignore_eos=True, **NOISY)
+            result = runtime.generate(prompt, max_new_tokens=8, ignore_eos=True, **NOISY)
         found.append(result.tokens)
         assert draft["draft"] == "none" or result.stats.accepted_by_source
     assert found[0] == found[1] == found[2]
@@ -193,10 +188,10 @@ def test_a_copy_that_is_exact_is_never_wrong(exact: Runtime) -> None:
         drafter.leave(slot)
         target.cache.truncate(slot, 0)
     prompts = {slot: [3 + (slot + i * i) % 280 for i in range(draw.choice((2, 40, 250)))] for slot in (0, 1)}
-    expected = {slot: natives.plainly(target, prompt, 40, params) for slot, prompt in prompts.items()}
+    expected = {slot: natives.plainly(target, prompt, 24, params) for slot, prompt in prompts.items()}
     slow = natives.SlowRunner(target, drafter, draw.choice((0, 1, 5)))
     decoding, accepted = natives.Decoding.of(slow, drafter, {}, params), 0
-    for _ in range(14):
+    for _ in range(10):
         for slot in {0, 1} - {*decoding.texts}:
             if draw.random() < 0.7:
                 start = draw.randint(len(prompts[slot]), len(prompts[slot]) + 20)
@@ -212,7 +207,7 @@ def test_a_copy_that_is_exact_is_never_wrong(exact: Runtime) -> None:
             if draw.random() < 0.15 or most == len(expected[slot]):
                 decoding.leave(slot)
                 target.cache.truncate(slot, draw.randint(0, len(prompts[slot]) - 1))
-    assert accepted > 30
+    assert accepted > 20
 
 
 def test_a_copy_brings_many_tokens_a_pass(exact: Runtime) -> None:
@@ -246,7 +241,7 @@ def test_a_conversation_goes_on_and_is_saved(exact_target: Path, tmp_path: Path)
     said = list[list[list[int]]]()
 
     def say(conversation: Conversation, text: str) -> list[int]:
-        reply = conversation.say(text, max_new_tokens=12, ignore_eos=True, **NOISY)
+        reply = conversation.say(text, max_new_tokens=6, ignore_eos=True, **NOISY)
         for _ in reply:
             pass
         return reply.result.tokens
@@ -255,7 +250,7 @@ def test_a_conversation_goes_on_and_is_saved(exact_target: Path, tmp_path: Path)
         path = tmp_path / str(draft["draft"])
         with load(exact_target, resident_layers=1, **draft) as runtime:
             conversation = runtime.conversation()
-            said.append([say(conversation, text) for text in ("the quick " * 40, "brown fox")])
+            said.append([say(conversation, text) for text in ("the quick " * 12, "brown fox")])
             conversation.save(path)
         with load(exact_target, resident_layers=1, **draft) as runtime:
             said[-1].append(say(runtime.load_conversation(path), "and on"))
