@@ -27,7 +27,7 @@ SAMPLINGS: list[dict[str, Any]] = [
     {"temperature": 0.8, "seed": 3},
     {"temperature": 1.0, "top_p": 0.9, "seed": 4},
 ]
-COUNT = 22
+COUNT = 14
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from offload_runtime.errors import OptionError
 from offload_runtime.params import GenerationParams
 from tests.helpers.engine import PROMPT, load, raising
 
-COUNT = 32
+COUNT = 24
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def draft(target: Path) -> Path:
 @pytest.fixture(scope="module")
 def runtime(target: Path, draft: Path) -> Iterator[Runtime]:
     """Windows do not depend on how long anything takes."""
-    with load(target, draft=draft, resident_layers=2, tree_nodes=60) as runtime:
+    with load(target, draft=draft, resident_layers=2, tree_nodes=24) as runtime:
         yield runtime
 
 
@@ -35,7 +35,7 @@ def said(runtime: Runtime) -> list[int]:
     """What plain decoding says to the prompt."""
     result = runtime.generate(PROMPT, max_new_tokens=COUNT, speculate=False, ignore_eos=True)
     assert result.finish_reason == "length"
-    assert runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).stats.tokens_per_pass > 5
+    assert runtime.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).stats.tokens_per_pass > 4
     return result.tokens
 
 

@@ -131,6 +131,7 @@ def test_a_captured_pass_keeps_what_another_does() -> None:
 
 GPU = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
 DEVICES = [pytest.param({}, id="cpu"), pytest.param(GPU, id="gpu", marks=pytest.mark.gpu)]
+PLAYS = 3 if torch.cuda.is_available() else 1  # of passes that are captured, most of which a GPU replays from then on
 LENGTHS = (300, 41, 3)  # of the prompts; a block ends 256 - 44 tokens behind the first
 
 
@@ -206,7 +207,7 @@ def test_captured_passes_say_what_others_say(captured_by: ModelRunner, seed: int
     passes = random_passes(seed)
     expected = play(captured_by, passes)
     captured_by.captured = captured(captured_by)
-    for _ in range(2):  # the second time most of them are replayed
+    for _ in range(PLAYS):  # the second time most of them are replayed
         assert all(map(same, expected, play(captured_by, passes)))
     if captured_by.rope.device.type == "cuda":
         assert captured_by.captured.graphs.num_graphs > 3
@@ -234,7 +235,7 @@ def test_captured_passes_choose_what_their_logits_say(device: dict[str, Any], pa
 
     expected = [taken(windows) for windows in passes]
     captured_by.captured = captured(captured_by)
-    for _ in range(3):
+    for _ in range(PLAYS):
         for windows, said in zip(passes, expected, strict=True):
             verify(captured_by, dict([*windows.items()][:1]))  # nobody asks for its tokens
             for slot, (tokens, logits) in taken(windows).items():
@@ -290,9 +291,9 @@ def test_passes_that_are_launched_ahead_change_nothing(captured_by: ModelRunner,
 
     expected = play_plainly(False)
     captured_by.captured = captured(captured_by)
-    for _ in range(3):  # the third time most of them are replayed
+    for _ in range(PLAYS):  # the last time most of them are replayed
         for one, other in zip(play_plainly(True), expected, strict=True):
             assert (
                 same(one, other) if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) else one == other
             )
-    assert launched > 50
+    assert launched > 15 * PLAYS

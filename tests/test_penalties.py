@@ -27,7 +27,7 @@ from tests.helpers.engine import PROMPT, load, refuse_weights
 from tests.helpers.models import random_tokens
 from tests.helpers.sampling import noise, warped
 
-COUNT = 20
+COUNT = 12
 # The second repeats itself wherever it can, so that n-grams are often right; the third has filters as well.
 PENALTIES: list[dict[str, Any]] = [
     {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.4, "logit_bias": {7: -100, 11: 2.5}},

@@ -22,7 +22,7 @@ from tests.helpers.engine import NUM_LAYERS, load, raising
 from tests.helpers.planning import load_streaming_kv
 
 TARGET = "long_target"
-CONTEXT, NEW_TOKENS = 1024, 30
+CONTEXT, NEW_TOKENS = 1024, 16
 PROMPTS = [[(7 * index) % 250 + 4 for index in range(500)], [(11 * index) % 250 + 4 for index in range(300)]]
 ASKED: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "temperature": 0.6, "seed": 3, "ignore_eos": True}
 LEVELS = SpeculationOptions("triforce", "full", chunk_size=8, budget_tokens=96, gamma_draft=2)

@@ -103,6 +103,7 @@ def experts_of(choices: torch.Tensor) -> set[int]:
     return {*choices.flatten().tolist()} - {-1}
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("version", ["_reference", "_triton"])
 @pytest.mark.parametrize("buffers", [CHOSEN, 30, LAYERS * EXPERTS])
 @pytest.mark.parametrize("share", [None, 0.4, 1.0])
@@ -136,6 +137,7 @@ def test_the_least_recently_used_go(version: str) -> None:
         used = {one: turn if one in wanted else used[one] for one in there}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("version", ["_reference", "_triton"])
 @pytest.mark.parametrize(("buffers", "most"), [(CHOSEN + 2, 2), (30, 3), (30, 7)])
 @pytest.mark.parametrize("share", [0.6, 1.0])
