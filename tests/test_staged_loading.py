@@ -194,7 +194,7 @@ def test_blocks_side_by_side_are_copied_in_pieces() -> None:
     torch.cuda.synchronize()
     engine = CudaCopyEngine(torch.device("cuda"))
     free, ready = engine.new_event(), engine.new_event()
-    engine.enqueue(gpu, arena.buffer, free=free, ready=ready)
+    engine.enqueue([(gpu, arena.buffer)], free=free, ready=ready)
     engine.compute_wait(ready)
     assert torch.equal(gpu.cpu(), arena.buffer)
     engine.close()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offload_runtime.errors import CopyError
-from offload_runtime.stream.copy_engine import CopyEngine
+from offload_runtime.stream.copy_engine import Copies, CopyEngine
 from offload_runtime.stream.queue import (
     CardRing,
     CudaCopyEngine,
@@ -124,8 +124,8 @@ class _InterruptedEngine(ThreadCopyEngine):
             if self.others == -1:
                 raise _InterruptedError
 
-    def enqueue(self, *tensors: torch.Tensor, **others: Any) -> None:
-        super().enqueue(*tensors, **others)
+    def enqueue(self, copies: Copies, **others: Any) -> None:
+        super().enqueue(copies, **others)
         self._interrupt("enqueue")
 
     def compute_wait(self, ready: Any) -> None:
@@ -194,11 +194,11 @@ def _bytes(value: int, nbytes: int = 1000) -> torch.Tensor:
 def test_a_failed_copy_raises_on_every_later_use() -> None:
     engine = ThreadCopyEngine()
     free, ready = engine.new_event(), engine.new_event()
-    engine.enqueue(_bytes(0, 10), _bytes(1, 11), free=free, ready=ready)  # sizes that do not match
+    engine.enqueue([(_bytes(0, 10), _bytes(1, 11))], free=free, ready=ready)  # sizes that do not match
     for use in (
         lambda: engine.compute_wait(ready),
         engine.drain,
-        lambda: engine.enqueue(_bytes(0), _bytes(1), free=free, ready=ready),
+        lambda: engine.enqueue([(_bytes(0), _bytes(1))], free=free, ready=ready),
     ):
         with pytest.raises(CopyError, match="load the runtime again") as caught:
             use()
@@ -218,7 +218,7 @@ def test_cuda_copies_wait_for_free_and_compute_waits_for_ready() -> None:
     torch.cuda._sleep(20_000_000)
     before = dst.clone()  # the slow last read
     engine.compute_record(free)
-    engine.enqueue(dst, src, free=free, ready=ready)
+    engine.enqueue([(dst, src)], free=free, ready=ready)
     engine.compute_wait(ready)
     after = dst.clone()
     assert bool((before == 1).all())
@@ -234,4 +234,4 @@ def test_a_failed_cuda_copy_is_typed() -> None:
     engine = CudaCopyEngine(torch.device("cuda"))
     dst = torch.zeros(10, dtype=torch.uint8, device="cuda")
     with pytest.raises(CopyError, match="load the runtime again"):
-        engine.enqueue(dst, _bytes(1, 11).pin_memory(), free=engine.new_event(), ready=engine.new_event())
+        engine.enqueue([(dst, _bytes(1, 11).pin_memory())], free=engine.new_event(), ready=engine.new_event())

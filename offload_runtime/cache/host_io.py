@@ -255,7 +255,7 @@ class HostWrites:
             engine.compute_record(read)
             try:
                 for layer, target, source in own:
-                    engine.enqueue(target, source, free=read, ready=written, label=("kv", (layer, slot, block)))
+                    engine.enqueue([(target, source)], free=read, ready=written, label=("kv", (layer, slot, block)))
             except CopyError as error:
                 self._failure = error  # nobody waits for this block, so nobody else would be told
                 raise
@@ -370,7 +370,7 @@ class HostPrefill:
             target = self.blocks.memory(self.layer, *run)
             source = self.workspace[0, run.blocks.start : run.blocks.stop].view(-1).view(torch.uint8)
             label = "kv", (self.layer, self.slot, run.blocks.start)
-            self.writeback.enqueue(target, source, free=self._read, ready=self.written, label=label)
+            self.writeback.enqueue([(target, source)], free=self._read, ready=self.written, label=label)
         self._blocks_written = max(full, self._blocks_written)
         if end < self.total:
             return False

@@ -208,7 +208,7 @@ class LinkBench:
         # A page that was never written is the kernel's one zero page, which stays in the caches.
         host = torch.empty(_LINK_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda").fill_(1)
         there = torch.ones(_LINK_BYTES, dtype=torch.uint8, device=device)
-        self._target, self._source = (host, there) if back else (there, host)
+        self._copy = [(host, there) if back else (there, host)]
         self.engine, self._queued = make_copy_engine(device), deque[Any]()
 
     def feed(self) -> None:
@@ -217,7 +217,7 @@ class LinkBench:
             self._queued.popleft()
         while len(self._queued) < _QUEUED:
             self._queued.append(self.engine.new_event())
-            self.engine.enqueue(self._target, self._source, free=self.engine.new_event(), ready=self._queued[-1])
+            self.engine.enqueue(self._copy, free=self.engine.new_event(), ready=self._queued[-1])
 
 
 def measure_links_gbps(benches: Sequence[LinkBench], until: Callable[[], bool]) -> tuple[float, ...]:

@@ -22,6 +22,10 @@ class LinkPace(Protocol):
         `begins`; on a GPU nothing waits where it is 0."""
 
 
+# Pairs of what is copied to and from, of as many bytes each.
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
 class CopyEngine(Protocol):
     """An ordered copy queue beside the compute. Events are opaque and belong to the engine that made them."""
 
@@ -35,20 +39,14 @@ class CopyEngine(Protocol):
         """Return an event that counts as fired until it is first used."""
 
     def enqueue(
-        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
-        label: Label | None = None,
-    ) -> None:  # fmt: skip
-        """Queue a copy of `src` (host) to `dst` (device), after `free` has fired; fires `ready` when it is done.
-
-        `src` must stay unchanged, and `dst` unread, until `ready` has fired. `source_free` fires with it, for whoever
-        owns `src`. `label` says what it is, for a trace.
-        """
-
-    def enqueue_all(
-        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, free: Any, ready: Any, label: Label | None = None
+        self, copies: Copies, *, free: Any, ready: Any, source_free: Any | None = None, label: Label | None = None
     ) -> None:
-        """Queue copies, pairs of `dst` and `src`, as one: `ready` fires when all are done. On CUDA they take fewer of
-        the stream's places than one by one; who enqueues is held up when it has none left."""
+        """Queue copies to a device, or from it, after `free` has fired; fires `ready` when all are done.
+
+        Sources must stay unchanged, and targets unread, until `ready` has fired. `source_free` fires with it, for
+        whoever owns the sources. `label` says what they are, for a trace. On CUDA several take fewer of the stream's
+        places than one by one; who enqueues is held up when it has none left.
+        """
 
     def compute_wait(self, ready: Any) -> None:
         """Make the compute side wait for the latest `enqueue` with this event."""
@@ -94,11 +92,11 @@ def measure_link_gbps(engine: CopyEngine, dst: torch.Tensor, src: torch.Tensor, 
     Waits for the engine to drain; uses the same calls as streaming does, so streaming cannot beat it.
     """
     free, ready = engine.new_event(), engine.new_event()
-    engine.enqueue(dst, src, free=free, ready=ready)  # the first touch of a buffer is slower
+    engine.enqueue([(dst, src)], free=free, ready=ready)  # the first touch of a buffer is slower
     engine.drain()
     before_s = engine.copy_seconds()
     for _ in range(repeats):
-        engine.enqueue(dst, src, free=free, ready=ready)
+        engine.enqueue([(dst, src)], free=free, ready=ready)
     engine.drain()
     return repeats * src.nbytes / (engine.copy_seconds() - before_s) / 1e9
 

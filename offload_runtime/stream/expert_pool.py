@@ -279,7 +279,7 @@ class ExpertPool:
         units, label = self._units[row], (EXPERTS, (self._layer_of[row],))
         for free, some in taken.items():
             copies = [(self.buffers[buffer, : len(units[0])], units[expert]) for expert, buffer in some.items()]
-            self.engine.enqueue_all(copies, free=free, ready=self._layer_ready[row], label=label)
+            self.engine.enqueue(copies, free=free, ready=self._layer_ready[row], label=label)
             self._bytes_prefetched += len(copies) * len(units[0])
             arriving.update(some)
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from offload_runtime.stream.copy_engine import CopyEngine, LinkPace, copy_failed
+from offload_runtime.stream.copy_engine import Copies, CopyEngine, LinkPace, copy_failed
 from offload_runtime.stream.expert_pool import ExpertPool
 from offload_runtime.trace import COMPUTE, CopyLog, Label, TraceRecorder
 
@@ -64,21 +64,15 @@ class ThreadCopyEngine:
         return _HostEvent()
 
     def enqueue(
-        self, dst: torch.Tensor, src: torch.Tensor, *, free: _HostEvent, ready: _HostEvent,
-        source_free: _HostEvent | None = None, label: Label | None = None,
+        self, copies: Copies, *, free: _HostEvent, ready: _HostEvent, source_free: _HostEvent | None = None,
+        label: Label | None = None,
     ) -> None:  # fmt: skip
         if self._last.done():
             self._wait(self._last)
-        ready.copy = self._last = self._worker.submit(self._copy, dst, src, free.copy, label)
+        for dst, src in copies:
+            ready.copy = self._last = self._worker.submit(self._copy, dst, src, free.copy, label)
         if source_free is not None:
             source_free.copy = ready.copy
-
-    def enqueue_all(
-        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, free: _HostEvent, ready: _HostEvent,
-        label: Label | None = None,
-    ) -> None:  # fmt: skip
-        for dst, src in copies:
-            self.enqueue(dst, src, free=free, ready=ready, label=label)
 
     def _copy(self, dst: torch.Tensor, src: torch.Tensor, before: Future[None], label: Label | None) -> None:
         before.result()
@@ -182,22 +176,10 @@ class CudaCopyEngine:
         return torch.cuda.Event(blocking=True)  # a thread that waits for it sleeps
 
     def enqueue(
-        self, dst: torch.Tensor, src: torch.Tensor, *, free: torch.cuda.Event, ready: torch.cuda.Event,
+        self, copies: Copies, *, free: torch.cuda.Event, ready: torch.cuda.Event,
         source_free: torch.cuda.Event | None = None, label: Label | None = None,
     ) -> None:  # fmt: skip
-        self._enqueue([(dst, src)], free, [ready] if source_free is None else [ready, source_free], label)
-
-    def enqueue_all(
-        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, free: torch.cuda.Event, ready: torch.cuda.Event,
-        label: Label | None = None,
-    ) -> None:  # fmt: skip
-        self._enqueue(copies, free, [ready], label)
-
-    def _enqueue(
-        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], free: torch.cuda.Event,
-        fired: Sequence[torch.cuda.Event], label: Label | None,
-    ) -> None:  # fmt: skip
-        """Queue copies between two events. The pace is kept a piece at a time, or as much of smaller copies."""
+        # The pace is kept a piece at a time, or as much of smaller copies.
         nbytes, unpaced_bytes = 0, 0
         try:
             with torch.inference_mode(), torch.cuda.stream(self._stream):
@@ -214,8 +196,9 @@ class CudaCopyEngine:
                             target.copy_(piece, non_blocking=True)
                             unpaced_bytes += piece.nbytes
                     self._pace(unpaced_bytes)
-                for event in fired:
-                    event.record(self._stream)
+                for event in (ready, source_free):
+                    if event is not None:
+                        event.record(self._stream)
         except RuntimeError as error:
             raise copy_failed("a copy to the device", error) from error
         if self.log is not None:
@@ -364,9 +347,8 @@ class CopySchedule:
             if not ring.idle:
                 return
             buffer = ring.idle[0]
-            self._engine.enqueue(
-                buffer.data[: source.nbytes], source, free=buffer.free, ready=buffer.ready, label=label
-            )
+            copies = [(buffer.data[: source.nbytes], source)]
+            self._engine.enqueue(copies, free=buffer.free, ready=buffer.ready, label=label)
             ring.arriving.append(ring.idle.popleft())
 
     def _plan(self) -> Sequence[Item]:

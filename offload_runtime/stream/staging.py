@@ -23,7 +23,7 @@ import torch
 
 from offload_runtime.errors import CopyError
 from offload_runtime.stream.arena import PAGE_BYTES, PageableMemory
-from offload_runtime.stream.copy_engine import CopyEngine, copy_failed
+from offload_runtime.stream.copy_engine import Copies, CopyEngine, copy_failed
 from offload_runtime.stream.queue import DONE
 from offload_runtime.trace import Label
 
@@ -132,18 +132,16 @@ class _StagingQueue(ABC):
             threads.shutdown()
         self.engine.close()
 
-    @abstractmethod
     def enqueue(
-        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
-        label: Label | None = None,
-    ) -> None:  # fmt: skip
-        """Queue a copy, staged where one of its sides is pageable."""
-
-    def enqueue_all(
-        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]], *, free: Any, ready: Any, label: Label | None = None
+        self, copies: Copies, *, free: Any, ready: Any, source_free: Any | None = None, label: Label | None = None
     ) -> None:
+        assert source_free is None, "pieces have the event of their own"
         for dst, src in copies:
-            self.enqueue(dst, src, free=free, ready=ready, label=label)
+            self._enqueue(dst, src, free, ready, label)
+
+    @abstractmethod
+    def _enqueue(self, dst: torch.Tensor, src: torch.Tensor, free: Any, ready: Any, label: Label | None) -> None:
+        """Queue a copy, staged where one of its sides is pageable."""
 
     def wait(self, ready: Any) -> None:
         self._settle(ready)
@@ -201,27 +199,24 @@ class StagingCopyEngine(_StagingQueue):
     # The last part of each `ready` event, handed to the queue below.
     _issued: dict[int, Future[None]] = field(init=False, default_factory=dict)
 
-    def enqueue(
-        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
-        label: Label | None = None,
-    ) -> None:  # fmt: skip
-        assert source_free is None, "whoever owns pageable memory does not write to it"
+    def _enqueue(self, dst: torch.Tensor, src: torch.Tensor, free: Any, ready: Any, label: Label | None) -> None:
         locked_bytes = self.pageable.locked_bytes(src)
         if self._last.done():
             self._wait(self._last)
             if locked_bytes >= src.nbytes:
-                self.engine.enqueue(dst, src, free=free, ready=ready, label=label)
+                self.engine.enqueue([(dst, src)], free=free, ready=ready, label=label)
                 return
         cuts = [*([0] if locked_bytes else []), *range(locked_bytes, src.nbytes, self._piece_bytes), src.nbytes]
+        enqueue = partial(self.engine.enqueue, free=free, ready=ready, label=label)
         for start, end in pairwise(cuts):
-            enqueue = partial(self.engine.enqueue, dst[start:end], free=free, ready=ready, label=label)
+            target = dst[start:end]
             if start < locked_bytes:
-                self._last = self._link.submit(self._issue, partial(enqueue, src[start:end]), self._last)
+                self._last = self._link.submit(self._issue, partial(enqueue, [(target, src[start:end])]), self._last)
                 continue
             piece = next(self._pieces)
             filled = self._movers.submit(self._fill, piece, piece.user, src[start:end])
             self.pageable.begin_read(filled)
-            staged = partial(enqueue, piece.buffer[: end - start], source_free=piece.copied)
+            staged = partial(enqueue, [(target, piece.buffer[: end - start])], source_free=piece.copied)
             self._last = piece.user = self._link.submit(self._issue, staged, self._last, filled)
         self._issued[id(ready)] = self._last
 
@@ -272,21 +267,17 @@ class StagingWriteEngine(_StagingQueue):
     failing = "writing to pageable memory"
     _arrivals: deque[Future[None]] = field(init=False, default_factory=deque)  # the first asked for first
 
-    def enqueue(
-        self, dst: torch.Tensor, src: torch.Tensor, *, free: Any, ready: Any, source_free: Any | None = None,
-        label: Label | None = None,
-    ) -> None:  # fmt: skip
-        assert source_free is None, "pieces need the event of their own"
+    def _enqueue(self, dst: torch.Tensor, src: torch.Tensor, free: Any, ready: Any, label: Label | None) -> None:
         locked_bytes = self.pageable.locked_bytes(dst)
         if locked_bytes >= dst.nbytes:
-            self.engine.enqueue(dst, src, free=free, ready=ready, label=label)
+            self.engine.enqueue([(dst, src)], free=free, ready=ready, label=label)
             return
         assert locked_bytes == 0, "a target is pageable wholly or not at all"
         for target, source in zip(dst.split(self._piece_bytes), src.split(self._piece_bytes), strict=True):
             piece = next(self._pieces)
             self._wait(piece.user)
             into = piece.buffer[: source.nbytes]
-            self.engine.enqueue(into, source, free=free, ready=ready, source_free=piece.copied, label=label)
+            self.engine.enqueue([(into, source)], free=free, ready=ready, source_free=piece.copied, label=label)
             piece.user = self._movers.submit(self._arrive, piece, target)
             self._arrivals.append(piece.user)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from offload_runtime.stream.copy_engine import LinkPace
+from offload_runtime.stream.copy_engine import Copies, LinkPace
 from offload_runtime.stream.queue import ThreadCopyEngine
 
 
@@ -29,10 +29,11 @@ class ReorderingCopyEngine(ThreadCopyEngine):
         super().__init__()
         self._worker = self._reordered = _Reordered(chance, delay)
 
-    def enqueue(self, dst: torch.Tensor, src: torch.Tensor, *, ready: Any, **others: Any) -> None:
-        earlier = ready.copy
-        super().enqueue(dst, src, ready=ready, **others)
-        ready.copy = _both(earlier, ready.copy)  # the last of several copies need not be the last to be made
+    def enqueue(self, copies: Copies, *, ready: Any, **others: Any) -> None:
+        for copy in copies:
+            earlier = ready.copy
+            super().enqueue([copy], ready=ready, **others)
+            ready.copy = _both(earlier, ready.copy)  # the last of several copies need not be the last to be made
 
     @property
     def num_overtaken(self) -> int:
