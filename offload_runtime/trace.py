@@ -261,7 +261,7 @@ class TraceRecorder:
         spans = _on_host(self.spans, to_host)
         for number, other in enumerate(self._others, 1):
             found = other.finish()
-            spans += [span._replace(row=row_of_card(span.row, number)) for span in found.spans]
+            spans += [span._replace(row=f"{span.row}{OF_CARD}{number}") for span in found.spans]
             dropped += found.dropped
         return Trace(sorted(spans, key=lambda span: span.start_s), self._started_s, dropped)
 
@@ -278,11 +278,6 @@ def _on_host(spans: Iterable[Span], to_host: Callable[[float], float]) -> list[S
         span._replace(start_s=to_host(span.start_s), end_s=to_host(span.end_s)) if span.on_device else span
         for span in spans
     ]
-
-
-def row_of_card(row: str, number: int) -> str:
-    """Return what a row is called that is of one of several cards: its plain name is of the first."""
-    return f"{row}{OF_CARD}{number}" if number else row
 
 
 # What is copied: `weights` of (layer,), or `kv` of (layer, sequence, first block).

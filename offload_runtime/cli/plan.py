@@ -45,7 +45,8 @@ def plan(options: PlanOptions) -> None:
         _plan_several(options, [load_profile(name).require_gpu() for name in names])
         return
     require(options.network is None, "--network does nothing for one machine: name several with --profile, or drop it")
-    machine = choose_profile(*names).require_gpu()
+    # Without a name the user's own, or else a common card.
+    machine = (load_profile(names[0]) if names else own_profile() or load_profile(_COMMON_PROFILE)).require_gpu()
     about = machine_lines(machine, config, named=bool(names))
     if picture is not None:
         require_plotting(picture)
@@ -146,11 +147,6 @@ def shared_record(shared: SharedPlan, alone_tok_per_s: float | None) -> dict[str
             for machine, plan, ranges, own in each
         ],
     }  # fmt: skip
-
-
-def choose_profile(name: str | None = None) -> MachineProfile:
-    """Return the machine that is named; else the user's own, or else a common card."""
-    return own_profile() or load_profile(_COMMON_PROFILE) if name is None else load_profile(name)
 
 
 def own_profile() -> MachineProfile | None:

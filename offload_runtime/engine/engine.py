@@ -211,7 +211,7 @@ class Engine:
                     windows.asked, prepared=[one.slot for one in reading if self._chooser.speculates(one)],
                     logprobs={one.slot: one.params.logprobs for one in stepping if one.params.logprobs is not None},
                     on_layer=tell, recorder=self.recorder, with_logits=with_logits,
-                    goes_on=not self.waiting and all(map(self._goes_on, running)),
+                    goes_on=not self.waiting and all(one.room > 0 and self._chooser.rests(one) for one in running),
                 )  # fmt: skip
         except (errors.NumericalError, errors.GrammarError) as error:
             assert error.slot is not None
@@ -226,10 +226,6 @@ class Engine:
             self._meter.begin(request)
         outputs += [self._push(one, results[one.slot], ended_s) for one in stepping]
         return outputs
-
-    def _goes_on(self, request: Request) -> bool:
-        """Say whether another plain step of a request follows the next one, unless its text ends."""
-        return request.room > 0 and self._chooser.rests(request)
 
     def _admit(self) -> list[RequestOutput]:
         """Give requests that wait the free slots that hold most of their prompts; return those that failed at that."""

@@ -79,10 +79,6 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _nothing(fields: Fields, names: Collection[str]) -> dict[str, Any]:
-    return {}
-
-
 def less_one(weight: torch.Tensor) -> torch.Tensor:
     """Return the weights of norms without what llama.cpp's converter has added to them."""
     return weight - 1
@@ -115,7 +111,7 @@ class Family:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     transposed: bool = False
-    of_gguf: Callable[[Fields, Collection[str]], Mapping[str, Any]] = _nothing
+    of_gguf: Callable[[Fields, Collection[str]], Mapping[str, Any]] = lambda fields, names: {}
     rope_of_gguf: Callable[[Fields, dict[str, Any]], dict[str, Any]] | None = None
     gguf_interleaved: bool = False
     gguf_undo: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)

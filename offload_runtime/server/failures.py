@@ -54,18 +54,13 @@ class Failure:
             None if text is None else text.encode("utf-8", "backslashreplace").decode()
             for text in (self.message, self.param)
         )
-        if is_of_anthropic(path):
+        if f"{path}/".startswith("/v1/messages/"):  # Anthropic's
             others = {413: "request_too_large", 503: "overloaded_error"}
             kind = others.get(self.status, self.kind if self.status < 500 else "api_error")
             return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
         if path.startswith("/api/"):  # ollama's
             return {"error": message}
         return {"error": {"message": message, "type": self.kind, "param": param, "code": self.code}}
-
-
-def is_of_anthropic(path: str) -> bool:
-    """Return whether a route is one of Anthropic's API."""
-    return path == "/v1/messages" or path.startswith("/v1/messages/")
 
 
 def failure_of(error: Exception) -> Failure:

@@ -257,11 +257,6 @@ class _Lane:
         self.arriving = deque[_Buffer]()  # their items are queued, and not yet in use
         self.held = deque[_Buffer]()  # in use
 
-    @property
-    def is_between_passes(self) -> bool:
-        """Return whether none is held, or was on its way from one state to the next when a pass was interrupted."""
-        return len(self.idle) + len(self.arriving) == len(self.buffers)
-
 
 class CopySchedule:
     """Queues the items of pass after pass as far ahead as there are buffers.
@@ -300,7 +295,8 @@ class CopySchedule:
             is_valid: Whether what was planned last still describes the pass.
         """
         items, rings = self._planned, self._lanes.values()
-        has_ended = all(ring.is_between_passes for ring in rings)
+        # None is held, or was on its way from one state to the next when a pass was interrupted.
+        has_ended = all(len(ring.idle) + len(ring.arriving) == len(ring.buffers) for ring in rings)
         if items is None or len(self._left) > len(items) or not has_ended or not is_valid:
             # Copies run in order, so a buffer's next copy cannot overtake one that is dropped, and its `free` event
             # still guards reads. Planning may be interrupted, and then nothing is planned.
