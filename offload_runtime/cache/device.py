@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from offload_runtime_kernels.attention import AttentionParams, QueryRows, attention
@@ -27,12 +26,9 @@ from offload_runtime.sizes import format_bytes
 from offload_runtime.stream.arena import Registrar
 from offload_runtime.stream.device import DeviceBudget, current_device, upload
 
-
-class BlockObserver(Protocol):
-    """Told about blocks that have become full, while they are on the device."""
-
-    def on_blocks(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
-        """Blocks `blocks` of a sequence are full; they lie in batch row `row` of `kv`. Enqueues work, keeps nothing."""
+# Told about blocks of a layer and a slot that have become full, while they are in a batch row of `KVBlocks` on the
+# device; enqueues work, keeps nothing.
+OnBlocks = Callable[[int, int, KVBlocks, int, range], None]
 
 
 class KVCache:
@@ -89,7 +85,7 @@ class KVCache:
         self.capacity_tokens = capacity_tokens
         self.max_tokens_with_draft = num_blocks(capacity_tokens) * BLOCK_TOKENS
         self.spare_positions = range(self.max_tokens_with_draft, self.max_tokens_with_draft + spare_positions)
-        self.observers: list[BlockObserver] = []
+        self.observers: list[OnBlocks] = []
         # Is told of a slot which rows of its window become part of it: other machines keep those of their layers.
         self.on_path: Callable[[int, Sequence[int]], None] | None = None
         self._lengths = [0] * batch
@@ -263,7 +259,7 @@ class KVCache:
         """Tell the observers about blocks that have become full."""
         for observer in self.observers if blocks else ():
             with current_device(kv.data.device):
-                observer.on_blocks(layer, slot, kv, row, blocks)
+                observer(layer, slot, kv, row, blocks)
 
     def store(self, layer: int) -> KVBlocks:
         return KVBlocks(self._of_layers[layer][self._rows])

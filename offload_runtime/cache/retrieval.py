@@ -80,7 +80,7 @@ class RetrievalCache:
         shapes = {layer: (*shape[:3], 2) for layer, shape in shapes.items()}
         _, factors = allocate_layers(budgets, owners, "factors of chunks", torch.float16, shapes)
         self._summaries = {layer: ChunkSummaries(own, factors[layer]) for layer, own in codes.items()}
-        source.observers.append(self)
+        source.observers.append(self._summarise)
         self._source = source
         self._rows = range(0)  # sequences of the running passes: every pass is about all of these
         self.recent = [range(0)] * batch  # of every sequence the blocks that are attended to in full
@@ -93,7 +93,7 @@ class RetrievalCache:
         self._most_available = 0  # chunks that no sequence has more of to choose from
         self._far_blocks = self._recent_blocks = 0  # of the sequence that has the most
 
-    def on_blocks(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
+    def _summarise(self, layer: int, slot: int, kv: KVBlocks, row: int, blocks: range) -> None:
         """Summarise every block of a sequence's far context."""
         one = KVBlocks(kv.data[row : row + 1], kv.first_block)
         chunk_summaries(one, blocks, self._summaries[layer].rows(slot, slot + 1), chunk_size=self._chunk_size)
