@@ -18,7 +18,8 @@ from typing import Any
 import harness
 from trace_spans import Event, Totals, choose_passes, clipped, num_cards, of_card, read_trace, totals_of, window_of
 
-from offload_runtime.errors import OptionError, StorageError
+from offload_runtime.cli.plan import require_plotting
+from offload_runtime.errors import StorageError
 from offload_runtime.trace import COMPUTE, DRAFT, LINK, LINK_BACK, PASSES, STALLS
 
 Interval = tuple[float, float]
@@ -41,19 +42,9 @@ _USUAL_LINES = 2  # of a caption
 
 
 def picture_path(trace: Path, out: str | None) -> Path:
-    """Where to draw to, before anything is read.
-
-    Raises:
-        OptionError: matplotlib is not installed, or the ending is none of its formats.
-    """
+    """Where to draw to, before anything is read. Raises as `require_plotting`."""
     path = trace.with_name(trace.name.removesuffix(".gz")).with_suffix(".png") if out is None else Path(out)
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-    except ImportError as error:
-        raise OptionError("drawing needs matplotlib: pip install 'offload-runtime[plots]'") from error
-    formats = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in formats:
-        raise OptionError(f"--out {path} must end in one of {', '.join(sorted(formats))}")
+    require_plotting(path, "--out")
     return path
 
 

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from offload_runtime.plan.sizes import RunPlan
 
 _COMMON_PROFILE = "rtx4090"  # what is planned for where nobody says
-_PLOT_ELSEWHERE = "choose another place for --plot"
 
 
 def plan(options: PlanOptions) -> None:
@@ -406,7 +405,7 @@ def refusal_record(refusal: Refusal, machine: MachineProfile) -> dict[str, Any]:
 # --- the picture: stacked bars of what is held where
 
 
-def require_plotting(path: Path) -> None:
+def require_plotting(path: Path, option: str = "--plot") -> None:
     """Refuse a picture that could not be drawn, before anything is planned.
 
     Raises:
@@ -416,11 +415,11 @@ def require_plotting(path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
-        raise OptionError("--plot needs matplotlib: pip install 'offload-runtime[plots]'") from error
+        raise OptionError(f"{option} needs matplotlib: pip install 'offload-runtime[plots]'") from error
     formats = FigureCanvasAgg.get_supported_filetypes()
     fine = path.suffix.removeprefix(".").lower() in formats
-    require(fine, f"--plot {path} must end in one of {', '.join(sorted(formats))}")
-    regular_file(path, remedy=_PLOT_ELSEWHERE)
+    require(fine, f"{option} {path} must end in one of {', '.join(sorted(formats))}")
+    regular_file(path, remedy=f"choose another place for {option}")
 
 
 def draw_plan(plan: RunPlan, path: Path, *, title: str) -> None:
@@ -447,4 +446,4 @@ def draw_plan(plan: RunPlan, path: Path, *, title: str) -> None:
     axes.set_title(title)
     picture = BytesIO()
     figure.savefig(picture, format=path.suffix.removeprefix(".").lower())
-    write_atomically(path, [picture.getvalue()], remedy=_PLOT_ELSEWHERE)
+    write_atomically(path, [picture.getvalue()], remedy="choose another place for --plot")
