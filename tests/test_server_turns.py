@@ -290,9 +290,10 @@ def test_many_turns_leave_nothing_behind(targets: dict[str, Path]) -> None:
         for _ in range(10):
             for name in targets:
                 body = {"model": name, "messages": MESSAGES, "max_tokens": 4}
-                assert http.post("/v1/chat/completions", json=body).status_code == 200
-                with http.stream("POST", "/v1/completions", json={**ENDLESS, "model": name}) as response:
-                    next(response.iter_lines())
+                response = http.post("/v1/chat/completions", json=body)
+                assert response.status_code == 200, response.text
+                with http.stream("POST", "/v1/completions", json={**ENDLESS, "model": name}) as stream:
+                    next(stream.iter_lines())
             running = "offload_runtime_requests_running 0.0"
             wait_until(lambda: running in http.get("/metrics").text)  # noqa: B023
             held.append((server.memory_info().rss, server.num_threads(), server.num_fds()))
