@@ -16,7 +16,7 @@ from offload_runtime.cli.app import app
 from offload_runtime.cli.llama_bench import LlamaBench, fewest_on_cpu
 from offload_runtime.cli.options import BenchOptions
 from offload_runtime.config import RuntimeConfig
-from offload_runtime.errors import BudgetError
+from offload_runtime.errors import BudgetError, OffloadError
 from tests.helpers.engine import byte_level_tokenizer
 from tests.test_weights_gguf import write
 
@@ -112,11 +112,15 @@ def test_llama_cpp_reads_gguf_files_alone(short_target: Path, llama_bench: Path)
     assert result.exit_code == 2 and "llama.cpp reads GGUF files" in result.stderr
 
 
+CPU: Any = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(num_layers=5))
+
+
 @pytest.mark.parametrize("said", ["", "[]"])
 def test_a_llama_bench_of_another_kind_is_told(model: Path, llama_bench: Path, said: str) -> None:
     llama_bench.write_text(f"#!/bin/sh\necho '{said}'\n")
-    result = bench(model, "--prompt-tokens", 16, "--compare", "--llama-bench", llama_bench)
-    assert result.exit_code == 2 and "llama-bench printed" in result.stderr
+    asked = BenchOptions(config=RuntimeConfig(str(model)), prompt_tokens="16", tokens=4)
+    with pytest.raises(OffloadError, match="llama-bench printed"):
+        LlamaBench.found(llama_bench, str(model)).measure(CPU, asked, 10**9)
 
 
 @pytest.mark.parametrize(("fits", "options"), [(99, ["-ngl", "6"]), (2, ["-ngl", "2"])])
@@ -125,13 +129,12 @@ def test_a_run_that_fails_has_too_many_layers_on_the_card(
 ) -> None:
     failing = f"if int(words['-ngl']) > {fits}: sys.exit('out of memory')\n"
     llama_bench.write_text(LLAMA_BENCH.replace("tests = []\n", f"{failing}tests = []\n"))
-    runtime: Any = SimpleNamespace(device=torch.device("cpu"), config=SimpleNamespace(num_layers=5))
     asked = BenchOptions(config=RuntimeConfig(str(model)), prompt_tokens="16", tokens=4)
-    found = LlamaBench.found(llama_bench, str(model)).measure(runtime, asked, 10**9)
+    found = LlamaBench.found(llama_bench, str(model)).measure(CPU, asked, 10**9)
     assert found.about["options"] == options and found.tok_per_s == {16: 10.016}
     llama_bench.write_text("#!/bin/sh\nexit 1\n")
     with pytest.raises(BudgetError, match=r"llama\.cpp does not fit 1\.0 GB of device memory"):
-        LlamaBench.found(llama_bench, str(model)).measure(runtime, asked, 10**9)
+        LlamaBench.found(llama_bench, str(model)).measure(CPU, asked, 10**9)
 
 
 @pytest.mark.parametrize("fixed", [0, 3, 11, 40])

@@ -41,6 +41,7 @@ def answer(
     return tokens / seconds
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("knows", [True, False], ids=["known", "guessed"])
 @pytest.mark.parametrize("modes", LIMITS)
 def test_answers_are_hardly_slower_than_plain_ones_and_faster_where_proposals_are_right(

@@ -46,7 +46,7 @@ def assert_as_from_scratch(runtime: Runtime, prompt: list[int], tokens: list[int
     assert fresh.tokens == tokens and fresh.stats.kept_tokens == 0
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
 def test_only_what_is_new_goes_through_prefill(runtime: Runtime, options: dict[str, Any]) -> None:
     conversation, texts = runtime.conversation("slot"), ("the fox", "and the dog", "on and on")

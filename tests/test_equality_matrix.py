@@ -45,7 +45,7 @@ def _rows(cards: tuple[int, ...], resident: tuple[int | str, ...]) -> list[tuple
 
 
 NEAR, FAR = _rows((1, 2), ("auto", 0)), _rows((3,), ("auto", 2))
-OFTEN = [NEAR[at] for at in few([dict(zip("abcde", row, strict=True)) for row in NEAR], 10)]  # 7 of 10 pairs of values
+OFTEN = [NEAR[at] for at in few([dict(zip("abcde", row, strict=True)) for row in NEAR], 7)]
 
 
 @pytest.fixture(scope="module")

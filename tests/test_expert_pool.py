@@ -74,7 +74,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("buffers", [CHOSEN, COUNT, 2 * COUNT - 3, LAYERS * COUNT])
 def test_tokens_do_not_depend_on_the_pool(way: str, buffers: int, mixture: Path, expected: list[list[int]]) -> None:
@@ -135,13 +135,13 @@ def of_all_experts(carrying: Path) -> dict[str, list[tuple[Any, ...]]]:
     return said | {"streamed": said["tree"], "cards": said["chain"]}
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     ("buffers", "way", "share"),
     [
         (CHOSEN + 1, "chain", 1.0), (COUNT, "tree", 0), ((LAYERS + 1) * COUNT, "streamed", 0),
-        pytest.param(CHOSEN, "streamed", 0, marks=pytest.mark.slow),
-        pytest.param(2 * COUNT + 1, "cards", 0.4, marks=pytest.mark.slow),
+        (CHOSEN, "streamed", 0), (2 * COUNT + 1, "cards", 0.4),
     ],
 )  # fmt: skip
 def test_a_head_says_the_same_whatever_of_its_experts_is_in_the_pool(
@@ -154,6 +154,7 @@ def test_a_head_says_the_same_whatever_of_its_experts_is_in_the_pool(
     assert found == of_all_experts[way] or way == "streamed"
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_the_cpu_takes_what_keeps_it_busy_as_long_as_the_link(tmp_path: Path) -> None:
     """By measured rates, with what the link brings meanwhile for later passes."""
@@ -171,6 +172,7 @@ def test_the_cpu_takes_what_keeps_it_busy_as_long_as_the_link(tmp_path: Path) ->
     assert all(torch.equal(one, found[0]) for one in found)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "dtype", "options"),
     [
@@ -216,6 +218,7 @@ def test_an_answer_that_breaks_off_leaves_the_pool_fit(mixture: Path, expected: 
         assert list(result.tokens) == expected[1]
 
 
+@pytest.mark.few(1)
 @needs_compiler
 @pytest.mark.parametrize(("step", "share"), [("fetch_experts", 0), ("fetch_experts", 1.0), ("release_experts", 1.0)])
 def test_an_answer_that_breaks_off_while_experts_come_leaves_the_pool_fit(

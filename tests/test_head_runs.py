@@ -93,7 +93,7 @@ def dflash(carrying: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dflash(tmp_path_factory.mktemp("blocks") / "dflash", stated, random_tensors(config_of(stated)))
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "shape"), KINDS[1:])
 def test_sessions_and_prefixes_with_a_head(carrying: Path, dflash: Path, tmp_path: Path, kind: str, shape: str) -> None:
     draft = dflash if kind == "dflash" else kind

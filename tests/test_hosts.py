@@ -260,6 +260,7 @@ def check_sessions(
             assert go_on(one, shared, TEXTS[2]) == expected[2]
 
 
+@pytest.mark.slow
 def test_sessions_go_from_one_machine_to_two_and_back(
     others: list[OtherRank], windowed_target: Path, tmp_path: Path
 ) -> None:
@@ -558,6 +559,7 @@ def test_captured_parts_say_what_a_whole_model_says(device: dict[str, Any]) -> N
     whole.close()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("host_kv", [None, HostKV()], ids=["KV here", "KV on the host"])
 @pytest.mark.parametrize("layers", [[(0, 3), (1, 4), (2, 5)], [(0, 1, 4), (2, 3, 5)]], ids=["three", "two"])
 def test_strides_say_what_a_whole_model_says(layers: list[tuple[int, ...]], host_kv: HostKV | None) -> None:

@@ -243,6 +243,7 @@ def test_a_prompt_goes_on_behind_the_last_state_that_it_shares(hybrid: Path) -> 
         _check_states_in_slots_and_stores(loaded)
 
 
+@pytest.mark.slow
 def test_an_answer_leaves_a_state_at_its_last_whole_block(hybrid: Path) -> None:
     params, short = replace(PARAMS, max_new_tokens=10), _text(250, 4)
     with Runtime.load(hybrid, draft="none", max_batch=1, **ASKED) as loaded:
@@ -252,6 +253,7 @@ def test_an_answer_leaves_a_state_at_its_last_whole_block(hybrid: Path) -> None:
         _check_kept(loaded, asked, _fresh(loaded, asked, params), [0, 0, 256], params, prefix_cache_bytes=store_bytes)
 
 
+@pytest.mark.slow
 def test_a_store_that_a_text_does_not_fit_has_it_up_to_a_state(hybrid: Path) -> None:
     text, other = _text(800, 3), _text(600, 4)
     prompts, kept = [text[:600], text, other, [*text, 5]], [0, 600, 0, 512]
@@ -261,6 +263,7 @@ def test_a_store_that_a_text_does_not_fit_has_it_up_to_a_state(hybrid: Path) -> 
         _check_kept(loaded, prompts, _fresh(loaded, prompts), kept, prefix_cache_bytes=two_blocks)
 
 
+@pytest.mark.slow
 def test_a_window_that_goes_on_behind_ends_of_blocks_leaves_a_state_there() -> None:
     start, count, end = 180, 180, 256
     model, text = family_model(FAMILY, 1), _text(start + count, 7)
@@ -275,6 +278,7 @@ def test_a_window_that_goes_on_behind_ends_of_blocks_leaves_a_state_there() -> N
         made.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 def test_what_is_damaged_of_a_saved_state_is_read_again(hybrid: Path, tmp_path: Path, kv: str) -> None:
     prompt = _text(600, 3)
@@ -305,6 +309,7 @@ def test_a_plan_counts_all_states_and_a_run_takes_no_more(hybrid: Path) -> None:
             assert reserved["target: KV cache: states"] + reserved.get(taken, 0) == parts["states"]
 
 
+@pytest.mark.slow
 def test_states_of_a_long_context_take_host_memory_that_may_be_refused(tmp_path: Path) -> None:
     sizes = {"vocab_size": 248320, "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64}
     sizes |= {"num_attention_heads": 24, "num_key_value_heads": 4, "head_dim": 256, "linear_num_value_heads": 48}

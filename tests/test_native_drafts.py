@@ -91,9 +91,7 @@ def test_a_head_begins_at_the_first_token_that_it_knows() -> None:
             step_anew(decoding, head, 0, start=start)
 
 
-@pytest.fixture(params=[
-    "streamed", *(pytest.param(name, marks=pytest.mark.slow) for name in (*[*RUNNERS][2:], "two cards")),
-])  # fmt: skip
+@pytest.fixture(params=["streamed", *[*RUNNERS][2:], "two cards"])
 def target(request: pytest.FixtureRequest, tmp_path: Path, short_target: Path) -> Iterator[ModelRunner]:
     if request.param == "two cards":
         with Runtime.load(short_target, draft="none", device="cpu,cpu", resident_layers=2, max_batch=3) as runtime:
@@ -132,6 +130,7 @@ def random_history(target: ModelRunner, head: ModelRunner, seed: int, *, least: 
                 target.cache.truncate(slot, min(kept, len(prompts[slot]) - 1))
 
 
+@pytest.mark.slow
 def test_whatever_a_head_proposes_the_tokens_are_the_targets(target: ModelRunner) -> None:
     for seed, kind in enumerate((*KINDS.values(), dflash2_of)):
         for slot in range(3):

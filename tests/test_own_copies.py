@@ -210,6 +210,7 @@ def test_a_copy_that_is_exact_is_never_wrong(exact: Runtime) -> None:
     assert accepted > 20
 
 
+@pytest.mark.slow
 def test_a_copy_brings_many_tokens_a_pass(exact: Runtime) -> None:
     for asked, least in (({"gamma": 7, "tree_nodes": 0}, 5.0), ({"tree_nodes": 24}, 4.0)):
         stats = exact.generate(PROMPT, max_new_tokens=41, ignore_eos=True, **NOISY, **asked).stats
@@ -237,6 +238,7 @@ def test_on_a_gpu(request: pytest.FixtureRequest, kind: str, dtype: str) -> None
                 assert stats.tokens_per_pass >= 4.0
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on_and_is_saved(exact_target: Path, tmp_path: Path) -> None:
     said = list[list[list[int]]]()
 
@@ -325,6 +327,7 @@ def assert_same_logits_of_fewer_bytes(path: Path, share: float) -> None:
     assert brought[1] < share * brought[0]
 
 
+@pytest.mark.slow
 def test_what_is_left_of_q8_0_has_every_bit(random_target: Path, tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(random_target)
     path = write(tmp_path / "model.gguf", model, kind="Q8_0", vocabulary={})
@@ -332,10 +335,8 @@ def test_what_is_left_of_q8_0_has_every_bit(random_target: Path, tmp_path: Path)
     assert_same_logits_of_fewer_bytes(path, 0.68)
 
 
-@pytest.mark.parametrize("name", [
-    "FP8 of blocks", pytest.param("FP8 of channels", marks=pytest.mark.slow),
-    pytest.param("FP8 of a tensor", marks=pytest.mark.slow),
-])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["FP8 of blocks", "FP8 of channels", "FP8 of a tensor"])
 def test_what_is_left_of_fp8_has_every_bit(name: str, tmp_path: Path) -> None:
     write_quantised(tmp_path, FORMATS[name])
     assert_same_logits_of_fewer_bytes(tmp_path, 0.65)

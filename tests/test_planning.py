@@ -239,6 +239,7 @@ def test_predicted_bytes_are_those_that_the_run_streams(deep_target: Path) -> No
     assert len(set(seen)) > 2  # the runs differ
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("batch", [1, 3, 6])
 def test_as_much_comes_ahead_of_a_pass_as_is_predicted(deep_target: Path, batch: int) -> None:
     """Weights and KV come in one order: the ring of either that is full holds up the other."""

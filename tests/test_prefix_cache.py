@@ -116,7 +116,7 @@ def check(runtime: Runtime, tasks: Sequence[Task], expected: Sequence[Seen], see
     assert not any(one.said.stats.kept_tokens for one in expected)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("setup", SETUPS)
 def test_prompts_that_share_beginnings(target: Path, draft: Path, setup: str, kv: str) -> None:
@@ -160,6 +160,7 @@ def test_what_slots_lose_comes_back(target: Path) -> None:
             assert [one.num_kept for one in said] == of_prompts
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("setup", "kv"), [("plain", "gpu"), ("tree", "host")])
 def test_beginnings_in_windows(
     windowed_target: Path, noisy_copy_of: Callable[[Path], Path], setup: str, kv: str
@@ -171,6 +172,7 @@ def test_beginnings_in_windows(
         check(runtime, tasks, expected, seed=len(setup), stored_blocks=3 if kv == "gpu" else 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_what_slots_lose_of_windows_comes_back_at_its_end(windowed_target: Path, tmp_path: Path, on_disk: bool) -> None:
     """A slot has let go of what windows reach from further ahead, and so has the store; where a text ends earlier its

@@ -163,7 +163,7 @@ def play(runtime: rt.Runtime, tasks: Sequence[Task], seed: int) -> int:
     return passes
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kv", ["gpu", "host"])
 @pytest.mark.parametrize("proposals", SPECULATION)
 def test_requests_that_come_and_go_say_what_they_say_alone(target: Path, draft: Path, proposals: str, kv: str) -> None:

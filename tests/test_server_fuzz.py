@@ -98,4 +98,4 @@ def test_what_is_no_request_is_refused(served: Served, path: str, body: bytes) -
 
 
 def test_malformed_requests_are_refused(served: Served) -> None:
-    fuzz(served, 300, seed=random.SystemRandom().randrange(1 << 32))
+    fuzz(served, 150, seed=random.SystemRandom().randrange(1 << 32))

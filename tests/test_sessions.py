@@ -90,6 +90,7 @@ def test_a_loaded_session_goes_on_as_if_it_had_never_ended(
     check_goes_on(target, tmp_path / "chat.json", **{"draft": draft, "device": "cpu", **SETUPS[setup]})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("setup", ["device", "host"])
 def test_a_session_behind_sliding_windows_goes_on(windowed_target: Path, tmp_path: Path, setup: str) -> None:
     check_goes_on(windowed_target, tmp_path / "chat.json", **{"device": "cpu", **SETUPS[setup]})

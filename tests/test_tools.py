@@ -159,6 +159,7 @@ def test_streaming_measures_windows_scripts_and_the_start(tmp_path: Path, capsys
     assert ours["tokens_per_pass"] == 1 and len(ours["tokens"][0]) == 6 and not ours["differing_generations"]
 
 
+@pytest.mark.slow
 def test_systems_are_compared(target: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--target", target, "--draft", target, "--gamma", 3, "--prompt-file", text, "--prompt-tokens", 20]
     given += [*ON_CPU, "--new-tokens", 8, "--repeats", 1, "--vram", "all", "--resident-layers", 1]
@@ -233,6 +234,7 @@ def test_drafters_are_compared(target: Path, tmp_path: Path, capsys: pytest.Capt
     assert found["loads"][2]["drafting_s_per_pass"] > 0 == found["loads"][0]["drafting_s_per_pass"]
 
 
+@pytest.mark.slow
 def test_a_long_context(models: list[object], capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--kv", "host", "--windows", "1,3", "--passes", 1, "--variants", "4:1:6"]
     assert call("bench_long_context", *models, *given) == 0
@@ -290,6 +292,7 @@ def book(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_book(tmp_path_factory.mktemp("book") / "book.txt")
 
 
+@pytest.mark.slow
 def test_agreement_of_copies(small: Path, book: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("agreement", "--source", small, "--text", book, "--code", book, "--places", 2, "--prompt-tokens", 8)
     sizes = ("--new-tokens", 12, "--bits", "2,6", "--groups", 32, "--blocks", 4, "--shift", 16)
@@ -303,6 +306,7 @@ def test_agreement_of_copies(small: Path, book: Path, capsys: pytest.CaptureFixt
     assert coarse < fine and {row["keys"] for row in by_draft["copy", 6]} == {"own", 4}
 
 
+@pytest.mark.slow
 def test_the_rest_given_copies(small: Path, book: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("rest", "--source", small, "--text", book, "--code", book, "--random-rows", 16)
     assert call("bench_copy", *given, "--bits", "4", "--groups", 32, "--methods", "rounded") == 0  # every bit came back

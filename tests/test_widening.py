@@ -132,7 +132,7 @@ def test_packed_files_hold_what_gguf_makes_of_a_widened_model(words: Path, tmp_p
 
 
 @pytest.mark.no_cover
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", [
     WideShape(256, 512, 2, 4, 2, 64), SHAPES["tiny-hybrid"], SHAPES["tiny-gpt-oss"],
 ], ids=["llama", "hybrid", "gpt-oss"])  # fmt: skip
