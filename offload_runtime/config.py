@@ -256,8 +256,8 @@ class RuntimeConfig:
         for name, what in wanted.items():
             value = getattr(self, name)
             require(not isinstance(value, str) or bool(value.strip()), f"--{name} is empty: give {what}")
-            is_model = isinstance(value, str | Path) or hasattr(value, "config")
-            require(is_model, f"{name} must be {what}, not {reprlib.repr(value)}")
+            if not isinstance(value, str | Path) and not hasattr(value, "config"):  # to show a model takes long
+                raise OptionError(f"{name} must be {what}, not {reprlib.repr(value)}")
         paced = self.pace is None or callable(self.pace)
         require(paced, f"pace must be a function of a device, not {reprlib.repr(self.pace)}")
         validate(self)

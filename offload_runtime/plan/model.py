@@ -264,7 +264,8 @@ class ModelPlan:
 
     def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Add up some layers that cross the link in host memory, which is given out in whole pages."""
-        return sum(-(-self._streamed.layer_bytes[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
+        nbytes = self._streamed.layer_bytes
+        return sum(-(-nbytes[layer] // PAGE_BYTES) * PAGE_BYTES for layer in layers)
 
     @property
     def head_parts(self) -> Parts:
