@@ -25,7 +25,7 @@ PROMPTS = {
     "text": "The history of the steam engine began when",
     "code": "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n\n\ndef multiply(a, b):\n",
 }
-GREEDY_COUNT, COUNT = 14, 10
+GREEDY_COUNT, COUNT = 10, 6
 SAMPLINGS: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.9, "seed": 2}]
 pytestmark = pytest.mark.timeout(600)  # the model may have to be downloaded
 

@@ -204,7 +204,7 @@ def test_hybrids_and_mixtures_draft_with_what_they_carry(family: str, layout: st
     engines.byte_level_tokenizer(VOCABULARY).save_pretrained(target)
     with engines.load(target, draft="none", max_batch=3) as runtime:
         expected = answers(runtime)
-    with engines.load(target, draft="mtp", resident_layers=1, max_batch=3, gamma=12, tree_nodes=24) as runtime:
+    with engines.load(target, draft="mtp", resident_layers=1, max_batch=3, gamma=6, tree_nodes=12) as runtime:
         assert answers(runtime) == expected
 
 

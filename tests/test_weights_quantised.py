@@ -113,7 +113,7 @@ def test_a_gpu_gets_the_bytes_of_a_cpu(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.few(24)
+@pytest.mark.few(40)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize(("buffers", "resident"), [(0, None), (2, None), (1, (1,))])
 def test_logits_on_a_gpu_are_those_of_the_decoded_copy(

@@ -169,7 +169,7 @@ def test_sequences_of_one_pass_do_not_know_of_each_other() -> None:
 def test_kernels_agree_with_plain_torch() -> None:
     if torch.cuda.is_available():
         pytest.skip("the tests of a GPU compare more")
-    shape = ops.DeltaShape(2, 4, 32, 32, 4, tiled=True)
+    shape = ops.DeltaShape(1, 2, 32, 32, 4, tiled=True)
     layer = _Layer(shape, 70, torch.float32, "cpu")
     for rows, index in ((_rows(0, 0, 66, "cpu"), range(66)),):
         parts = layer.inputs[index], layer.gates[index], layer.weights
