@@ -97,9 +97,8 @@ def gguf_linear_triton(
     height, height_behind = len(stored), len(rest)
     assert stored.is_contiguous() and stored.shape[1] == form.row_bytes(k) and out.shape[1] == height + height_behind
     assert rest.is_contiguous() and rest.shape[1] == form_behind.row_bytes(k)
-    (programs,), options = launch_options(x, out, bias, add=add, tile=tile)
-    if behind is not None:
-        programs = -(-height // options["M"]) - (-height_behind // options["M"])
+    _, options = launch_options(x, out, bias, add=add, tile=tile)
+    programs = sum(-(-rows // options["M"]) for rows in (height, height_behind))
     with torch.cuda.device_of(x):
         _gguf_linear_kernel[(programs,)](
             x, stored, rest, bias if bias is not None else x, out, num_rows, height, height_behind, out.stride(0), k,

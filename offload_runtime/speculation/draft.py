@@ -212,7 +212,7 @@ class DraftRunner:
             # Where layers have states steps that go beyond a chunk, as behind whole blocks, are others.
             lengths = graphs.warm_up_lengths(self._capacity_tokens - 1)
             for length in sorted({1, *lengths, *(one - 1 for one in lengths)}):
-                for _ in range(2):  # compiles, then captures
+                for _ in range(2 if self.device.type == "cuda" else 1):  # compiles, then captures
                     self._take_steps(WARM_UP_SAMPLINGS[:1] * self._batch, length)
         with self.graphs.eager():
             longest = self._capacity_tokens - 2 * CATCH_UP_TOKENS - self._first_rows + 1
