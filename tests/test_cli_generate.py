@@ -44,6 +44,16 @@ def test_text_goes_to_stdout_and_figures_to_stderr(runtime: FakeRuntime) -> None
     assert runtime.closed
 
 
+def test_an_answer_says_what_of_its_experts_was_on_the_card_and_who_computed_the_others(runtime: FakeRuntime) -> None:
+    brought = {"expert_hit_rate": 0.771, "expert_bytes_per_pass": 37_000_000}
+    runtime.stats = make_stats(**brought)
+    assert " · link 80 % · expert hits 77 % · first token" in generate(runtime, "--prompt", "Hi").stderr
+    runtime.stats = make_stats(**brought, expert_cpu_share=0.5, expert_cpu_gbps=48.2)
+    lines = generate(runtime, "--prompt", "Hi", "--explain").stderr.splitlines()
+    assert any(" · expert hits 77 % · 50 % of misses on the CPU · first token" in line for line in lines)
+    assert "  expert hits 77.1 %, 37.0 MB a pass over the link, 50 % of misses on the CPU at 48.2 GB/s" in lines
+
+
 def test_json_is_one_object_and_nothing_else(runtime: FakeRuntime) -> None:
     result = generate(runtime, "--prompt", "Hi", "--json", "--seed", "5", "--draft", "none")
     assert result.exit_code == 0

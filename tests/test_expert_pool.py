@@ -244,7 +244,7 @@ def test_an_answer_that_breaks_off_while_experts_come_leaves_the_pool_fit(
 
 
 def test_a_pool_too_small_for_a_token_is_refused_before_loading(mixture: Path) -> None:
-    with pytest.raises(BudgetError, match=r"--expert-pool .* has no room for the 3 experts"):
+    with pytest.raises(BudgetError, match=r"--expert-pool .* has no room for 3 experts of"):
         Runtime.load(mixture, device="cpu", expert_pool=2 * EXPERT_BYTES, on_progress=refuse_weights)
 
 

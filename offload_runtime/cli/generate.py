@@ -269,6 +269,8 @@ def answer_line(result: GenerationResult, *more: str) -> str:
         figures.append(f"link {100 * stats.link_gbps / stats.link_peak_gbps:.0f} %")
     if stats.expert_hit_rate is not None:
         figures.append(f"expert hits {100 * stats.expert_hit_rate:.0f} %")
+    if stats.expert_cpu_gbps is not None:
+        figures.append(f"{100 * stats.expert_cpu_share:.0f} % of misses on the CPU")
     return " · ".join([*figures, *more])
 
 
@@ -305,12 +307,12 @@ def show_stats(stats: GenerationStats, device: str) -> None:
             figures.append(f"{stats.stall_s:.2f} s waited for")
         lines.append(", ".join(figures))
     if stats.expert_hit_rate is not None:
-        brought = f"{format_bytes(stats.expert_bytes_per_pass)} of them a pass over the link"
-        on_cpu = ""
+        figures = [f"expert hits {100 * stats.expert_hit_rate:.1f} %"]
+        figures.append(f"{format_bytes(stats.expert_bytes_per_pass)} a pass over the link")
         if stats.expert_cpu_gbps is not None:
-            share = f"{100 * stats.expert_cpu_share:.0f} % of the others on the CPU"
-            on_cpu = f", {share}, {stats.expert_cpu_gbps:.1f} GB/s"
-        lines.append(f"experts on the device {100 * stats.expert_hit_rate:.1f} % of the time, {brought}{on_cpu}")
+            share = f"{100 * stats.expert_cpu_share:.0f} % of misses on the CPU"
+            figures.append(f"{share} at {stats.expert_cpu_gbps:.1f} GB/s")
+        lines.append(", ".join(figures))
     if stats.hidden_draft_share is not None:
         lines.append(f"drafting hidden {100 * stats.hidden_draft_share:.1f} %")
     held = {memory_name(device.split(":")[0]): stats.peak_vram_bytes, "page-locked memory": stats.pinned_bytes,

@@ -37,7 +37,7 @@ from offload_runtime.runners import graphs
 from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.model_runner import WARM_UP_ROWS, CapturedPasses, Decoder, ModelRunner, RowsDecoder
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, sample
-from offload_runtime.sizes import format_bytes
+from offload_runtime.sizes import counted, format_bytes
 from offload_runtime.stream import staging
 from offload_runtime.stream.arena import HostArena, PageableMemory, Registrar, require_readable_arenas
 from offload_runtime.stream.copy_engine import CopyEngine, CopyQueues, measure_link_gbps
@@ -415,7 +415,8 @@ class CpuThreads:
         if self.threads is None:
             return self.why_not
         library = self.threads.library
-        return f"{expert_threads()} threads of the CPU compute some of the experts ({library.instructions})"
+        threads = counted(expert_threads(), "thread")
+        return f"the CPU computes some of the experts with {threads} ({library.instructions})"
 
 
 NO_CPU = CpuThreads(0)

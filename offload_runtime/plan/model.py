@@ -419,8 +419,8 @@ class ModelPlan:
         if self.placement.pool_buffers is None:
             return f"all {experts} on the device{kept}"
         room = f"room for {self.placement.pool_buffers} of {experts} on the device"
-        expected = f"among which {self.expected_hits:.0%} of what a token needs is expected"
-        return f"{room} ({self.pool_share:.0%}), {expected}{kept}"
+        share, hits = 100 * self.pool_share, 100 * self.expected_hits
+        return f"{room} ({share:.0f} %), expected hits {hits:.0f} %{kept}"
 
     # --- keys and values
 

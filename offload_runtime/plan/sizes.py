@@ -22,7 +22,7 @@ from offload_runtime.runners import graphs
 from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
 from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, hidden_store_rows
 from offload_runtime.runners.model_runner import EXPERT_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS
-from offload_runtime.sizes import format_bytes, format_bytes_up
+from offload_runtime.sizes import counted, format_bytes, format_bytes_up
 from offload_runtime.speculation.ngram import MOST_UNTOLD_TOKENS
 from offload_runtime.speculation.triforce import most_guess_rows, verifier_step_bytes
 from offload_runtime.speculation.window import MOST_LEVELS
@@ -571,9 +571,10 @@ def _check_experts(request: RuntimeConfig, layout: ModelLayout) -> None:
         return
     least, each_bytes = max(one.chosen for one in experts), max(one.block.total_bytes for one in experts)
     if size < least * each_bytes:
+        chosen = f"{counted(least, 'expert')} of {format_bytes(each_bytes)}, which a token goes through in a layer"
         raise BudgetError(
-            f"--expert-pool {format_bytes(size)} has no room for the {least} experts of {format_bytes(each_bytes)} "
-            f"that a token goes through in a layer: raise it to {format_bytes_up(least * each_bytes)}"
+            f"--expert-pool {format_bytes(size)} has no room for {chosen}: raise it to "
+            f"{format_bytes_up(least * each_bytes)}"
         )
 
 
