@@ -150,8 +150,9 @@ def _expert_kernel(
     brought to one place.
 
     Of few rows the next kernel's programs come as soon as there are places, as waiting for memory is most of what these
-    do at first. Behind a first product, which has itself waited, the second one knows where it reads before it waits.
+    do at first; those of a second product find out where to read before they wait.
     """
+    # None of a second product's is launched before all of the first one's have waited for what choices and buffers are.
     if OVERLAP and (GATED or not FEW):
         gdc_wait()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
