@@ -334,7 +334,7 @@ def _matrix_stages(
     stages, others = list[tuple[int, float, float]](), 0
     for block, count in model.placed_layout.multiplied(model.layers, head=model.has_head):
         for read in block.register_reads if in_registers else ():
-            decoding_s = max(read.weights / _decode_rate(machine, read.kind), read.products * _DECODED_PRODUCT_S)
+            decoding_s = max(read.weights / _decode_rate(machine, read.kind), read.launches * _DECODED_PRODUCT_S)
             stages.append((count, read.nbytes / hbm, max(decoding_s, read.weights * element_s)))
         rest = block.without_register_reads if in_registers else block
         moved_bytes = rest.moved_bytes(slices, rows=height, expert_passes=0)

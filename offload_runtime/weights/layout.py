@@ -58,13 +58,13 @@ class TensorSpec:
 
 
 class RegisterRead(NamedTuple):
-    """Weights stored as one `kind` that so many of a GPU's products of few rows read as stored and decode in
-    registers."""
+    """Weights stored as one `kind`, which a GPU's products of few rows read as stored and decode in registers. One
+    launch multiplies rows of up to two kinds, and is counted in `launches` of the first."""
 
     kind: str
     nbytes: int
     weights: int
-    products: int
+    launches: int
 
 
 @dataclass(frozen=True)
@@ -121,13 +121,13 @@ class PackedLayout:
     @cached_property
     def register_reads(self) -> tuple[RegisterRead, ...]:
         """Return what a GPU's products of few rows decode in registers, by kind."""
-        weights, nbytes, products = Counter[str](), Counter[str](), Counter[str]()
+        weights, nbytes, launches = Counter[str](), Counter[str](), Counter[str]()
         for spec in self.tensors:
             if found := spec.encoding.weights_in_registers(spec.shape):
                 weights.update(found)
                 nbytes.update(spec.encoding.bytes_by_kind(spec.shape))
-                products.update([*found][::2])  # rows of two kinds are one product
-        return tuple(RegisterRead(kind, nbytes[kind], count, products[kind]) for kind, count in weights.items())
+                launches.update([*found][::2])
+        return tuple(RegisterRead(kind, nbytes[kind], count, launches[kind]) for kind, count in weights.items())
 
     @cached_property
     def without_register_reads(self) -> PackedLayout:
