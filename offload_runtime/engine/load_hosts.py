@@ -57,8 +57,8 @@ _SAME = {
 }  # fmt: skip
 
 
-class _InStridesError(Exception):
-    """The layers of all ranks are to be dealt out in so many `strides`."""
+class _DealAgain(Exception):
+    """Ends loading before anything is read: the layers of all ranks are to be dealt out anew, in so many `strides`."""
 
     def __init__(self, strides: int) -> None:
         super().__init__()
@@ -192,8 +192,8 @@ def load_first(shares: Shares, load: LoadPart, on_plan: Callable[[RunPlan], None
     try:
         try:
             engine = _load_before(shares, load, orders, on_plan)
-        except _InStridesError as error:
-            shares = shares.in_strides(error.strides)
+        except _DealAgain as again:
+            shares = shares.in_strides(again.strides)
             engine = _load_before(shares, load, orders, on_plan)
     except BaseException as error:
         group.say_end(f"it could not load its layers ({error})" if isinstance(error, OffloadError) else "stopped")
@@ -212,7 +212,7 @@ def _load_before(
     order: Mapping[str, Any] | None = None,
 ) -> Engine:  # fmt: skip
     """Load a rank's layers, and let the ranks behind do so, as soon as these are planned; wait for them, too. The
-    `order` is the first rank's; None: this is the first, and makes it. Raises `_InStridesError` where that has planned
+    `order` is the first rank's; None: this is the first, and makes it. Raises `_DealAgain` where that has planned
     consecutive layers, and all are predicted to be faster in strides."""
     first_plan = dict[str, Any]()
 
@@ -221,7 +221,7 @@ def _load_before(
         if not first_plan:  # and not planned again, without what cannot be coded
             is_open = order is None and shares.strides == 1
             if is_open and (strides := _best_strides(shares, orders, plan)) > 1:
-                raise _InStridesError(strides)
+                raise _DealAgain(strides)
             first_plan.update(own)
             orders.ask(LOAD, sizes_behind(own, plan.target.config))
         assert first_plan == own
