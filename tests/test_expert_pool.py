@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -156,13 +157,16 @@ def test_a_head_says_the_same_whatever_of_its_experts_is_in_the_pool(
 
 @pytest.mark.slow
 @needs_compiler
-def test_the_cpu_takes_what_keeps_it_busy_as_long_as_the_link(tmp_path: Path) -> None:
-    """By measured rates, with what the link brings meanwhile for later passes."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_have_the_same_bits_whatever_the_pool_and_the_share_of_the_cpu(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """By measured rates, too, with what the link brings meanwhile for later passes."""
     family_model("gpt_oss", 1, num_experts_per_tok=CHOSEN, num_local_experts=COUNT).save_pretrained(tmp_path)
     source, found = open_checkpoint(tmp_path), list[torch.Tensor]()
-    ways: list[dict[str, Any]] = [{}, *({"pool_buffers": count, "cpu_share": None} for count in (3, 7))]
-    for options in ways:
-        made = make_runner(source, **options)
+    shares = product((CHOSEN, COUNT - 1), (0, 1.0, None))
+    for buffers, share in [(None, 0), *shares]:
+        made = make_runner(source, pool_buffers=buffers, cpu_share=share, dtype=dtype)
         rows = [prefill(made.runner, 0, PROMPTS[0])]
         for first in range(14):
             rows.append(verify(made.runner, {0: TokenTree(tuple(range(first, first + 1 + first % 5)))}))
@@ -252,6 +256,17 @@ def test_a_share_of_a_cpu_without_a_compiler_is_refused(mixture: Path, monkeypat
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(OptionError, match=r"--cpu-share 0.5: .* no C\+\+ compiler found"):
         Runtime.load(mixture, device="cpu", expert_pool=COUNT * EXPERT_BYTES, cpu_share=0.5)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_link_brings_all_where_there_is_no_compiler(
+    mixture: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    card: dict[str, Any] = {"device": "cuda:0", "dtype": "bf16", "vram": "8GB", "context": 300, "draft": "none"}
+    with Runtime.load(mixture, expert_pool=COUNT * EXPERT_BYTES // 2, **card) as runtime:
+        assert "the CPU takes no share of the experts: no C++ compiler found" in runtime.placement
+        assert runtime.generate(PROMPTS[0], max_new_tokens=8, ignore_eos=True).stats.expert_cpu_gbps is None
 
 
 def test_a_model_without_experts_has_no_pool(target: Path) -> None:

@@ -147,6 +147,7 @@ def test_an_old_index_does_not_decide(untied: Path, shards_are_there: bool) -> N
         ("config.json", {"model_type": None}, "does not say what model it is"),
         ("config.json", {"model_type": "deepseek_v3", "kv_lora_rank": 512, "n_routed_experts": 256},
          "latent attention"),
+        ("config.json", {"model_type": "glm4_moe", "n_group": 4}, "n_group is 4.*chosen by groups"),
         ("config.json", {"model_type": "blip-2", "text_config": {"model_type": "opt"}}, r"text part .opt. has layers"),
         ("config.json", {"model_type": "llama4", "text_config": {"model_type": "llama4_text", "num_local_experts": 16}},
          "mixture of experts"),
