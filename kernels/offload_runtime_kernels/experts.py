@@ -280,13 +280,3 @@ def combine_experts(y: torch.Tensor, weights: torch.Tensor, *, residual: torch.T
     if residual is not None:
         assert residual.shape == (len(y), y.shape[2]) and residual.dtype == y.dtype and residual.is_contiguous()
     return (combine_experts_triton if y.is_cuda else combine_experts_reference)(y, weights, residual=residual)
-
-
-def experts(
-    x: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor, gate_up: StoredMatrices, down: StoredMatrices,
-    shape: ExpertShape, *, gate_up_bias: torch.Tensor | None = None, down_bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Return what `combine_experts` makes of `expert_rows`, [N, H], where every expert lies at its number."""
-    y = x.new_empty(*choices.shape, shape.hidden)
-    expert_rows(x, choices, gate_up, down, shape, out=y, gate_up_bias=gate_up_bias, down_bias=down_bias)
-    return combine_experts(y, weights)

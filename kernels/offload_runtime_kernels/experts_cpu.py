@@ -365,18 +365,16 @@ class ExpertsCpu:
 
     Args:
         library: What they run.
-        threads: How many.
-        cores: A core for each; None: of those that this process may run on, physical ones of their own first.
+        threads: How many, on cores that this process may run on, physical ones of their own first.
 
     Raises:
         NoCpuShare: There are fewer cores than threads, or the system refuses threads.
     """
 
-    def __init__(self, library: ExpertsLibrary, threads: int, cores: Sequence[int] | None = None) -> None:
-        allowed = sorted(os.sched_getaffinity(0))
-        cores = physical_first(allowed)[:threads] if cores is None else cores
-        if len(cores) < threads or not set(cores) <= set(allowed):
-            raise NoCpuShare(f"{threads} threads need a core each, of the {len(allowed)} that this process may use")
+    def __init__(self, library: ExpertsLibrary, threads: int) -> None:
+        cores = physical_first([*os.sched_getaffinity(0)])
+        if len(cores) < threads:
+            raise NoCpuShare(f"{threads} threads need a core each, of the {len(cores)} that this process may use")
         self.library = library
         self._threads = library.code.experts_start(threads, (ctypes.c_int32 * threads)(*cores[:threads]))
         if not self._threads:

@@ -152,11 +152,6 @@ class ExpertPool:
         self._wait_for_card()
         self._before = self._counted()
 
-    @property
-    def bytes_begun(self) -> int:
-        """Return bytes of all experts that were brought."""
-        return self.counts.bytes_begun
-
     def prefetches_layers(self, rows: int) -> bool:
         """Return whether a pass of so many rows prefetches all experts of each layer, before any are chosen."""
         return all(

@@ -220,8 +220,6 @@ def test_no_thread_is_left_behind(simple: ops.ExpertsLibrary) -> None:
 def test_each_thread_has_a_core(simple: ops.ExpertsLibrary) -> None:
     with pytest.raises(ops.NoCpuShare, match=f"{CORES + 1} threads need a core each"):
         ops.ExpertsCpu(simple, threads=CORES + 1)
-    with pytest.raises(ops.NoCpuShare, match="a core each"):
-        ops.ExpertsCpu(simple, threads=1, cores=[4096])
 
 
 def test_threads_share_a_physical_core_last(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from kernel_cases.case import DEVICE, Case, Cases, random_bf16
-from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, combine_experts, experts
+from offload_runtime_kernels.experts import ExpertShape, StoredMatrices, combine_experts, expert_rows
 from offload_runtime_kernels.experts_cpu import random_rows
 from offload_runtime_kernels.experts_decoded import expert_rows_decoded
 from offload_runtime_kernels.router import choose_experts
@@ -72,21 +72,11 @@ class Layer:
         """Experts that each of the choices has."""
         return [one.unique().tolist() for one in self.choices]
 
-    def by_kernels(self, index: int) -> torch.Tensor:
+    def by_kernels(self, index: int, run: Callable[..., None] = expert_rows) -> torch.Tensor:
         """What comes of the rows."""
         shape = MODELS[self.model][0]
-        return experts(
-            self.x, self.choices[index], self.weights[index], self.gate_up, self.down, shape, **self.biases
-        )  # fmt: skip
-
-    def by_decoded(self, index: int, scratch: torch.Tensor) -> torch.Tensor:
-        """The same, where experts are decoded first."""
-        shape = MODELS[self.model][0]
         y = self.x.new_empty(*self.choices[index].shape, shape.hidden)
-        expert_rows_decoded(
-            self.x, self.choices[index], self.gate_up, self.down, shape, out=y, buffers=None, scratch=scratch,
-            **self.biases,
-        )  # fmt: skip
+        run(self.x, self.choices[index], self.gate_up, self.down, shape, out=y, buffers=None, **self.biases)
         return combine_experts(y, self.weights[index])
 
     def by_expert(self, index: int) -> torch.Tensor:
@@ -127,11 +117,11 @@ def make_experts(model: str, rows: int) -> Case:
 def make_decoded(model: str, rows: int, mib: int) -> Case:
     """The same where they are decoded first, into so much memory; the reference is kernels that decode on the way."""
     layer, scratch = Layer.of(model, rows), torch.empty(mib << 20, dtype=torch.uint8, device=DEVICE)
-    bits = torch.equal(layer.by_decoded(0, scratch), layer.by_kernels(0))
+    by_decoded = partial(layer.by_kernels, run=partial(expert_rows_decoded, scratch=scratch))
+    bits = torch.equal(by_decoded(0), layer.by_kernels(0))
     return layer.case(
-        partial(layer.by_decoded, scratch=scratch), reference=layer.by_kernels,
-        configuration={"decoded": f"{mib} MiB", "same bits": bits},
-    )  # fmt: skip
+        by_decoded, reference=layer.by_kernels, configuration={"decoded": f"{mib} MiB", "same bits": bits}
+    )
 
 
 def make_router(rows: int) -> Case:
