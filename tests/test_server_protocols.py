@@ -213,7 +213,7 @@ def ollama(server: Spoken) -> Any:
 
 def test_ollamas_answers_are_those_of_a_chat(spoken: Spoken, ollama: Any) -> None:
     (model,) = ollama.list().models
-    assert model.model == MODEL and model.size > 0
+    assert model.model == MODEL and model.size > 0 and model.details.quantization_level == "F32"
     shown = ollama.show(model.model)
     assert shown.template == TEMPLATE and shown.capabilities == ["completion", "tools", "thinking"]
     assert spoken.http.get("/api/version").json()["version"]

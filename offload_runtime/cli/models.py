@@ -20,8 +20,6 @@ from offload_runtime.sizes import counted, format_bytes
 if TYPE_CHECKING:
     from offload_runtime.weights.local import LocalModel
 
-_LEAST_SHARE = 0.01  # of a model's bytes in one format, from which on that is named
-
 
 def list_models(options: ListOptions) -> None:
     """List the models that are here: in the hub's cache, ollama's and LM Studio's folders."""
@@ -54,9 +52,7 @@ def _record(model: LocalModel, machine: MachineProfile | None) -> dict[str, Any]
             require_files(model.path)
         described = describe_model(model.path)
         record["family"] = described.family
-        kinds = described.layout(described.native_dtype).bytes_by_kind
-        least_bytes = _LEAST_SHARE * sum(kinds.values())
-        record["stored_as"] = [kind for kind, nbytes in kinds.items() if nbytes >= least_bytes]
+        record["stored_as"] = described.layout(described.native_dtype).main_kinds
         if machine is None:
             return record
         from offload_runtime.plan.report import best_tok_per_s

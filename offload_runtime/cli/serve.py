@@ -157,7 +157,7 @@ def _opened(names: Sequence[str], config: RuntimeConfig) -> OfferedModel:
     model, layout = source.config(), source.layout(source.native_dtype)
     most = model.max_position_embeddings
     return OfferedModel.described(
-        names, source.tokenizer(), architecture=model.architecture, stored_as=layout.stored_as,
+        names, source.tokenizer(), architecture=model.architecture, stored_as=layout.main_kinds,
         weight_bytes=layout.total_bytes, defaults=sampling_defaults(source.generation_fields),
         context_tokens=most if config.context is None else min(config.context, most),
     )  # fmt: skip

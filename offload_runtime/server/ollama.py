@@ -288,7 +288,7 @@ def _details(model: OfferedModel) -> dict[str, Any]:
     family = model.architecture
     return {
         "parent_model": "", "format": "", "family": family, "families": [family], "parameter_size": "",
-        "quantization_level": model.stored_as,
+        "quantization_level": ", ".join(model.stored_as),
     }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class OfferedModel:
     Attributes:
         names: What requests may call it; answers have the first.
         architecture: Transformers' name of its family.
-        stored_as: In what formats its weights are.
+        stored_as: In what formats most of its weights are.
         weight_bytes: What these take.
         context_tokens: What prompt and answer may have together; of one that is not loaded, what its makers say.
         defaults: How tokens are chosen where a request does not say, as the model's makers want it; OpenAI's
@@ -53,7 +53,7 @@ class OfferedModel:
 
     names: tuple[str, ...]
     architecture: str
-    stored_as: str
+    stored_as: Sequence[str]
     weight_bytes: int
     context_tokens: int
     defaults: Mapping[str, float]
@@ -63,7 +63,7 @@ class OfferedModel:
 
     @classmethod
     def described(
-        cls, names: Sequence[str], tokenizer: Any, *, architecture: str, stored_as: str, weight_bytes: int,
+        cls, names: Sequence[str], tokenizer: Any, *, architecture: str, stored_as: Sequence[str], weight_bytes: int,
         defaults: Mapping[str, float], context_tokens: int,
     ) -> OfferedModel:  # fmt: skip
         """Return it of what is known of a model by its files."""
@@ -81,7 +81,7 @@ class OfferedModel:
         """Return it of a model that is loaded."""
         layout = runtime.plan.target.layout
         return cls.described(
-            names, runtime.tokenizer, architecture=runtime.config.architecture, stored_as=layout.stored_as,
+            names, runtime.tokenizer, architecture=runtime.config.architecture, stored_as=layout.main_kinds,
             weight_bytes=layout.total_bytes, defaults=runtime.sampling_defaults, context_tokens=runtime.context_tokens,
         )  # fmt: skip
 

@@ -323,6 +323,11 @@ class ModelLayout:
                 found.update({kind: count * nbytes for kind, nbytes in of_one.items()})
         return dict(found.most_common())
 
+    @property
+    def main_kinds(self) -> list[str]:
+        """Return those of `bytes_by_kind` that hold a hundredth of all or more."""
+        return [kind for kind, nbytes in self.bytes_by_kind.items() if 100 * nbytes >= self.total_bytes]
+
     @cached_property
     def has_coded(self) -> bool:
         """Return whether some matrices are in the 12-bit code."""
