@@ -247,7 +247,8 @@ def names() -> set[str]:
     return {one.name for one in local_models()}
 
 
-def test_a_server_without_a_target_has_all_that_run(home: Path) -> None:
+@pytest.mark.parametrize("named", [[], ["--target", "org/plain", "--keep-alive", "5m"]])
+def test_a_server_has_what_is_named_or_all_that_run(home: Path, named: list[str]) -> None:
     port = free_port()
     listed = list[Any]()
 
@@ -255,10 +256,10 @@ def test_a_server_without_a_target_has_all_that_run(home: Path) -> None:
         listed.extend(httpx.get(f"{url}/v1/models", trust_env=False).json()["data"])
 
     with asked_and_stopped(port, ask):
-        result = run("serve", "--device", "cpu", "--port", str(port))
+        result = run("serve", *named, "--device", "cpu", "--port", str(port))
     assert result.exit_code == 0, result.stderr
     assert "org/plain" in [one["id"] for one in listed] and {one["x_status"] for one in listed} == {"unloaded"}
-    assert "org/mamba is left out: " in result.stderr
+    assert ("org/mamba is left out: " in result.stderr) == (not named)
 
 
 def test_a_server_without_any_model_says_what_to_do(home: Path, tmp_path: Path) -> None:

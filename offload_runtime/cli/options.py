@@ -232,8 +232,8 @@ class ServeOptions(LoadOptions):
         repeated=True,
     )  # fmt: skip
     served_model_name: list[str] | None = option(
-        None, "What the model is called, in place of the last part of --target; repeated, it has several names. With "
-        "several models one for each.", metavar="NAME", repeated=True,
+        None, "What the model is called, in place of --target, of a path the last part; repeated, it has several "
+        "names. With several models one for each.", metavar="NAME", repeated=True,
     )  # fmt: skip
     explain: bool = _explain("Say what lives where before loading.")
 
@@ -265,12 +265,12 @@ class ServeOptions(LoadOptions):
 
     @property
     def names(self) -> list[list[str]]:
-        """Return what each model is called: never its whole path."""
+        """Return what each model is called: as it was named, and of a path never the whole."""
         if self.served_model_name is not None:
             given = self.served_model_name
             return [given] if len(self.targets or ()) == 1 else [[name] for name in given]
-        where = (os.path.abspath(one) if os.path.exists(one) else one for one in self.targets or ())
-        return [[Path(one).name.removesuffix(".gguf")] for one in where]
+        paths = [(one, os.path.abspath(os.path.expanduser(one))) for one in self.targets or ()]
+        return [[Path(path).name.removesuffix(".gguf") if os.path.exists(path) else one] for one, path in paths]
 
 
 @dataclass(frozen=True, kw_only=True)
