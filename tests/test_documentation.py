@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import typer
 from option_table import with_table
+from typer.testing import CliRunner
 
 from offload_runtime.cli.app import app
 from offload_runtime.cli.chat_commands import COMMANDS as OF_A_CHAT
@@ -27,6 +28,7 @@ from offload_runtime.weights.neighbours import stored_kinds
 from offload_runtime.weights.sources import describe_model
 
 ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "tests/data/configs"
 PATHS = [*(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")), *sorted(ROOT.glob("docs/*.md"))]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
 PROGRAM: Any = typer.main.get_command(app)
@@ -166,7 +168,7 @@ def test_every_result_is_shown() -> None:
 def test_the_readme_predicts_what_plan_does(row: str, draft: bool) -> None:
     name, mix, context, *speeds = re.fullmatch(r"(\S+) in (\S+), (\d+)K \| ([\d.]+) \| ([\d.]+)", row).groups()  # type: ignore[union-attr]
     small = "llama-3.2-1b" if "Llama" in name else "qwen2.5-0.5b"
-    models = [describe_model(ROOT / "tests/data/configs" / one) for one in (name.lower(), small)]
+    models = [describe_model(CONFIGS / one) for one in (name.lower(), small)]
     if mix != "bf16":
         kinds = (stored_kinds(model.config(), of) for model, of in zip(models, (mix, "Q8_0"), strict=True))
         models = [replace(model, kinds=stored) for model, stored in zip(models, kinds, strict=True)]
@@ -174,6 +176,13 @@ def test_the_readme_predicts_what_plan_does(row: str, draft: bool) -> None:
     predicted = forecast(plan_run(request, card), card)
     found = predicted.usual.tok_per_s if draft else predicted.plain_tok_per_s
     assert float(speeds[draft]) == pytest.approx(found, rel=0.05)
+
+
+def test_the_readme_shows_what_plan_prints() -> None:
+    _, command, shown = re.split(r"^    \$ offload-runtime (.+)$", PAGES["README.md"], flags=re.MULTILINE)
+    words = [str(CONFIGS / word[2:].lower()) if word.startswith("./") else word for word in command.split()]
+    lines = (line.strip() for line in CliRunner().invoke(app, words).stdout.splitlines())
+    assert all(line.strip() in lines for line in indented(shown.partition("![")[0]))  # in this order
 
 
 GUIDE, SERVER = ((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("guide.md", "server.md"))
