@@ -219,10 +219,13 @@ def test_loading_looks_as_far_as_ordinary_answers(capacity_tokens: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["draft", "mtp", "dflash", "self"])
-def test_no_answer_captures_a_graph(target: Path, draft: Path, tmp_path: Path, kind: str) -> None:
-    """Answers about one text of ordinary length find all graphs, but for steps of drafts that filter tokens."""
-    options: dict[str, Any] = {"draft": {"draft": draft}.get(kind, kind), "kv": "gpu"}
+@pytest.mark.parametrize(
+    ("kind", "batch"), [("draft", 1), ("draft", 3), ("mtp", 1), ("mtp", 3), ("dflash", 1), ("dflash", 3), ("self", 1)]
+)
+def test_no_answer_captures_a_graph(target: Path, draft: Path, tmp_path: Path, kind: str, batch: int) -> None:
+    """Answers about one text of ordinary length find all graphs, but for steps of drafts that filter tokens: in all
+    slots, which they get in turn."""
+    options: dict[str, Any] = {"draft": {"draft": draft}.get(kind, kind), "kv": "gpu", "max_batch": batch}
     if kind in ("mtp", "dflash"):
         target, options["draft"] = with_head(target, kind, tmp_path)
     if kind == "self":

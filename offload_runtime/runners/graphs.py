@@ -18,6 +18,8 @@ from offload_runtime_kernels.kv_blocks import BLOCK_TOKENS
 
 from offload_runtime.core import BatchShape
 from offload_runtime.models.config import ModelConfig
+from offload_runtime.params import SamplingParams
+from offload_runtime.sampling import WARM_UP_SAMPLINGS
 from offload_runtime.stream.device import packed_words
 
 # Deepest node below the text.
@@ -26,7 +28,8 @@ MOST_DEPTH = 256
 MOST_DELTA_DEPTH = 64
 # On CUDA a step is about few rows of a sequence or as many as there may be.
 NARROW_ROWS = 8
-# Reaches of steps that are captured at load, up to 16384 tokens: a draft of longer texts rarely keeps all of them.
+# Reaches of steps that are captured at load, up to 16384 tokens: a draft of longer texts rarely keeps all of them. Of
+# those about several texts one less, as all graphs of a load are held.
 _MOST_REACHES = 5
 # Tokens up to which all steps are captured as one.
 _LEAST_REACH = 4 * BLOCK_TOKENS
@@ -158,6 +161,25 @@ class StepGraphs:
             self._graphs.pop(key, None)
             self._keep(key, self._captured(step))
 
+    def warm_up(
+        self, take_steps: Callable[[Sequence[SamplingParams], int], None], *, batch: int, lengths: Sequence[int]
+    ) -> None:
+        """Compile the kernels of a drafter's steps, and capture those about texts of which no token is filtered.
+
+        Args:
+            take_steps: Takes steps about as many sequences as it is given options, the first of which has so many
+                tokens.
+            batch: The most sequences.
+            lengths: Tokens of the text, ascending.
+        """
+        with self.eager():
+            for params in WARM_UP_SAMPLINGS[1:]:
+                take_steps([params], lengths[0])
+        for length in lengths:
+            for count in reversed(warm_up_batches(batch)):  # if anything is dropped it is what is rare
+                for _ in range(2 if self._replays else 1):  # compiles, then captures
+                    take_steps(WARM_UP_SAMPLINGS[:1] * count, length)
+
     @contextmanager
     def eager(self) -> Iterator[None]:
         """Make every run an ordinary one for a while, and keep nothing: what is run once needs no graph."""
@@ -245,8 +267,8 @@ def _pool_of(device: torch.device) -> torch.cuda.MemPool:
 
 
 def warm_up_batches(batch: int) -> list[int]:
-    """Return the numbers of sequences, up to `batch`, whose steps need other kernels: these are made for powers of
-    two of rows."""
+    """Return the numbers of sequences, up to `batch`, that steps are made for: kernels are for powers of two of
+    rows."""
     return [*(1 << power for power in range((batch - 1).bit_length())), batch]
 
 
@@ -342,16 +364,12 @@ def captured_shape(shape: BatchShape, *, width: int, capacity_tokens: int) -> Ba
     return BatchShape(shape.batch, rows, shape.depth, graph_reach(shape.reach, capacity_tokens))
 
 
-def captured_shapes(batch: int, *, width: int, depth: int, capacity_tokens: int) -> list[BatchShape]:
-    """Return the shapes of steps about one text, or about several of about the same length: what is captured at
-    load."""
-    reaches = [_LEAST_REACH]
-    while reaches[-1] < capacity_tokens and len(reaches) < _MOST_REACHES:
-        reaches.append(2 * reaches[-1])
-    return [
-        captured_shape(BatchShape(batch, rows, depth, reach), width=width, capacity_tokens=capacity_tokens)
-        for reach in reaches for rows in sorted({1, width})
-    ]  # fmt: skip
+def captured_shapes(batch: int, width: int, depth: int, capacity_tokens: int) -> list[BatchShape]:
+    """Return the shapes of steps about one text, or about several of about the same length: what is captured at load.
+    Arguments as of `BatchShape` and `captured_shape`."""
+    reaches = {min(_LEAST_REACH << power, capacity_tokens) for power in range(_MOST_REACHES - (batch > 1))}
+    shapes = [BatchShape(batch, rows, depth, reach) for reach in sorted(reaches) for rows in (1, width)]
+    return list(dict.fromkeys(captured_shape(one, width=width, capacity_tokens=capacity_tokens) for one in shapes))
 
 
 def tree_input_sizes(shape: BatchShape) -> list[int]:

@@ -24,11 +24,11 @@ from offload_runtime.core import DraftBudget, TokenTree
 from offload_runtime.models.dflash import DFlashConfig
 from offload_runtime.models.layers import Rows
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners.graphs import CHILDREN, StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
+from offload_runtime.runners.graphs import CHILDREN, StepGraphs, graph_reach, warm_up_lengths
 from offload_runtime.runners.head_decoder import HeadDecoder
 from offload_runtime.runners.head_kv import BlockKVState
 from offload_runtime.runners.model_runner import ModelRunner, window_residual
-from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits
+from offload_runtime.sampling import SlotSampling, perturbed_logits
 from offload_runtime.speculation.draft import ChildProbabilities, Children
 from offload_runtime.speculation.ngram import LEAST_CHANCE, NgramDrafter
 from offload_runtime.speculation.step import Budgets, Drafter, Texts, chains_where
@@ -205,18 +205,11 @@ class DFlashRunner:
         return found.int(), best[:, None] + pairs * inverse.masked_fill(inverse == 0, 1.0)[:, None, None]
 
     def warm_up(self) -> None:
-        """Compile the kernels of all steps, which would hold up the first proposals, and capture those about all
-        sequences behind texts of up to 2048 tokens, as far as no filter is asked for. Leaves the cache empty."""
-        samplings = [[params] for params in WARM_UP_SAMPLINGS[1:]]
-        samplings += [list(WARM_UP_SAMPLINGS[:1]) * count for count in warm_up_batches(self._batch)]
-        longest = self._runner.cache.capacity_tokens - self._config.block_size
+        """Compile the kernels of all steps, which would hold up the first proposals, and capture those behind texts of
+        up to 2048 tokens, as far as no filter is asked for. Leaves the cache empty."""
         self.texts.warm_up()
-        with self.graphs.eager():
-            for params in samplings[:-1]:
-                self._take_step(params, 1)
-        for length in (1, *warm_up_lengths(longest)):
-            for _ in range(2 if self.device.type == "cuda" else 1):  # compiles, then captures
-                self._take_step(samplings[-1], length)
+        longest = self._runner.cache.capacity_tokens - self._config.block_size
+        self.graphs.warm_up(self._take_step, batch=self._batch, lengths=(1, *warm_up_lengths(longest)))
 
     def _take_step(self, slots: Sequence[SamplingParams], length: int) -> None:
         """Make a step about these sequences, behind texts of so many tokens and one more."""

@@ -153,7 +153,8 @@ class DraftRunner:
         self.device = device = runner.rope.device
         self._excluded = torch.tensor(excluded, dtype=torch.int64, device=device) if excluded else None
         self._sampling = SlotSampling(batch, device)
-        self.window, self._own_window = window or DeviceWindow(device, batch=batch), window is None
+        self._own_window = window is None
+        self.window = window or DeviceWindow(device, batch=batch, counts=graphs.warm_up_batches(batch))
         self._spare = cache.spare_positions if self._own_window else range(0)
         self._root_positions, self._spare = self._spare[:shares_kv], self._spare[shares_kv:]  # the former at most one
         self.num_places, self._has_states = len(self._spare), cache.step_tokens is not None
@@ -197,23 +198,17 @@ class DraftRunner:
         )  # fmt: skip
 
     def warm_up(self) -> None:
-        """Compile the kernels of all steps, which would hold up the first proposals, and capture those over trees, and
-        those of chains about all sequences behind texts of up to 2048 tokens, as far as no filter is asked for. Leaves
-        the cache empty.
+        """Compile the kernels of all steps, which would hold up the first proposals, and capture those over trees of
+        one sequence or all, and those of chains behind texts of up to 2048 tokens, as far as no filter is asked for.
+        Leaves the cache empty.
 
         The steps of a shared window are left to the retrieval verifier.
         """
         if self._own_window:
-            with self.graphs.eager():
-                for params in WARM_UP_SAMPLINGS[1:]:
-                    self._take_steps([params], 1)
-                for num_sequences in graphs.warm_up_batches(self._batch)[:-1]:
-                    self._take_steps(WARM_UP_SAMPLINGS[:1] * num_sequences, 1)
-            # Where layers have states steps that go beyond a chunk, as behind whole blocks, are others.
-            lengths = graphs.warm_up_lengths(self._capacity_tokens - 1)
-            for length in sorted({1, *lengths, *(one - 1 for one in lengths)}):
-                for _ in range(2 if self.device.type == "cuda" else 1):  # compiles, then captures
-                    self._take_steps(WARM_UP_SAMPLINGS[:1] * self._batch, length)
+            lengths = {1, *graphs.warm_up_lengths(self._capacity_tokens - 1)}
+            if self._has_states:  # steps that go beyond a chunk, as behind whole blocks, are others
+                lengths |= {max(1, length - 1) for length in lengths}
+            self.graphs.warm_up(self._take_steps, batch=self._batch, lengths=sorted(lengths))
         with self.graphs.eager():
             longest = self._capacity_tokens - 2 * CATCH_UP_TOKENS - self._first_rows + 1
             for length in (0, *graphs.warm_up_lengths(longest)):
@@ -250,26 +245,26 @@ class DraftRunner:
 
     @torch.inference_mode()
     def _capture_tree_steps(self) -> None:
-        """Capture the steps over trees of all shapes."""
+        """Capture the steps over trees of all shapes, of all sequences and of one."""
         cache = self._runner.cache
         cache.begin_window([], [])  # a step is about all sequences; the last pass may have read a single prompt
-        count, greedy = self._batch, [self._spare[:1]] * self._batch
-        nothing = [StepLine(s, [], [], [], [], fed=0, first=0, committed=0) for s in range(count)]
-        sizes = {"width": self.width(count), "depth": self._depth, "capacity_tokens": self._capacity_tokens}
+        greedy = [self._spare[:1]] * self._batch
+        nothing = [StepLine(s, [], [], [], [], fed=0, first=0, committed=0) for s in range(self._batch)]
         steps = [
             (make, shape)
-            for shape in graphs.captured_shapes(count, **sizes)
+            for count in sorted({self._batch, 1}, reverse=True)
+            for shape in graphs.captured_shapes(count, self.width(count), self._depth, self._capacity_tokens)
             for make in (self._nodes_step, self._greedy_step)
             if make == self._nodes_step or self._may_be_greedy(shape.width)
         ]
         with self.graphs.eager():  # compiles
             for params in WARM_UP_SAMPLINGS:
-                for slot in range(count):
+                for slot in range(self._batch):
                     self.join(slot, params)
                 for make, shape in steps:
-                    self._lay_out(nothing, greedy, shape)
+                    self._lay_out(nothing[: shape.batch], greedy[: shape.batch], shape)
                     self._run_over(make, shape)  # a greedy step goes by what the nodes' before it has fetched
-        for slot in range(count):
+        for slot in range(self._batch):
             self.leave(slot)  # without filters
         for make, shape in steps:
             if self._runner.streamer.can_capture(shape.num_rows):

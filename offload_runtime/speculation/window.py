@@ -68,21 +68,23 @@ class DeviceWindow:
     Args:
         device: The compute device.
         batch: Most sequences.
+        counts: The numbers of rows that steps may have, ascending up to `batch`; by default any.
 
     Attributes:
         rows: [num_rows, header and capacity] int32: what steps read and write.
         runners_up: [batch, capacity] int32: what the verifier would have said instead.
-        num_rows: Sequences 0 to num_rows - 1 take part in steps: all up to the last that has joined, at least one.
+        num_rows: Sequences 0 to num_rows - 1 take part in steps: all up to the last that has joined, at least one, and
+            up to the next of the `counts`.
         end: [num_rows] int32, strided: how many tokens of each sequence are known.
         inputs: As of the last upload.
     """
 
-    def __init__(self, device: torch.device, *, batch: int = 1) -> None:
+    def __init__(self, device: torch.device, *, batch: int = 1, counts: Sequence[int] = ()) -> None:
         self.inputs: Mapping[int, SlotUpdate] = {}
         words = WINDOW_HEADER_WORDS + WINDOW_CAPACITY_TOKENS
         self._state = torch.zeros(batch, words, dtype=torch.int32, device=device)
         self.runners_up = torch.full((batch, WINDOW_CAPACITY_TOKENS), -1, dtype=torch.int32, device=device)
-        self._joined = set[int]()
+        self._joined, self._counts = set[int](), counts or range(1, batch + 1)
         self._fit_rows()
 
     def join(self, slot: int) -> None:
@@ -97,7 +99,7 @@ class DeviceWindow:
         self._fit_rows()
 
     def _fit_rows(self) -> None:
-        self.num_rows = 1 + max(self._joined, default=0)
+        self.num_rows = next(count for count in self._counts if count > max(self._joined, default=0))
         self.rows = self._state[: self.num_rows]
         self.end = self.rows[:, 0]
 
