@@ -25,6 +25,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -79,9 +80,8 @@ class Asked:
     greedy_places: Sequence[int] = ()
 
 
-@dataclass(frozen=True)
-class Children:
-    """Holds what may follow a node, the best first, and the scores (logits / T + noise) that say so."""
+class Children(NamedTuple):
+    """Holds what may follow a node, the best first, and the finite scores (logits / T + noise) that say so."""
 
     tokens: list[int]
     scores: list[float]
@@ -671,10 +671,9 @@ def drafting_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _children(tokens: list[int], scores: list[float]) -> Children:
     """Return what is allowed of a row of the output; nothing where its logits were NaN, or the best one overflowed."""
-    if tokens[0] < 0 or not math.isfinite(scores[0]):
-        return Children([], [])
-    allowed = [(token, score) for token, score in zip(tokens, scores, strict=True) if math.isfinite(score)]
-    return Children([token for token, _ in allowed], [score for _, score in allowed])
+    fine = tokens[0] >= 0 and math.isfinite(scores[0])
+    count = sum(map(math.isfinite, scores)) if fine else 0  # the first ones
+    return Children(tokens[:count], scores[:count])
 
 
 class ChildProbabilities:
@@ -696,18 +695,12 @@ class ChildProbabilities:
         self._asked = 0  # observations
 
     def log_probabilities(self, scores: Sequence[float]) -> list[float]:
-        """Return the log-probabilities of children with these finite scores, given their parent."""
+        """Return the log-probabilities of children with these scores, the best first, given their parent."""
         if not scores:
             return []
-        scaled, weights = self._weights(scores)
-        rest = math.log1p(-self.missed) - math.log(sum(weights))
+        scaled = [self.sharpness * (score - scores[0]) for score in scores]
+        rest = math.log1p(-self.missed) - math.log(sum(map(math.exp, scaled)))
         return [one + rest for one in scaled]
-
-    def _weights(self, scores: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Return scores relative to the best one, in units of the sharpness, and their exponentials."""
-        best = max(scores)
-        scaled = [self.sharpness * (score - best) for score in scores]
-        return scaled, [math.exp(one) for one in scaled]
 
     def observe(self, children: Children, token: int) -> None:
         """Learn that the target has said a token, of these children or none of them."""
@@ -719,10 +712,11 @@ class ChildProbabilities:
         self.missed = min(max(self.missed, _LEAST_MISSED), _MOST_MISSED)
         if child is None or len(scores) == 1:
             return
-        scaled, weights = self._weights(scores)  # of the order of one whatever the scale
-        total = sum(weights)
-        mean = sum(weight * value for weight, value in zip(weights, scaled, strict=True)) / total
-        variance = sum(weight * (value - mean) ** 2 for weight, value in zip(weights, scaled, strict=True)) / total
+        scaled = self.log_probabilities(scores)  # but for what they have in common; of the order of one at any scale
+        weights = [math.exp(one) for one in scaled]
+        mean = sum(weight * value for weight, value in zip(weights, scaled, strict=True)) / sum(weights)
+        squares = (weight * (value - mean) ** 2 for weight, value in zip(weights, scaled, strict=True))
+        variance = sum(squares) / sum(weights)
         self._observed += 1
         memory = min(self._observed, _MEMORY)
         self._curvature += (variance - self._curvature) / memory

@@ -122,7 +122,7 @@ class CandidateTree:
         node = self.nodes[key]
         assert not node.expanded and place not in self.places, "a node is expanded once, and has a place of its own"
         new = dict(zip(tokens, log_probabilities, strict=True))
-        for token in [token for token in tokens if token in node.children]:
+        for token in node.children.keys() & new:
             self._raise(node.children[token], key, new.pop(token))
         # To the last bit what `log_probability` will say of the nodes: a candidate is not more probable than itself.
         root = self.nodes[self.root].log_probability
@@ -180,13 +180,14 @@ class CandidateTree:
                 heappush(self._frontier, (-raised, key))
             below.extend(node.children.values())
 
-    def next_to_expand(self, count: int, depth: int, *, behind_parents: bool = False) -> list[int]:
-        """Return the most probable nodes that have not been expanded, at most `count` and none deeper than `depth`,
-        parents before their children; or only those `behind_parents` that have been."""
-        limit, picked = self.nodes[self.root].depth + depth, list[tuple[float, int]]()
-        deeper = list[tuple[float, int]]()
-        while self._frontier and len(picked) < count:
-            entry = heappop(self._frontier)
+    def next_to_expand(self, count: int, depth: int, least: float, *, behind_parents: bool = False) -> list[int]:
+        """Return the most probable nodes that have not been expanded, at most `count`, none deeper than `depth` and all
+        more probable than `least` (a logarithm), parents before their children; or only those `behind_parents` that
+        have been."""
+        root, picked, deeper = self.nodes[self.root], list[tuple[float, int]](), list[tuple[float, int]]()
+        limit, frontier = root.depth + depth, self._frontier
+        while frontier and len(picked) < count and -frontier[0][0] - root.log_probability > least:
+            entry = heappop(frontier)
             node = self.nodes.get(entry[1])
             if node is None or node.expanded or node.log_probability != -entry[0]:
                 continue
@@ -197,7 +198,7 @@ class CandidateTree:
                 picked.append(entry)
                 self._make_sibling(entry[1])
         for entry in (*picked, *deeper):
-            heappush(self._frontier, entry)
+            heappush(frontier, entry)
         return [key for _, key in picked]
 
     def best(self, count: int, depth: int) -> tuple[TokenTree, list[int]]:
@@ -497,17 +498,17 @@ class ModelDrafter(Drafter):
             }
             # Children are less probable than their parent.
             asked, greedy_steps = self._next_step(thresholds, lambda gamma: gamma - 1)
-            # All its children together are at most as probable as a node, and each new one drives out another.
-            gain = sum(
-                chance - math.exp(best[slot][0])
-                for slot, nodes in asked.items() for chance in self._chances(slot, nodes, greedy_steps)
-            )  # fmt: skip
             # Without a first step nothing is proposed and no step is timed, so that this would never change.
             cost_aware = all(
                 self.trees[slot].budget.cost_aware and self.trees[slot].tree.root not in nodes
                 for slot, nodes in asked.items()
             )
-            if not asked or (cost_aware and not self._worth.pays(gain, 1 + greedy_steps)):
+            # All its children together are at most as probable as a node, and each new one drives out another.
+            gains = (
+                chance - math.exp(best[slot][0])
+                for slot, nodes in asked.items() for chance in self._chances(slot, nodes, greedy_steps)
+            )  # fmt: skip
+            if not asked or (cost_aware and not self._worth.pays(sum(gains), 1 + greedy_steps)):
                 if not guessed:
                     break
                 guessed = False  # a step takes as long for all that could be in a window
@@ -540,9 +541,8 @@ class ModelDrafter(Drafter):
             # The root needs no place, but is expanded alone or first.
             count = min(width, self.runner.num_places - len(one.tree.places))
             level = self.runner.hidden is not None
-            nodes = one.tree.next_to_expand(count, depth, behind_parents=level) if depth >= 0 else []
-            if promising := [node for node in nodes if one.tree.log_probability(node) > threshold]:
-                asked[slot] = promising
+            if depth >= 0 and (nodes := one.tree.next_to_expand(count, depth, threshold, behind_parents=level)):
+                asked[slot] = nodes
         greedy_steps = self._greedy_steps(asked, thresholds, depths)
         return {slot: nodes[:1] if greedy_steps else nodes for slot, nodes in asked.items()}, greedy_steps
 

@@ -303,7 +303,7 @@ def unpack(packed: Words, sizes: Iterable[int]) -> list[Words]:
     parts, start = list[Words](), 0
     for size in sizes:
         parts.append(packed[start : start + size])
-        start += packed_words((size,))
+        start += -(-size // _ALIGNED_WORDS) * _ALIGNED_WORDS
     return parts
 
 
