@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -17,53 +16,6 @@ CATCH_UP_TOKENS = 32
 # The draft's first step feeds up to so many tokens that the host knows already: what a verified window brought may be
 # new to its cache.
 REWRITTEN_TOKENS = 2
-
-
-class DraftTexts(Protocol):
-    """Says what steps of a draft ask of what is known of the texts of all sequences.
-
-    Attributes:
-        starts: Of every sequence, how much smaller indices in the cache are than positions.
-        rope_shifts: Of every sequence, how much further keys are rotated than their indices say.
-        last_token: The largest token that the draft is fed.
-        is_shifted: Whether rows may be rotated otherwise than by their indices.
-    """
-
-    last_token: int
-    is_shifted: bool
-
-    @property
-    def starts(self) -> Sequence[int]: ...
-
-    @property
-    def rope_shifts(self) -> Sequence[int]: ...
-
-    def warm_up(self) -> None:
-        """Compile the kernels that only read prompts. Leaves the cache empty."""
-
-    def text_to_warm_up(self, slot: int, length: int) -> list[int]:
-        """Return a text of so many tokens, of which a slot knows all that there is to know."""
-
-    def join(self, slot: int) -> None:
-        """Let another text begin in a slot, which only grows until the next one does."""
-
-    def num_kept(self, length: int) -> int:
-        """Return the tokens that the cache keeps of a text of `length`."""
-
-    def knows(self, slot: int, tokens: Sequence[int]) -> bool:
-        """Return whether there is all that it takes to catch up with a text."""
-
-    def prepare(self, slot: int, tokens: Sequence[int]) -> None:
-        """Read a prompt, as far as it can be before anything is asked for."""
-
-    def catch_up(self, slot: int, tokens: Sequence[int], most: int = ...) -> Sequence[int]:
-        """Bring the cache to all of `tokens` but the last one, or up to `most` of the last, and return these."""
-
-    def holds(self, slot: int, tokens: Sequence[int]) -> bool:
-        """Return whether the cache has the keys of exactly these tokens."""
-
-    def learned(self, slot: int, newest: Sequence[int]) -> None:
-        """Note that steps have written the keys of `newest`, the tokens behind those that the cache had."""
 
 
 class DraftKVState:

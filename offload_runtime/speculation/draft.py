@@ -41,7 +41,6 @@ from offload_runtime.runners.draft_kv import (
     CATCH_UP_TOKENS,
     REWRITTEN_TOKENS,
     DraftKVState,
-    DraftTexts,
     TargetKVState,
 )
 from offload_runtime.runners.head_decoder import HeadDecoder
@@ -163,7 +162,7 @@ class DraftRunner:
         if isinstance(runner.decoder, HeadDecoder):
             self.draft_state = of_head = HeadKVState(runner, batch=batch)
             self.hidden = of_head.hidden
-        self.texts: DraftTexts = self.draft_state or TargetKVState(runner, batch=batch)
+        self.texts = self.draft_state or TargetKVState(runner, batch=batch)
         self._roots = [0 if self.hidden is None else self.hidden.of_root(slot) for slot in range(batch)]
         self.recorder: TraceRecorder | None = None  # of a trace, if there is one
         # What steps read besides the window, a row for each sequence; the tensors never move.
@@ -483,8 +482,8 @@ class DraftRunner:
         return width <= graphs.NARROW_ROWS or self._most_fed(width) > 1 + _MOST_FED
 
     def _catch_up(self, slot: int, text: Sequence[int], most: int) -> Sequence[int]:
-        """Do what `DraftTexts.catch_up` does. What a few steps over trees feed they do, without nodes: they are graphs,
-        where a pass of its own takes the host as long as several, however few its tokens are."""
+        """Do what `DraftKVState.catch_up` does. What a few steps over trees feed they do, without nodes: they are
+        graphs, where a pass of its own takes the host as long as several, however few its tokens are."""
         width, state = self.width(1), self.draft_state
         if state is not None and self.num_places and not (self.rereads or state.is_shifted or self._choosing):
             while 0 < (missing := state.num_missing(slot, text)) - most <= _MOST_FEEDING_STEPS * width:
