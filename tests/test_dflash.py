@@ -131,7 +131,7 @@ def test_its_context_is_the_text_however_that_has_grown(tmp_path: Path) -> None:
     source = open_checkpoint(dflash.write_dflash(tmp_path, stated, tensors), draft=True).fitted(in_memory(model))
     head = make_runner(source, target=target, capacity_tokens=400).runner
     assert isinstance(head.decoder, HeadDecoder)
-    target.taps = HiddenTaps(head.decoder.head_config.taps, stated["hidden_size"], head.decoder.tap)
+    target.taps = HiddenTaps(head.decoder.config.taps, stated["hidden_size"], head.decoder.tap)
     decoding = Decoding.of(target, drafter_of(head), {0: [(37 * at) % VOCAB_SIZE for at in range(130)]})
     chain, tree = DraftBudget("chain", 5), DraftBudget("tree", 9, 20)
     for budget in (chain, tree, tree, chain, DraftBudget("ngram", 4), chain, DraftBudget("plain", 0), tree, chain):

@@ -327,33 +327,27 @@ def make_drafter(
     if retrieved is not None:
         hierarchy = _make_triforce(plan, target, draft, retrieved, budget, recorder)
         return WithNgrams(hierarchy, NgramDrafter(), alone=False) if free_rows > 1 else hierarchy
-    steps: DFlashRunner | DraftRunner
-    drafter: Drafter
-    ngrams, shared = NgramDrafter(), SharedVocabulary(target.config.vocab_size)
-    if target.copies is not None:
-        steps = own = DraftRunner(target.copies, vocab_size=shared.size, batch=batch, shares_kv=True)
-        drafter = ModelDrafter(own, ngrams=ngrams, worth=StepWorth(free_s))
-        return _ready(steps, drafter, ngrams, recorder)
-    if draft is None:
+    ngrams, runner = NgramDrafter(), target.copies if draft is None else draft.runner
+    if runner is None:
         return Drafter() if plan.drafter == "none" else ngrams
-    shared = draft.shared or shared
-    if draft.plan.block_rows:
-        steps = blocks = DFlashRunner(draft.runner, batch=batch)
-        drafter = DFlashDrafter(blocks, ngrams=ngrams)
+    drafter: DFlashDrafter | ModelDrafter
+    if draft is not None and draft.plan.block_rows:
+        drafter = DFlashDrafter(DFlashRunner(runner, batch=batch), ngrams=ngrams)
     else:
-        steps = drafts = DraftRunner(draft.runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch)
-        drafter = ModelDrafter(drafts, ngrams=ngrams, worth=StepWorth(free_s))
-    return _ready(steps, drafter, ngrams, recorder)
-
-
-def _ready(
-    steps: DFlashRunner | DraftRunner, drafter: Drafter, ngrams: NgramDrafter, recorder: TraceRecorder | None
-) -> Drafter:
-    """Return a drafter, with n-grams, whose steps are warmed up on a GPU and tell a trace."""
-    if steps.device.type == "cuda":
-        steps.warm_up()
-    steps.recorder = recorder
+        shared = _shared(target, draft)
+        steps = DraftRunner(
+            runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch, shares_kv=draft is None
+        )
+        drafter = ModelDrafter(steps, ngrams=ngrams, worth=StepWorth(free_s))
+    if budget.device.type == "cuda":
+        drafter.runner.warm_up()
+    drafter.runner.graphs.recorder = recorder
     return WithNgrams(drafter, ngrams)
+
+
+def _shared(target: LoadedModel, draft: LoadedModel | None) -> SharedVocabulary:
+    """Return what a draft, or copies of the target, may propose."""
+    return (draft and draft.shared) or SharedVocabulary(target.config.vocab_size)
 
 
 def _make_retrieval_cache(plan: RunPlan, target: LoadedModel, budgets: Sequence[DeviceBudget]) -> RetrievalCache:
@@ -386,7 +380,7 @@ def _make_triforce(
     )  # fmt: skip
     first = None
     if draft is not None:
-        cache, shared = draft.runner.cache, draft.shared or SharedVocabulary(target.config.vocab_size)
+        cache, shared = draft.runner.cache, _shared(target, draft)
         has_all = cache.capacity_tokens == source.capacity_tokens  # else positions beyond may be none of its own
         first = DraftRunner(
             draft.runner, vocab_size=shared.size, excluded=shared.excluded, batch=batch, window=window,
@@ -404,7 +398,7 @@ def _make_triforce(
         if first is not None:
             first.warm_up()
     for level in levels:
-        level.recorder = recorder
+        level.graphs.recorder = recorder
     return drafter
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from offload_runtime_kernels.attention_triton import WORKSPACE_BYTES as SPLITS_WORKSPACE_BYTES
@@ -21,6 +22,7 @@ from offload_runtime.models.config import ModelConfig
 from offload_runtime.params import SamplingParams
 from offload_runtime.sampling import WARM_UP_SAMPLINGS
 from offload_runtime.stream.device import packed_words
+from offload_runtime.trace import TraceRecorder
 
 # Deepest node below the text.
 MOST_DEPTH = 256
@@ -84,7 +86,10 @@ class StepGraphs:
     Attributes:
         inputs: [input_words] int32, device: what the step has fetched.
         inputs_host, outputs_host: The page-locked memory as int32 arrays.
+        recorder: Of a trace, if there is one.
     """
+
+    recorder: TraceRecorder | None = None
 
     def __init__(
         self, device: torch.device, others: Sequence[torch.device] = (), *, input_words: int = 0,
@@ -109,6 +114,10 @@ class StepGraphs:
     def num_graphs(self) -> int:
         """Steps whose graphs are held."""
         return sum(made is not None for made in self._graphs.values())
+
+    def span(self, name: str, **args: Any) -> AbstractContextManager[object]:
+        """Return what a trace has around steps."""
+        return nullcontext() if self.recorder is None else self.recorder.span(name, **args)
 
     def begin(self) -> None:
         """Wait until the host may write the inputs of another step: the last one may still be running."""

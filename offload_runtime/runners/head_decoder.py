@@ -20,12 +20,13 @@ class HeadDecoder(Decoder):
         partition: As of `Decoder`.
 
     Attributes:
-        head_config, shared: As given.
+        config, shared: As given.
     """
+
+    config: HeadConfig
 
     def __init__(self, config: HeadConfig, shared: Weights, partition: LayerPartition | None = None) -> None:
         super().__init__(config, shared, partition)
-        self.head_config = config
         self.taps = HiddenTaps(config.taps, config.width, self.tap, config.taps_in_place)
         self._ids: torch.Tensor | None = None  # of the tokens that there are logits of, [draft tokens] int64
         if "d2t" in shared:
@@ -34,12 +35,12 @@ class HeadDecoder(Decoder):
 
     def tap(self, number: int, x: torch.Tensor, out: torch.Tensor) -> None:
         """Keep of the target's rows [N, T] what the tap of this number says, in [N, W]."""
-        self.head_config.tap(number, x, self.shared, out)
+        self.config.tap(number, x, self.shared, out)
 
     def embed(self, rows: Rows) -> torch.Tensor:
         """Return the residual stream at the bottom: [N, H]."""
         assert rows.hidden is not None, "a head reads what the target made of the tokens before"
-        return self.head_config.enter(super().embed(rows), rows.hidden, self.shared)
+        return self.config.enter(super().embed(rows), rows.hidden, self.shared)
 
     def layer(self, index: int, weights: LayerWeights, residual: torch.Tensor, rows: Rows, cache: LayerCache) -> None:
         """Run one layer, which adds to the residual stream [N, H]."""
@@ -49,7 +50,7 @@ class HeadDecoder(Decoder):
 
     def outputs(self, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits [N, V], and what rows about the tokens that follow read: [N, W]."""
-        normed, hidden = self.head_config.leave(residual, self.shared)
+        normed, hidden = self.config.leave(residual, self.shared)
         return self.logits(normed), hidden
 
     def logits(self, normed: torch.Tensor) -> torch.Tensor:

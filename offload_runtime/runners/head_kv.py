@@ -49,7 +49,7 @@ class HiddenStore:
     """
 
     def __init__(self, decoder: HeadDecoder, *, batch: int, num_places: int) -> None:
-        size = hidden_store_rows(batch, num_places), decoder.head_config.width
+        size = hidden_store_rows(batch, num_places), decoder.config.width
         self.rows, self.unused = decoder.final_norm.new_zeros(size), size[0] - 1
         self._stride, self._first_of_text = self.unused // batch, _OWN_ROWS + num_places
         self.chains = torch.arange(1, size[0], self._stride, device=self.rows.device)
@@ -110,8 +110,8 @@ class HeadKVState(DraftKVState):
         longest = max(1, min(self._runner.chunk_tokens, cache.capacity_tokens))
         self._forget(0, 0)
         for count in sorted({longest, *(rows for rows in (*WARM_UP_ROWS, *LIBRARY_ROWS["cuda"]) if rows < longest)}):
-            x, hidden = (rows.new_zeros(count, size) for size in (decoder.head_config.target_size, rows.shape[1]))
-            for number, _ in enumerate(decoder.head_config.taps):
+            x, hidden = (rows.new_zeros(count, size) for size in (decoder.config.target_size, rows.shape[1]))
+            for number, _ in enumerate(decoder.config.taps):
                 decoder.tap(number, x, hidden)
             self._write(0, [0] * count, hidden)
             cache.truncate(0, 0)
@@ -265,16 +265,15 @@ class BlockKVState(HeadKVState):
         cache, count = self._runner.cache, len(hidden)
         cache.begin_window([slot], [count])
         positions = torch.arange(count, dtype=torch.int32, device=hidden.device) + cache.length(slot)
-        rope, context = self.rope_rows(positions, torch.full_like(positions, slot)), self.context(hidden)
+        rope, context = (
+            self.rope_rows(positions, torch.full_like(positions, slot)),
+            self._config.context(hidden, self._decoder.shared),
+        )
         for index, weights in self._runner.streamer.layers(count):
             attention = self._config.layers[index].attention
             assert isinstance(attention, BlockAttention)
             attention.store(index, context, weights, rope, cache)
         cache.commit(slot, count)
-
-    def context(self, kept: torch.Tensor) -> torch.Tensor:
-        """Return what layers make keys and values from, [N, H], of what is kept of tokens [N, W]."""
-        return self._config.context(kept, self._decoder.shared)
 
     def rope_rows(self, positions: torch.Tensor, slots: torch.Tensor) -> RopeRows:
         """Return where rows stand [N], in the cache and by what they are rotated; negative positions are padding."""

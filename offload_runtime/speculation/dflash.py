@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from heapq import heappop, heappush
 from itertools import count
@@ -33,7 +32,6 @@ from offload_runtime.speculation.draft import ChildProbabilities, Children
 from offload_runtime.speculation.ngram import LEAST_CHANCE, NgramDrafter
 from offload_runtime.speculation.step import Budgets, Drafter, Texts, chains_where
 from offload_runtime.speculation.tree import NEGLIGIBLE
-from offload_runtime.trace import TraceRecorder
 
 # What the host says of each sequence of a step: its last token, the tokens whose context is kept, how many of these
 # wait to be written, its slot, and the text's tokens before all of them.
@@ -108,15 +106,14 @@ class DFlashRunner:
 
     def __init__(self, runner: ModelRunner, *, batch: int) -> None:
         decoder = runner.decoder
-        assert isinstance(decoder, HeadDecoder) and isinstance(decoder.head_config, DFlashConfig)
-        self._runner, self._decoder, self._config, self._batch = runner, decoder, decoder.head_config, batch
+        assert isinstance(decoder, HeadDecoder) and isinstance(decoder.config, DFlashConfig)
+        self._runner, self._decoder, self._config, self._batch = runner, decoder, decoder.config, batch
         self.device, self.places = runner.rope.device, self._config.block_size - 1
         selector = self._config.selector
         self._candidates = min(CHILDREN if selector is None else selector.candidates, self._config.vocab_size)
         # How many choices of the place before a candidate is scored behind.
         self._choices = 1 if selector is None else self._candidates
         self.texts = BlockKVState(runner, batch=batch)
-        self.recorder: TraceRecorder | None = None  # of a trace, if there is one
         self._sampling = SlotSampling(batch, self.device)
         outputs = batch * self.places * self._candidates * (1 + self._choices)
         self.graphs = StepGraphs(self.device, input_words=_WORDS * batch, output_words=outputs)
@@ -148,7 +145,7 @@ class DFlashRunner:
         rows = [*last.values()], ends, news, slots, [texts.starts[slot] for slot in slots]
         self.graphs.inputs_host[: _WORDS * len(slots)] = np.array(rows, dtype=np.int32).ravel()
         key = len(slots), reach, self._sampling.graph_key
-        with self.recorder.span("draft block", slots=len(slots)) if self.recorder else nullcontext():
+        with self.graphs.span("draft block", slots=len(slots)):
             self.graphs.run(key, partial(self._step, len(slots), reach))
         for slot, new in zip(slots, news, strict=True):
             texts.learned(slot, range(new))
@@ -169,7 +166,7 @@ class DFlashRunner:
         owners = slots.repeat(1, size).flatten()
         before = (ends - news + steps).masked_fill(steps >= news, -1).flatten()
         kept = texts.hidden.of_text(slots, starts + ends - news + steps)
-        context = texts.context(texts.hidden.rows.index_select(0, kept.flatten()))
+        context = self._config.context(texts.hidden.rows.index_select(0, kept.flatten()), self._decoder.shared)
         positions = ends + steps  # [B, T]
         tokens = last.expand(-1, size).masked_fill(steps > 0, self._config.mask_token).flatten()
         rope = texts.rope_rows(torch.cat((positions.flatten(), before)), torch.cat((owners, owners)))

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -49,7 +48,6 @@ from offload_runtime.runners.model_runner import ModelRunner, device_rows, windo
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
 from offload_runtime.speculation.window import MOST_LEVELS, WINDOW_CAPACITY_TOKENS, DeviceWindow, Level, SlotUpdate
 from offload_runtime.stream.device import overwrite, packed_words, unpack
-from offload_runtime.trace import TraceRecorder
 
 # Known tokens that a narrow step over a tree feeds besides the nodes.
 _MOST_FED = 3
@@ -164,7 +162,6 @@ class DraftRunner:
             self.hidden = of_head.hidden
         self.texts = self.draft_state or TargetKVState(runner, batch=batch)
         self._roots = [0 if self.hidden is None else self.hidden.of_root(slot) for slot in range(batch)]
-        self.recorder: TraceRecorder | None = None  # of a trace, if there is one
         # What steps read besides the window, a row for each sequence; the tensors never move.
         self._cursor = torch.zeros(batch, dtype=torch.int32, device=device)  # the position behind what was named last
         self._slots = torch.arange(batch, dtype=torch.int32, device=device)
@@ -294,7 +291,7 @@ class DraftRunner:
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
         """Take the target's hidden states of committed tokens, as a `Drafter` does."""
         if self.hidden is not None and self.draft_state is not None:
-            with self.recorder.span("observe", tokens=len(tokens)) if self.recorder else nullcontext():
+            with self.graphs.span("observe", tokens=len(tokens)):
                 self.draft_state.observe(slot, position, tokens, hidden)
 
     def room(self, length: int) -> int:
@@ -362,8 +359,7 @@ class DraftRunner:
             self._choosing.begin_steps(range(self.window.num_rows), new)
         else:
             cache.begin_window(list(new), list(new.values()))
-        recorder = self.recorder
-        with recorder.span("draft steps", steps=len(levels), slots=len(longest)) if recorder else nullcontext():
+        with self.graphs.span("draft steps", steps=len(levels), slots=len(longest)):
             for number, level in enumerate(levels):
                 choice = None if self._choosing is None else self._choosing.begin_step(first=number == 0)
                 key = level, self.window.num_rows, reach, choice, cache.step_lag, self._sampling.graph_key
@@ -448,8 +444,7 @@ class DraftRunner:
             further = 0  # a row's frequencies are those of one length
         shape = self._shape(lines, width, further)
         greedy = [[self._spare[place] for place in one.greedy_places[:further]] for one in asked.values()]
-        recorder, asked_rows = self.recorder, [len(line.tokens) for line in lines]
-        with recorder.span("tree step", rows=asked_rows, greedy_steps=further) if recorder else nullcontext():
+        with self.graphs.span("tree step", rows=[len(line.tokens) for line in lines], greedy_steps=further):
             self._lay_out(lines, greedy, shape)
             self._run_over(self._nodes_step, shape)
             for _ in range(further):

@@ -11,7 +11,6 @@ would bring less than the target's pass does: the others propose what they have.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -38,7 +37,6 @@ from offload_runtime.speculation.window import (
     SlotUpdate,
     WindowOutput,
 )
-from offload_runtime.trace import TraceRecorder
 
 # Rows of a verifier's step that take hardly longer than one, and what each sequence has of guesses in any case.
 _CHEAP_ROWS, _LEAST_GUESSES = 64, 4
@@ -87,7 +85,6 @@ class RetrievalVerifier:
         self._frequencies = RowFrequencies(rope, batch)
         self._rotation = StepRotation(self._frequencies.tensor, rope.scaling)
         self._counts = torch.zeros(batch, 2, dtype=torch.int64, device=device)  # steps, accepted proposals
-        self.recorder: TraceRecorder | None = None  # of a trace, if there is one
 
     @torch.inference_mode()
     def join(self, slot: int, params: SamplingParams) -> None:
@@ -124,8 +121,7 @@ class RetrievalVerifier:
             tree: Of the proposals; the same object for the same shape.
             refresh: Choose the chunks by this step's queries first.
         """
-        recorder = self.recorder
-        with recorder.span("verifier step", proposals=len(tree), refresh=refresh) if recorder else nullcontext():
+        with self.graphs.span("verifier step", proposals=len(tree), refresh=refresh):
             key = tree, self.cache.begin_step(first=refresh), self._sampling.graph_key
             self.graphs.run(key, partial(self._step, tree))
 

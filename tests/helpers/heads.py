@@ -232,9 +232,9 @@ def tapped(head: Assembled, streams: Sequence[torch.Tensor]) -> torch.Tensor:
     """What is kept of the residual streams below the layers that a head taps: [T, W]."""
     decoder = head.runner.decoder
     assert isinstance(decoder, HeadDecoder)
-    out = torch.full((len(streams[0]), decoder.head_config.width), torch.nan)
+    out = torch.full((len(streams[0]), decoder.config.width), torch.nan)
     with torch.inference_mode():
-        for number, tap in enumerate(decoder.head_config.taps):
+        for number, tap in enumerate(decoder.config.taps):
             decoder.tap(number, streams[tap], out)
     return out
 
