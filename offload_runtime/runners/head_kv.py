@@ -265,10 +265,8 @@ class BlockKVState(HeadKVState):
         cache, count = self._runner.cache, len(hidden)
         cache.begin_window([slot], [count])
         positions = torch.arange(count, dtype=torch.int32, device=hidden.device) + cache.length(slot)
-        rope, context = (
-            self.rope_rows(positions, torch.full_like(positions, slot)),
-            self._config.context(hidden, self._decoder.shared),
-        )
+        rope = self.rope_rows(positions, torch.full_like(positions, slot))
+        context = self._config.context(hidden, self._decoder.shared)
         for index, weights in self._runner.streamer.layers(count):
             attention = self._config.layers[index].attention
             assert isinstance(attention, BlockAttention)

@@ -479,20 +479,11 @@ class DraftRunner:
     def _catch_up(self, slot: int, text: Sequence[int], most: int) -> Sequence[int]:
         """Do what `DraftKVState.catch_up` does. What a few steps over trees feed they do, without nodes: they are
         graphs, where a pass of its own takes the host as long as several, however few its tokens are."""
-        width, state = self.width(1), self.draft_state
+        state, fed = self.draft_state, self._most_fed(self.width(1))
         if state is not None and self.num_places and not (self.rereads or state.is_shifted or self._choosing):
-            while 0 < (missing := state.num_missing(slot, text)) - most <= _MOST_FEEDING_STEPS * width:
-                end = min(len(text) - missing + width, len(text) - most)
-                fed = self.texts.catch_up(slot, text[:end], width)
-                first, tokens = end - len(fed), [min(token, self.texts.last_token) for token in fed]
-                own = list(range(first, end))
-                paths = [own[: row + 1] for row in range(len(own))]
-                line = StepLine(slot, tokens, own, own, paths, fed=len(own), first=len(own) - 1, committed=first)
-                self._runner.cache.begin_window([slot], [len(own)])
-                shape = self._shape([line], width, 0)
-                self._lay_out([line], [[]], shape)
-                self._run_over(self._nodes_step, shape)
-                self.texts.learned(slot, fed)
+            while 0 < (missing := state.num_missing(slot, text)) - most <= _MOST_FEEDING_STEPS * fed:
+                end = min(len(text) - missing + fed, len(text) - most)
+                self.expand({slot: Asked(text[:end], [(text[end - 1], ())])})
         return self.texts.catch_up(slot, text, most)
 
     def _line(self, slot: int, asked: Asked, width: int) -> StepLine:
