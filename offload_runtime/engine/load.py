@@ -164,15 +164,13 @@ def load_runtime(
 
 
 def serve_own_layers(
-    config: RuntimeConfig, *, say: Callable[[str], None], on_progress: LoadProgress | None = None,
-    on_start: Callable[[HostGroup], None] | None = None,
-) -> None:  # fmt: skip
+    config: RuntimeConfig, *, say: Callable[[str], None], on_start: Callable[[HostGroup], None] | None = None
+) -> None:
     """Have layers for the first of several ranks, of which this is another one, until that ends.
 
     Args:
         config: What was asked for here; the first rank's is what counts but for device and memory.
         say: Is told what lives where.
-        on_progress: As of `load_runtime`.
         on_start: Is given the group of the ranks once they have met.
 
     Raises:
@@ -183,7 +181,7 @@ def serve_own_layers(
     if on_start is not None:
         on_start(shares.group)
     try:
-        serve_layers(shares, partial(_load_here, on_progress=on_progress, check=None), say)
+        serve_layers(shares, partial(_load_here, on_progress=None, check=None), say)
     except OffloadError as error:
         shares.group.say_end(str(error))
         raise
