@@ -25,6 +25,7 @@ from offload_runtime.plan.sizes import RunPlan, describe_models
 from offload_runtime.sizes import GB, parse_bytes
 from offload_runtime.weights.neighbours import usual_draft
 from offload_runtime.weights.sources import describe_model
+from tests.test_planning import QWEN3_30B
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
 CARD = load_profile("rtx4090")
@@ -331,6 +332,19 @@ def test_json_has_the_same_in_bytes_and_seconds() -> None:
     assert record["usual"]["acceptance"] == USUAL_ACCEPTANCE["n-grams"]
     assert record["upgrades"]
     assert all(gain["after_tok_per_s"] > 1.1 * gain["before_tok_per_s"] for gain in record["upgrades"])
+
+
+def test_a_mixture_that_does_not_fit_is_as_fast_as_its_hits(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    short = ("--context", "4096", "--draft", "none")
+    record = planned(str(tmp_path), *short)
+    expected, by_hits = record["plain_tok_per_s"], record["plain_tok_per_s_by_hits"]
+    assert [*by_hits] == ["0.5", "0.65", "0.8", "0.95"] and by_hits["0.5"] < expected < by_hits["0.65"]
+    assert [*by_hits.values()] == sorted(by_hits.values()) and by_hits["0.95"] > 3 * by_hits["0.5"]
+    says = rf"expected hits 5\d %\.\nPlain decoding by hits: {by_hits['0.5']:.0f} at 50 %, .* in tokens/s"
+    assert re.search(says, plan(tmp_path, *short).stdout)
+    large = plan_for(str(tmp_path), "--json", "--profile", "h200", *short)
+    assert json.loads(large.stdout)["plain_tok_per_s_by_hits"] == {}
 
 
 def test_options_reach_the_plan() -> None:

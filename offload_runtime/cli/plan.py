@@ -183,6 +183,9 @@ def answer_lines(plan: RunPlan, predicted: RunForecast, undrafted_tok_per_s: flo
         lines.append(f"Each pass brings {no_room}.")
     if plan.target.host_experts:
         lines.append(f"There is {plan.target.experts_in_words}.")
+    if by_hits := predicted.plain_tok_per_s_by_hits:
+        speeds = ", ".join(f"{rounded(speed)} at {100 * hits:.0f} %" for hits, speed in by_hits.items())
+        lines.append(f"Plain decoding by hits: {speeds}, in tokens/s.")
     return lines
 
 

@@ -23,6 +23,7 @@ from offload_runtime.weights.checkpoint import DescribedModel
 from offload_runtime.weights.neighbours import MIXES, FoundDraft, find_drafts, stored_kinds, usual_draft
 
 _ACCEPTANCES = (0.7, 0.8, 0.85, 0.9, 0.95, 0.98)
+_HITS = (0.5, 0.65, 0.8, 0.95)
 # Predictions are not exact enough to tell less than a tenth.
 _LEAST_GAIN = 1.1
 # A format that takes more than this of what is there now is not worth another file.
@@ -46,7 +47,8 @@ class RunForecast:
     `plain` is a pass over one token of each sequence, `verify` one over a window of `proposals`: a chain, or a tree of
     `tree_nodes` no deeper than `gamma`. `usual` is a step at the usual acceptance of who proposes, what plans are
     compared by; `steps` has one for each of several acceptances and is empty where nothing proposes. `verifier_step_s`
-    is None without a retrieval verifier.
+    is None without a retrieval verifier. `plain_tok_per_s_by_hits` has plain decoding for shares of a token's experts
+    that are on the card, and is empty where all are.
     """
 
     context_tokens: int
@@ -60,6 +62,7 @@ class RunForecast:
     plain_tok_per_s: float
     usual: cost.StepPrediction
     steps: tuple[cost.StepPrediction, ...]
+    plain_tok_per_s_by_hits: dict[float, float]
 
     @property
     def proposals(self) -> int:
@@ -70,13 +73,16 @@ class RunForecast:
 def forecast(plan: RunPlan, machine: MachineProfile) -> RunForecast:
     """Predict a planned run."""
     length, proposed, nodes = plan.target.context_tokens, cost.gamma(plan), cost.tree_nodes(plan)
-    plain = cost.full_pass(plan, machine)
+    plain, batch = cost.full_pass(plan, machine), plan.target.batch
+    missing_s = plain.demand_s / (1 - plan.target.expected_hits) if plain.demand_s else 0.0  # where none are found
+    by_hits = {hits: batch / (plain.seconds - plain.demand_s + missing_s * (1 - hits)) for hits in _HITS}
     return RunForecast(
         length, proposed, nodes, plain, cost.full_pass(plan, machine, rows=(nodes or proposed) + 1),
         cost.prefill_time(plan, machine, length), cost.draft_step_s(plan, machine),
-        cost.verifier_step_s(plan, machine) if plan.has_verifier else None, plan.target.batch / plain.seconds,
+        cost.verifier_step_s(plan, machine) if plan.has_verifier else None, batch / plain.seconds,
         cost.predict_step(plan, machine),
         tuple(cost.predict_step(plan, machine, acceptance) for acceptance in (_ACCEPTANCES if proposed else ())),
+        by_hits if plain.demand_s else {},
     )  # fmt: skip
 
 
