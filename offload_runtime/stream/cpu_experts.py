@@ -1,7 +1,7 @@
 """What the CPU computes of a layer's missing experts, where they lie, while the link brings the others.
 
 Both get so much that they end together, by what was measured of them lately: a split that was calibrated before has
-been eight times slower elsewhere. The device asks and threads answer, so that nobody waits for Python. Where an expert
+been eight times slower elsewhere. The device asks and threads answer, so that nothing waits for Python. Where an expert
 is computed changes no bit.
 """
 

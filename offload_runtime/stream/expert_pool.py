@@ -50,7 +50,7 @@ class PoolCounts(NamedTuple):
 
     wanted: int = 0
     found: int = 0
-    bytes_begun: int = 0
+    fetched_bytes: int = 0
     computed: int = 0
     cpu_bytes: int = 0
     cpu_s: float = 0.0

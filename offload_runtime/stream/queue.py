@@ -444,7 +444,7 @@ class LayerStreamer:
     @property
     def bytes_begun(self) -> int:
         """Return those of all passes so far: weights, keys and values."""
-        return self._planned_bytes_begun + sum(pool.counts.bytes_begun for pool in self._pools if pool is not None)
+        return self._planned_bytes_begun + sum(pool.counts.fetched_bytes for pool in self._pools if pool is not None)
 
     @property
     def has_all(self) -> bool:
