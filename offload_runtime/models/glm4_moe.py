@@ -24,8 +24,8 @@ def _model(fields: Fields) -> ModelConfig:
     plain, normed = attention_of(fields), fields.flag("use_qk_norm")
     rotary, bias = rope(fields, plain.head_dim, partial=True), fields.flag("attention_bias")
     attention = replace(plain, qkv_bias=bias, qk_norm="head" if normed else None, rotation=rotary.rotation())
-    experts = experts_of(
-        fields, scores="sigmoid", corrected=True, normed=fields.flag("norm_topk_prob"), rounds=False,
+    experts = replace(
+        experts_of(fields), scores="sigmoid", corrected=True, normed=fields.flag("norm_topk_prob"), rounds=False,
         scale=fields.number("routed_scaling_factor"), router_dtype=torch.float32,
     )  # fmt: skip
     if shared := fields.integer("n_shared_experts", at_least=0):

@@ -20,8 +20,9 @@ def _model(fields: Fields) -> ModelConfig:
     bias, slides = fields.flag("attention_bias"), [not layer % 2 for layer in range(reading.num_layers(fields))]
     attention = replace(reading.attention_of(fields), qkv_bias=bias, o_bias=bias, sinks=True)
     swiglu = fields.number("swiglu_alpha", at_least=0), fields.number("swiglu_limit", at_least=0)
-    experts = reading.experts_of(
-        fields, size="intermediate_size", scores="softmax of the chosen", normed=False, swiglu=swiglu
+    experts = replace(
+        reading.experts_of(fields, size="intermediate_size"), scores="softmax of the chosen", normed=False,
+        swiglu=swiglu,
     )  # fmt: skip
     windows = reading.windows_by_type(fields, slides, reading.sliding_window(fields))
     return reading.decoder(fields, DecoderLayer(attention, experts), windows=windows)

@@ -13,7 +13,7 @@ from offload_runtime.models.registry import Family
 
 def _model(fields: Fields) -> ModelConfig:
     attention = replace(attention_of(fields), window=sliding_window(fields))
-    experts = experts_of(fields, size="intermediate_size", rounds=False)
+    experts = replace(experts_of(fields, size="intermediate_size"), rounds=False)
     return decoder(fields, DecoderLayer(attention, experts))
 
 

@@ -1,6 +1,7 @@
 """Qwen 3.5's and 3.6's mixtures of experts: the layers of the dense ones, with a shared expert that has a gate."""
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from offload_runtime.fields import Fields
@@ -16,7 +17,7 @@ from offload_runtime.models.registry import Family
 def with_shared(fields: Fields, *, normed: bool = True) -> Experts:
     """Qwen's experts and the one that all rows have."""
     shared = Shared("shared_expert", mlp_of(fields, size="shared_expert_intermediate_size"), gated=True)
-    return experts_of(fields, normed=normed, shared=shared)
+    return replace(experts_of(fields), normed=normed, shared=shared)
 
 
 def _model(fields: Fields) -> ModelConfig:

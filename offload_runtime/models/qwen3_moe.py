@@ -15,7 +15,7 @@ from offload_runtime.models.registry import Family
 def _model(fields: Fields) -> ModelConfig:
     mixer = replace(attention(fields), window=sliding_window(fields, switched=True))
     dense, sparse = DecoderLayer(mixer, mlp_of(fields)), sparse_layers(fields)
-    mixture = replace(dense, mlp=experts_of(fields, normed=fields.flag("norm_topk_prob")))
+    mixture = replace(dense, mlp=replace(experts_of(fields), normed=fields.flag("norm_topk_prob")))
     return decoder(fields, dense, others=dict.fromkeys(sparse, mixture))
 
 

@@ -58,15 +58,14 @@ def mlp_of(fields: Fields, *, activation: Activation = "silu", size: str = "inte
     return GatedMLP(fields.integer("hidden_size"), fields.integer(size), activation)
 
 
-def experts_of(fields: Fields, *, size: str = "moe_intermediate_size", **how: Any) -> Experts:
-    """Experts of the usual number, each as wide as the field `size` says; `how` they are chosen is said in the words of
-    `Experts`."""
+def experts_of(fields: Fields, *, size: str = "moe_intermediate_size") -> Experts:
+    """Experts of the usual number, each as wide as the field `size` says, chosen by a softmax of all."""
     said = [name for name in _EXPERT_COUNTS if name in fields] or _EXPERT_COUNTS[:1]
     (count, number), *others = [(name, fields.integer(name, at_most=_MOST_EXPERTS)) for name in said]
     for other, value in others:
         if value != number:
             fields.refuse(other, value, f"the {number} of {count}")
-    return Experts(mlp_of(fields, size=size), number, _chosen_of(fields, "num_experts_per_tok", count, number), **how)
+    return Experts(mlp_of(fields, size=size), number, _chosen_of(fields, "num_experts_per_tok", count, number))
 
 
 def experts_of_gguf(fields: Fields, name: str) -> dict[str, int]:
