@@ -15,15 +15,20 @@ from transformers import AutoConfig, LlamaForCausalLM
 from offload_runtime import Runtime
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.load_model import warm_up
-from offload_runtime.runners.graphs import graph_reach, warm_up_lengths
+from offload_runtime.params import SamplingParams
+from offload_runtime.runners.graphs import graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.speculation.dflash import DFlashDrafter
+from offload_runtime.speculation.draft import DraftRunner
 from offload_runtime.speculation.ngram import drafting
 from offload_runtime.speculation.tree import ModelDrafter
 from offload_runtime.weights.sources import open_checkpoint
+from tests.helpers import native_drafts as natives
+from tests.helpers.assembly import make_runner
 from tests.helpers.dflash import config_of, random_tensors, settings, write_dflash
 from tests.helpers.engine import byte_level_tokenizer, load
 from tests.helpers.families import family_model
 from tests.helpers.heads import Eagle3, add_random_mtp
+from tests.helpers.models import VOCAB_SIZE, random_model
 from tests.helpers.planning import load_streaming_kv
 
 LEVELS: dict[str, Any] = {"recent_tokens": 256, "budget_tokens": 512, "chunk_size": 8, "gamma_draft": 3}
@@ -216,6 +221,16 @@ def test_loading_looks_as_far_as_ordinary_answers(capacity_tokens: int) -> None:
     these find their graphs."""
     at_load = {graph_reach(length, capacity_tokens) for length in (1, *warm_up_lengths(capacity_tokens))}
     assert at_load == {graph_reach(length, capacity_tokens) for length in range(1, 1 + min(2048, capacity_tokens))}
+
+
+def test_chains_about_any_slot_have_the_rows_of_a_warm_up() -> None:
+    """A text that is alone takes the slot that was used least recently."""
+    target = make_runner(random_model("llama-gqa"), capacity_tokens=64).runner
+    runner = DraftRunner(natives.make_head(target, batch=6), vocab_size=VOCAB_SIZE, batch=6)
+    for slot in range(6):
+        runner.join(slot, SamplingParams())
+        assert slot < runner.window.num_rows and runner.window.num_rows in warm_up_batches(6)
+        runner.leave(slot)
 
 
 @pytest.mark.gpu
