@@ -12,6 +12,7 @@ from offload_runtime import Runtime
 from offload_runtime.core import Batch, DraftBudget
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.model_runner import ModelRunner
+from offload_runtime.speculation.draft import Children
 from offload_runtime.speculation.tree import ModelDrafter
 from tests.helpers import native_drafts as natives
 from tests.helpers.assembly import RUNNERS, make_runner, runner_of
@@ -28,14 +29,17 @@ def compare(decoding: natives.Decoding, head: ModelRunner, slot: int, text: list
     """What the head has said behind nodes of a tree that was begun behind this text, with what it should have said.
     Returns the depth of the deepest."""
     assert isinstance(decoding.drafter.draft, ModelDrafter)
-    grown, paths = decoding.drafter.draft.trees[slot], list[list[int]]()
-    for at in grown.children:
+    tree, paths, said = decoding.drafter.draft.trees[slot], list[list[int]](), list[Children]()
+    for at, node in tree.nodes.items():
+        if node.said is None:
+            continue
+        said.append(node.said)
         paths.append([])
-        while at != grown.tree.root:
-            paths[-1].insert(0, grown.tree.nodes[at].token)
-            at = grown.tree.nodes[at].parent
+        while at != tree.root:
+            paths[-1].insert(0, tree.nodes[at].token)
+            at = tree.nodes[at].parent
     logits = natives.logits_behind(decoding.target, head, text, paths, start=start)
-    for children, own in zip(grown.children.values(), logits, strict=True):
+    for children, own in zip(said, logits, strict=True):
         best = own.topk(len(children.tokens))
         assert children.tokens == best.indices.tolist()
         torch.testing.assert_close(torch.tensor(children.scores), best.values, rtol=1e-4, atol=1e-4)

@@ -28,8 +28,6 @@ from offload_runtime.speculation.draft import Asked, ChildProbabilities, Childre
 from offload_runtime.speculation.ngram import NgramDrafter
 from offload_runtime.speculation.step import Budgets, Drafter, StepWorth, Texts, chains_where
 
-DRAFT = "draft"
-
 
 @dataclass(slots=True)
 class Node:
@@ -42,7 +40,7 @@ class Node:
     log_probability: float
     source: str  # who has proposed it first; empty for the root
     children: dict[int, int] = field(default_factory=dict)  # by token, in the order in which they were added
-    expanded: bool = False  # whether it has been asked what follows it
+    said: Children | None = None  # what the draft said behind it; None where it was not asked
     places: tuple[int, ...] = ()  # of the keys of the path to it, from below the root on; of nodes that are expanded
     # Log-probabilities of further children by token, the likeliest first. They become nodes one by one, as a tree of
     # thousands of nodes would have eight times as many; `last`, the newest of them, is likelier than those left.
@@ -58,16 +56,22 @@ class CandidateTree:
         source: Who expands nodes.
 
     Attributes:
+        text: What they are behind.
+        budget: What may be proposed of it.
         nodes: By their numbers, to be read.
         root: The number of the root.
         places: Those that hold keys of nodes, to be read.
+        expected: Log-probability of the least probable node that the window may have, by the last one's.
     """
 
-    def __init__(self, token: int, source: str = DRAFT) -> None:
-        self._made, self._source = 0, source
-        self._begin(token)
+    text: list[int]
+    budget: DraftBudget
 
-    def _begin(self, token: int) -> None:
+    def __init__(self, token: int, source: str) -> None:
+        self._made, self._source, self.expected = 0, source, -inf
+        self.begin(token)
+
+    def begin(self, token: int) -> None:
         """Begin anew with a root and nothing else."""
         self.root = self._made
         self._made += 1
@@ -79,7 +83,7 @@ class CandidateTree:
         self.places = {node.places[-1] for node in nodes.values() if node.places}
         self._first_free = 0
         # What a raised probability or an expansion leaves behind in here is recognised when it comes up.
-        self._frontier = [(-node.log_probability, key) for key, node in nodes.items() if not node.expanded]
+        self._frontier = [(-node.log_probability, key) for key, node in nodes.items() if node.said is None]
         heapify(self._frontier)
 
     def free_places(self, count: int) -> list[int]:
@@ -105,29 +109,27 @@ class CandidateTree:
         self._raise(child, parent, log_probability)
         return child
 
-    def expand(
-        self, key: int, place: int | None, tokens: Sequence[int], log_probabilities: Sequence[float]
-    ) -> list[float]:
+    def expand(self, key: int, place: int | None, said: Children, log_probabilities: Sequence[float]) -> list[float]:
         """Add what the draft says behind a node.
 
         Args:
             key: The node, whose parent was expanded before.
             place: Where its keys are; None for the root, whose keys are where the text's are.
-            tokens: What may follow, all different and the likeliest first.
-            log_probabilities: Of each, given the node.
+            said: What may follow, all different and the likeliest first.
+            log_probabilities: Of each that is worth it, given the node.
 
         Returns:
             Log-probabilities of the paths that end with those that were not there.
         """
         node = self.nodes[key]
-        assert not node.expanded and place not in self.places, "a node is expanded once, and has a place of its own"
-        new = dict(zip(tokens, log_probabilities, strict=True))
+        assert node.said is None and place not in self.places, "a node is expanded once, and has a place of its own"
+        new = dict(zip(said.tokens, log_probabilities, strict=False))
         for token in node.children.keys() & new:
             self._raise(node.children[token], key, new.pop(token))
         # To the last bit what `log_probability` will say of the nodes: a candidate is not more probable than itself.
         root = self.nodes[self.root].log_probability
         found = [node.log_probability + log_probability - root for log_probability in new.values()]
-        node.expanded, node.offered = True, new
+        node.said, node.offered = said, new
         if place is not None:
             node.places = (*self.nodes[node.parent].places, place)
             self.places.add(place)
@@ -176,7 +178,7 @@ class CandidateTree:
             # Never above its parent by a rounding.
             raised = min(node.log_probability + by, self.nodes[node.parent].log_probability)
             moved, node.log_probability = raised > node.log_probability, raised
-            if moved and not node.expanded:  # else it was rounded away, and the node waits already
+            if moved and node.said is None:  # else it was rounded away, and the node waits already
                 heappush(self._frontier, (-raised, key))
             below.extend(node.children.values())
 
@@ -189,10 +191,10 @@ class CandidateTree:
         while frontier and len(picked) < count and -frontier[0][0] - root.log_probability > least:
             entry = heappop(frontier)
             node = self.nodes.get(entry[1])
-            if node is None or node.expanded or node.log_probability != -entry[0]:
+            if node is None or node.said is not None or node.log_probability != -entry[0]:
                 continue
             above = self.nodes.get(node.parent)
-            if node.depth > limit or (behind_parents and above is not None and not above.expanded):
+            if node.depth > limit or (behind_parents and above is not None and above.said is None):
                 deeper.append(entry)
             else:
                 picked.append(entry)
@@ -201,10 +203,9 @@ class CandidateTree:
             heappush(frontier, entry)
         return [key for _, key in picked]
 
-    def best(self, count: int, depth: int) -> tuple[TokenTree, list[int]]:
-        """Return the most probable candidates, at most `count` and none deeper than `depth`, with each the path to it,
-        and their nodes."""
-        limit = self.nodes[self.root].depth + depth
+    def window(self) -> tuple[TokenTree, list[int]]:
+        """Return the most probable candidates that may be proposed, with each the path to it, and their nodes."""
+        count, limit = self.budget.size, self.nodes[self.root].depth + self.budget.gamma
         chosen: dict[int, int] = {self.root: -1}
         heap: list[tuple[float, int]] = []
         last = self.root
@@ -236,21 +237,9 @@ class CandidateTree:
             path.append(node)
         return path
 
-    def follow(self, tokens: Sequence[int]) -> bool:
-        """Let the text go on: keep what was guessed behind it and let go of everything else.
-
-        Args:
-            tokens: New ones of the text; the last becomes the root, and has its keys where the text's are.
-
-        Returns:
-            Whether the path was there; else only the new root is.
-        """
-        path = self.walk(tokens)
-        if len(path) < len(tokens):
-            self._begin(tokens[-1])
-            return False
-        if not path:
-            return True
+    def follow(self, path: Sequence[int]) -> None:
+        """Let the text go on down a path, at least a node: keep what was guessed behind it and let go of everything
+        else. Its end becomes the root, and has its keys where the text's are."""
         self.root = path[-1]
         above = len(self.nodes[self.root].places)
         kept: dict[int, Node] = {}
@@ -261,38 +250,22 @@ class CandidateTree:
             node.places = node.places[above:]  # of a text without end they would become ever more
             below.extend(node.children.values())
         self._keep(kept)
-        return True
-
-
-@dataclass
-class GrownTree:
-    """Holds a sequence's tree, and the text that it stands behind, whose last token is the root."""
-
-    text: list[int]
-    budget: DraftBudget
-    tree: CandidateTree
-    children: dict[int, Children] = field(default_factory=dict)  # by node, what the draft said
-    expected: float = -inf  # log-probability of the least probable node that the window may have, by the last one's
-
-    def window(self) -> tuple[TokenTree, list[int]]:
-        """Return the most probable candidates that may be proposed, and their nodes."""
-        return self.tree.best(self.budget.size, self.budget.gamma)
 
     def placed(self, nodes: Sequence[int], further: int) -> tuple[dict[int, int | None], list[int]]:
         """Return a free place for every one of these nodes, None for the root, whose keys have a place, and so many
         more for a greedy path behind the last of them."""
-        others = [node for node in nodes if node != self.tree.root]
-        places = self.tree.free_places(len(others) + further)
+        others = [node for node in nodes if node != self.root]
+        places = self.free_places(len(others) + further)
         placed = dict(zip(others, places, strict=False))
         return {node: placed.get(node) for node in nodes}, places[len(others) :]
 
     def asked(self, placed: Mapping[int, int | None], greedy_places: Sequence[int]) -> Asked:
         """Return what a step is to find out about nodes that have been given their places only now, parents first, and
         about the greedy path behind the last of them."""
-        nodes, paths = self.tree.nodes, dict[int, tuple[int, ...]]()
+        nodes, paths = self.nodes, dict[int, tuple[int, ...]]()
         for node, place in placed.items():
             above = nodes[node].parent
-            assert place is None or above in paths or nodes[above].expanded, "what comes before a node has keys"
+            assert place is None or above in paths or nodes[above].said is not None, "what comes before a node has keys"
             paths[node] = () if place is None else (*(paths[above] if above in paths else nodes[above].places), place)
         return Asked(self.text, [(nodes[node].token, path) for node, path in paths.items()], greedy_places)
 
@@ -337,7 +310,7 @@ class ModelDrafter(Drafter):
         # How tokens are chosen, but for the noise, since a request joined that was alone: how scores differ.
         self._sampling: SamplingParams | None = None
         self.probabilities, self._best_rate = ChildProbabilities(), _FIRST_RATE  # the latter of a node's best child
-        self.trees: dict[int, GrownTree] = {}
+        self.trees: dict[int, CandidateTree] = {}
         self._verified: list[int] = []  # slots whose windows are being verified
 
     def modes(self, texts: Texts) -> Sequence[str]:
@@ -447,38 +420,41 @@ class ModelDrafter(Drafter):
 
     def _follow(self, slot: int, text: Sequence[int], budget: DraftBudget) -> None:
         """Let a tree stand behind a text: what is left of the one before, or a new one, with what n-grams say."""
-        before = self.trees.pop(slot, None)
-        one = GrownTree(list(text), budget, CandidateTree(text[-1], self.name))
-        if before is not None and one.text[: len(before.text)] == before.text:
-            new, one.expected = one.text[len(before.text) :], before.expected
-            path = before.tree.walk(new)
+        text, tree = list(text), self.trees.pop(slot, None)
+        if tree is None or text[: len(tree.text)] != tree.text:
+            tree = CandidateTree(text[-1], self.name)
+        else:
+            new = text[len(tree.text) :]
+            path = tree.walk(new)
             # Behind the root and each node of the path that came true the target has said some child, or none of them.
-            for node, token in zip([before.tree.root, *path], new, strict=False):
-                if (found := before.children.get(node)) is not None:
-                    self.probabilities.observe(found, token)
-            if self._adopt(slot, before, new, path) and before.tree.follow(new):
-                one.tree = before.tree
-                one.children = {node: children for node, children in before.children.items() if node in one.tree.nodes}
+            for node, token in zip([tree.root, *path], new, strict=False):
+                if (said := tree.nodes[node].said) is not None:
+                    self.probabilities.observe(said, token)
+            if not self._adopt(slot, tree, new, path) or len(path) < len(new):
+                tree.begin(text[-1])
+            elif path:
+                tree.follow(path)
+        tree.text, tree.budget = text, budget
         # What followed earlier occurrences of the text's ending, as far as a window reaches down.
-        guesses, nodes = self._ngrams.guesses(slot, one.text, budget, max(NEGLIGIBLE, one.expected)), [one.tree.root]
+        guesses, nodes = self._ngrams.guesses(slot, text, budget, max(NEGLIGIBLE, tree.expected)), [tree.root]
         guess = guesses.tree
         for token, parent, chance in zip(guess.tokens, guess.parents, guesses.log_probabilities, strict=True):
-            nodes.append(one.tree.add(nodes[parent + 1], token, chance, self._ngrams.name))
-        self.trees[slot] = one
+            nodes.append(tree.add(nodes[parent + 1], token, chance, self._ngrams.name))
+        self.trees[slot] = tree
 
-    def _adopt(self, slot: int, before: GrownTree, new: Sequence[int], path: Sequence[int]) -> bool:
+    def _adopt(self, slot: int, tree: CandidateTree, new: Sequence[int], path: Sequence[int]) -> bool:
         """Bring the keys of the path that came true to their places, as far as it was expanded.
 
         Returns:
             Whether the keys before it are at theirs, without which the tree is of no use, or will be.
         """
-        tree, runner = before.tree, self.runner
-        if tree.nodes[tree.root].expanded and not runner.rereads and not runner.texts.holds(slot, before.text):
+        runner, asked = self.runner, tree.nodes[tree.root].said is not None
+        if asked and not runner.rereads and not runner.texts.holds(slot, tree.text):
             return False
         # Nodes that were not expanded have none.
         places = max((tree.nodes[node].places for node in path), key=len, default=())
         if places:
-            self.runner.adopt(slot, new, places)
+            runner.adopt(slot, new, places)
         return True
 
     def _fill_windows(self, slots: Sequence[int]) -> None:
@@ -487,9 +463,9 @@ class ModelDrafter(Drafter):
         # By slot a heap of the largest log-probabilities, as many as its window holds: what is to be among them has to
         # exceed the first one, which is -inf as long as there are fewer.
         best: dict[int, list[float]] = {}
-        for slot, one in ((slot, self.trees[slot]) for slot in slots):
-            found = [one.tree.log_probability(node) for node in one.window()[1]]
-            best[slot] = [-inf] * (one.budget.size - len(found)) + sorted(found)
+        for slot, tree in ((slot, self.trees[slot]) for slot in slots):
+            found = [tree.log_probability(node) for node in tree.window()[1]]
+            best[slot] = [-inf] * (tree.budget.size - len(found)) + sorted(found)
         guessed = True
         while True:
             started_s = time.perf_counter()
@@ -500,7 +476,7 @@ class ModelDrafter(Drafter):
             asked, greedy_steps = self._next_step(thresholds, lambda gamma: gamma - 1)
             # Without a first step nothing is proposed and no step is timed, so that this would never change.
             cost_aware = all(
-                self.trees[slot].budget.cost_aware and self.trees[slot].tree.root not in nodes
+                self.trees[slot].budget.cost_aware and self.trees[slot].root not in nodes
                 for slot, nodes in asked.items()
             )
             # All its children together are at most as probable as a node, and each new one drives out another.
@@ -534,14 +510,14 @@ class ModelDrafter(Drafter):
         """
         asked, depths, width = dict[int, list[int]](), dict[int, int](), self.runner.width(len(thresholds))
         for slot, threshold in thresholds.items():
-            one = self.trees[slot]
+            tree = self.trees[slot]
             # The keys of a node that is expanded need a position.
-            most_depth = min(self.runner.room(len(one.text)) - 1, self.runner.most_depth)
-            depth = depths[slot] = min(deepest(one.budget.gamma), most_depth)
+            most_depth = min(self.runner.room(len(tree.text)) - 1, self.runner.most_depth)
+            depth = depths[slot] = min(deepest(tree.budget.gamma), most_depth)
             # The root needs no place, but is expanded alone or first.
-            count = min(width, self.runner.num_places - len(one.tree.places))
+            count = min(width, self.runner.num_places - len(tree.places))
             level = self.runner.hidden is not None
-            if depth >= 0 and (nodes := one.tree.next_to_expand(count, depth, threshold, behind_parents=level)):
+            if depth >= 0 and (nodes := tree.next_to_expand(count, depth, threshold, behind_parents=level)):
                 asked[slot] = nodes
         greedy_steps = self._greedy_steps(asked, thresholds, depths)
         return {slot: nodes[:1] if greedy_steps else nodes for slot, nodes in asked.items()}, greedy_steps
@@ -558,7 +534,7 @@ class ModelDrafter(Drafter):
         """
         length = MOST_GREEDY_STEPS
         for slot, (node, *_) in asked.items():
-            tree = self.trees[slot].tree
+            tree = self.trees[slot]
             margin = thresholds[slot] - tree.log_probability(node)
             length = min(length, depths[slot] - tree.depth(node), self.runner.num_places - len(tree.places) - 1)
             length = min(length, math.floor(min(MOST_GREEDY_STEPS, margin / math.log(self._best_rate))))
@@ -573,7 +549,7 @@ class ModelDrafter(Drafter):
 
     def _chances(self, slot: int, nodes: Sequence[int], greedy_steps: int) -> list[float]:
         """Return probabilities of these nodes and of what is on a greedy path behind each."""
-        firsts = [math.exp(self.trees[slot].tree.log_probability(node)) for node in nodes]
+        firsts = [math.exp(self.trees[slot].log_probability(node)) for node in nodes]
         return [first * self._best_rate**level for first in firsts for level in range(1 + greedy_steps)]
 
     def _expand(self, asked: Mapping[int, Sequence[int]], greedy_steps: int) -> dict[int, list[float]]:
@@ -597,18 +573,16 @@ class ModelDrafter(Drafter):
             for place, behind in zip(further, answered, strict=False):
                 if not children.tokens:  # logits of NaN: what follows is nothing
                     break
-                (node,) = self.trees[slot].tree.walk(children.tokens[:1], node)
+                (node,) = self.trees[slot].walk(children.tokens[:1], node)
                 children = behind
                 found[slot] += self._note(slot, node, place, children)
         return found
 
     def _note(self, slot: int, node: int, place: int | None, children: Children) -> list[float]:
         """Put what follows a node into its tree; return the log-probabilities of what is new there and not too deep."""
-        one = self.trees[slot]
-        chances = self.probabilities.log_probabilities(children.scores)
+        tree, chances = self.trees[slot], self.probabilities.log_probabilities(children.scores)
         if chances:
             self._best_rate += (math.exp(chances[0]) - self._best_rate) / _RATE_MEMORY
         count = max(min(1, len(chances)), bisect_right(chances, -_LEAST_CHANCE, key=neg))
-        one.children[node] = children
-        new = one.tree.expand(node, place, children.tokens[:count], chances[:count])
-        return new if one.tree.depth(node) < one.budget.gamma else []
+        new = tree.expand(node, place, children, chances[:count])
+        return new if tree.depth(node) < tree.budget.gamma else []
