@@ -21,8 +21,9 @@ its parent has been, and a path that came true is read again with what the targe
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -47,7 +48,7 @@ from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, HeadKVState
 from offload_runtime.runners.model_runner import ModelRunner, device_rows, window_residual
 from offload_runtime.sampling import WARM_UP_SAMPLINGS, SlotSampling, perturbed_logits, sample
 from offload_runtime.speculation.window import MOST_LEVELS, WINDOW_CAPACITY_TOKENS, DeviceWindow, Level, SlotUpdate
-from offload_runtime.stream.device import overwrite, packed_words, unpack
+from offload_runtime.stream.device import overwrite, pack_words, packed_words, unpack
 
 # Known tokens that a narrow step over a tree feeds besides the nodes.
 _MOST_FED = 3
@@ -84,26 +85,28 @@ class Children(NamedTuple):
     scores: list[float]
 
 
-@dataclass(frozen=True)
-class StepLine:
-    """Holds the rows of one sequence in a step: `fed` tokens of its text, then nodes; it is asked about those from
-    `first` on, which may be the text's last.
+class StepRow(NamedTuple):
+    """Is a row of a step. Its position, `cache_position` and `path`, behind the committed tokens and up to itself, are
+    the cache's: the text's less what a streaming cache has let go of. A row of a head reads the hidden state `source`,
+    and its own is for the `destination`, by their numbers in the store."""
 
-    Positions, `cache_positions`, `paths` behind the `committed` tokens before these rows are the cache's: the text's
-    less what a streaming cache has let go of. The rows of a head read the hidden states `sources`, and theirs are for
-    the `destinations`, by their numbers in the store.
-    """
+    token: int
+    position: int
+    cache_position: int
+    path: Sequence[int]
+    source: int = 0
+    destination: int = 0
+
+
+class StepLine(NamedTuple):
+    """Holds the rows of one sequence in a step, behind so many `committed` tokens: `fed` tokens of its text, then
+    nodes; it is asked about those from `first` on, which may be the text's last."""
 
     slot: int
-    tokens: list[int]
-    positions: list[int]
-    cache_positions: list[int]
-    paths: list[list[int]]
-    fed: int
-    first: int
-    committed: int
-    sources: list[int] = field(default_factory=list)
-    destinations: list[int] = field(default_factory=list)
+    rows: Sequence[StepRow] = ()
+    fed: int = 0
+    first: int = 0
+    committed: int = 0
 
 
 class DraftRunner:
@@ -245,7 +248,7 @@ class DraftRunner:
         cache = self._runner.cache
         cache.begin_window([], [])  # a step is about all sequences; the last pass may have read a single prompt
         greedy = [self._spare[:1]] * self._batch
-        nothing = [StepLine(s, [], [], [], [], fed=0, first=0, committed=0) for s in range(self._batch)]
+        nothing = [StepLine(slot) for slot in range(self._batch)]
         steps = [
             (make, shape)
             for count in sorted({self._batch, 1}, reverse=True)
@@ -436,15 +439,15 @@ class DraftRunner:
         # States stand where rows begin, whatever these are, so that there is one graph of each shape.
         self._runner.cache.begin_window(list(asked), [0 if self._has_states else line.fed for line in lines])
         further = min(len(one.greedy_places) for one in asked.values())
-        if any(line.first == len(line.tokens) for line in lines):
+        if any(line.first == len(line.rows) for line in lines):
             further = 0  # what was to be fed has left no room for a node
-        ends = [line.positions[-1] + 1 for line in lines]
+        ends = [line.rows[-1].position + 1 for line in lines]
         frequency_set = self._runner.rope.frequency_set
         if any(frequency_set(end) != frequency_set(end + further) for end in ends):
             further = 0  # a row's frequencies are those of one length
         shape = self._shape(lines, width, further)
         greedy = [[self._spare[place] for place in one.greedy_places[:further]] for one in asked.values()]
-        with self.graphs.span("tree step", rows=[len(line.tokens) for line in lines], greedy_steps=further):
+        with self.graphs.span("tree step", rows=[len(line.rows) for line in lines], greedy_steps=further):
             self._lay_out(lines, greedy, shape)
             self._run_over(self._nodes_step, shape)
             for _ in range(further):
@@ -459,7 +462,7 @@ class DraftRunner:
                 self.texts.learned(line.slot, asked[line.slot].text[-line.fed :])
                 self._roots[line.slot] = 0 if self.hidden is None else self.hidden.of_root(line.slot)
             first = number * shape.width + line.first
-            last = number * shape.width + len(line.tokens)
+            last = number * shape.width + len(line.rows)
             rows = [*range(first, last), *range(shape.num_rows + number, len(tokens), shape.batch)]
             answers[line.slot] = [_children(tokens[row], scores[row]) for row in rows]
         return answers
@@ -495,40 +498,32 @@ class DraftRunner:
             fed = self._catch_up(slot, text, self._most_fed(width))
         is_narrow = asked.greedy_places and len(fed) <= 1 + _MOST_FED
         nodes = nodes[asks_root:][: (min(width, graphs.NARROW_ROWS) if is_narrow else width) - len(fed)]
-        paths = [[self._spare[place] for place in places] for _, places in nodes]
-        sources, destinations = self._hidden_of(slot, len(text) - len(fed), len(fed), [places for _, places in nodes])
-        assert all(path and len(path) <= self.most_depth for path in paths)
-        end = len(text) - self.texts.starts[slot]
-        committed = end - 1 if self.shares_kv else end - len(fed)
-        indices = list(range(end - len(fed), end))
+        hidden, last_token, end = self.hidden, self.texts.last_token, len(text) - self.texts.starts[slot]
         # Where the keys of the text behind these are: its last token's, wherever they may lie, before the nodes'.
-        own = [*self._root_positions] if self.shares_kv else indices
-        return StepLine(
-            slot, tokens=[min(token, self.texts.last_token) for token in (*fed, *(token for token, _ in nodes))],
-            positions=[*indices, *(end - 1 + len(path) for path in paths)],
-            cache_positions=[*own[: len(fed)], *(path[-1] for path in paths)],
-            paths=[*(own[: row + 1] for row in range(len(fed))), *([*own, *path] for path in paths)],
-            fed=len(fed), first=len(fed) - asks_root, committed=committed, sources=sources,
-            destinations=destinations,
-        )  # fmt: skip
-
-    def _hidden_of(
-        self, slot: int, position: int, fed: int, nodes: Sequence[tuple[int, ...]]
-    ) -> tuple[list[int], list[int]]:
-        """Return which hidden states the rows of so many tokens from `position` on, and of nodes with these places,
-        read and give; none but a head's do."""
-        hidden = self.hidden
-        if hidden is None:
-            return [], []
-        above = [hidden.of_place(slot, places[-2]) if len(places) > 1 else self._roots[slot] for places in nodes]
-        sources = [*(hidden.of_text(slot, at - 1) for at in range(position, position + fed)), *above]
-        given = [hidden.unused] * (fed - 1) + [hidden.of_root(slot)] * min(fed, 1)
-        return sources, [*given, *(hidden.of_place(slot, places[-1]) for places in nodes)]
+        own = [*self._root_positions] if self.shares_kv else [*range(end - len(fed), end)]
+        rows = list[StepRow]()
+        for number, token in enumerate(fed):
+            behind = len(fed) - number  # so many tokens are left of the text
+            row = StepRow(min(token, last_token), end - behind, own[number], own[: number + 1])
+            if hidden is not None:
+                given = hidden.unused if behind > 1 else hidden.of_root(slot)
+                row = row._replace(source=hidden.of_text(slot, len(text) - behind - 1), destination=given)
+            rows.append(row)
+        for token, places in nodes:
+            path = [*own, *(self._spare[place] for place in places)]
+            row = StepRow(min(token, last_token), end - 1 + len(places), path[-1], path)
+            if hidden is not None:
+                above = hidden.of_place(slot, places[-2]) if len(places) > 1 else self._roots[slot]
+                row = row._replace(source=above, destination=hidden.of_place(slot, places[-1]))
+            rows.append(row)
+            assert 0 < len(places) <= self.most_depth
+        committed = end - 1 if self.shares_kv else end - len(fed)
+        return StepLine(slot, rows, len(fed), len(fed) - asks_root, committed)
 
     def _shape(self, lines: Sequence[StepLine], width: int, further: int) -> BatchShape:
-        depth = max(1, *(len(path) for line in lines for path in line.paths)) + further
-        reach = max(max(line.positions) for line in lines) + 1 + further
-        shape = BatchShape(len(lines), max(len(line.tokens) for line in lines), depth, reach)
+        depth = max(len(row.path) for line in lines for row in line.rows) + further
+        reach = max(row.position for line in lines for row in line.rows) + 1 + further
+        shape = BatchShape(len(lines), max(len(line.rows) for line in lines), depth, reach)
         if self.device.type != "cuda":
             return shape
         if self.on_demand:  # rows that only fill up count where so many as may choose most experts bring all of them
@@ -540,31 +535,25 @@ class DraftRunner:
     def _lay_out(self, lines: Sequence[StepLine], greedy: Sequence[Sequence[int]], shape: BatchShape) -> None:
         """Write what the next step is about to where it will fetch it."""
         self.graphs.begin()
-        sizes = graphs.tree_input_sizes(shape)
-        parts = unpack(self.graphs.inputs_host, sizes)
-        tokens, positions, cache_positions, owners, slots, committed, ancestors, *parts = parts
-        *of_lines, greedy_positions, _, sources, destinations = parts
-        paths = ancestors.reshape(-1, shape.depth)
-        greedy_positions = greedy_positions.reshape(graphs.MOST_GREEDY_STEPS, shape.batch)
-        self.graphs.inputs_host[: packed_words(sizes)] = 0
-        positions.fill(-1)
-        destinations.fill(0 if self.hidden is None else self.hidden.unused)
-        for number, (line, following) in enumerate(zip(lines, greedy, strict=True)):
-            first = number * shape.width
-            last = first + len(line.tokens)
-            tokens[first:last], positions[first:last] = line.tokens, line.positions
-            cache_positions[first:last] = line.cache_positions
-            owners[first : first + shape.width] = line.slot
-            if line.sources:
-                sources[first:last], destinations[first:last] = line.sources, line.destinations
-            for row, path in enumerate(line.paths, first):
-                paths[row, : len(path)] = path
-            start, rope_shift = self.texts.starts[line.slot], self.texts.rope_shifts[line.slot]
-            values = (line.slot, line.committed, start, rope_shift, max(first, last - 1))
-            for part, value in zip((slots, committed, *of_lines), values, strict=True):
-                part[number] = value
-            greedy_positions[: len(following), number] = following
-        self._row_frequencies.set_rows(positions.tolist())
+        width, texts = shape.width, self.texts
+        padding = StepRow(0, -1, 0, (), destination=0 if self.hidden is None else self.hidden.unused)
+        rows = [row for line in lines for row in (*line.rows, *[padding] * (width - len(line.rows)))]
+        ancestors = array("i", bytes(4 * len(rows) * shape.depth))
+        for first, row in zip(range(0, len(ancestors), shape.depth), rows, strict=True):
+            ancestors[first : first + len(row.path)] = array("i", row.path)
+        tokens, positions, cache_positions, _, sources, destinations = zip(*rows, strict=True)
+        slots = [line.slot for line in lines]
+        last = [number * width + max(0, len(line.rows) - 1) for number, line in enumerate(lines)]
+        following = [
+            path[step] if step < len(path) else 0 for step in range(graphs.MOST_GREEDY_STEPS) for path in greedy
+        ]
+        words = pack_words([
+            tokens, positions, cache_positions, [slot for slot in slots for _ in range(width)], slots,
+            [line.committed for line in lines], ancestors, [texts.starts[slot] for slot in slots],
+            [texts.rope_shifts[slot] for slot in slots], last, following, (0,), sources, destinations,
+        ])  # fmt: skip
+        self.graphs.inputs_host[: len(words)] = words
+        self._row_frequencies.set_rows(positions)
 
     def _parts(self, shape: BatchShape) -> list[torch.Tensor]:
         """Return the inputs of a step, in the order of `tree_input_sizes`."""
