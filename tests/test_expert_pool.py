@@ -348,7 +348,11 @@ def test_plans_tell_what_the_pool_leaves_to_bring() -> None:
     speeds = []
     for size in ("1GB", "3GB", "6GB", None):
         plan = plan_run(replace(request, expert_pool=size and parse_bytes(size)), machine)
-        once = forecast(plan, machine).plain
+        predicted = forecast(plan, machine)
+        once, by_hits = predicted.plain, predicted.plain_tok_per_s_by_hits
+        assert bool(by_hits) == (size is not None) and [*by_hits.values()] == sorted(by_hits.values())
+        for hits, speed in by_hits.items():
+            assert (hits > plan.target.expected_hits) == (speed > predicted.plain_tok_per_s)
         assert once.demand_s == pytest.approx(once.expert_bytes / (machine.link_gbps * 1e9))
         assert (once.expert_bytes == 0) == (size is None) == ("experts in host memory" not in plan.host)
         speeds.append(1 / once.seconds)
