@@ -152,7 +152,7 @@ def _expert_kernel(
     Of few rows the next kernel's programs come as soon as there are places, as waiting for memory is most of what these
     do at first; those of a second product find out where to read before they wait.
     """
-    # None of a second product's is launched before all of the first one's have waited for what choices and buffers are.
+    # A second product's are launched once all of the first one's have waited: choices and buffers are written by then.
     if OVERLAP and (GATED or not FEW):
         gdc_wait()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
