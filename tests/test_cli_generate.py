@@ -192,6 +192,7 @@ def test_prompts_are_checked_while_loading(runtime: FakeRuntime, tmp_path: Path)
     ("--prompt a --max-new-tokens 0", "--max-new-tokens must be at least 1, not 0"),
     ("--kv disk", "'disk' is not one of 'auto', 'gpu', 'host'; offload-runtime generate"),
     ("--drafft a", "No such option: --drafft"),
+    ("qwen3:8b", "Got unexpected extra argument(s) (qwen3:8b), and a model is named with --target; "),
 ])  # fmt: skip
 def test_wrong_options_end_before_loading(runtime: FakeRuntime, tmp_path: Path, arguments: str, words: str) -> None:
     (tmp_path / "latin1").write_bytes(b"d\xe9j\xe0 vu")

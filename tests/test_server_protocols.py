@@ -235,6 +235,18 @@ def test_ollamas_answers_are_those_of_a_chat(spoken: Spoken, ollama: Any) -> Non
     assert ollama.generate(model=MODEL, keep_alive=-1).done_reason == "load"
 
 
+# As the command of ollama asks, which spells out what is empty, and as litellm does.
+@pytest.mark.parametrize(("path", "body"), [
+    ("/api/show", {"model": MODEL, "system": "", "template": "", "verbose": False, "options": None, "name": ""}),
+    ("/api/show", {"name": MODEL}),
+    ("/api/generate", {"model": MODEL, "prompt": "", "suffix": "", "system": "", "template": "", "options": None}),
+    ("/api/chat", {"model": MODEL, "messages": [{**HOT, "thinking": ""}], "options": {}, "format": ""}),
+])  # fmt: skip
+def test_what_other_clients_of_ollama_send_is_taken(spoken: Spoken, path: str, body: dict[str, Any]) -> None:
+    assert spoken.http.head("/").status_code == 200
+    assert spoken.http.post(path, json=body).status_code == 200
+
+
 def test_ollamas_chat_has_thinking_and_calls(spoken: Spoken, ollama: Any) -> None:
     spoken.scripted.pieces = PIECES
     tool = {"type": "function", "function": {"name": "weather", "description": "the weather", "parameters": CITY}}

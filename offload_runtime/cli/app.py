@@ -45,7 +45,10 @@ def _exit_code(words: Sequence[str], run: Callable[[], int | None]) -> int:
     except _UsageError as error:
         refusal: Any = error  # of click's, for which there is no name here
         command = "offload-runtime" if refusal.ctx is None else refusal.ctx.command_path
-        terminal.error_line(OptionError(f"{refusal.format_message().rstrip('.')}; {command} --help lists the options"))
+        said = refusal.format_message().rstrip(".")
+        if "extra argument" in said and any("--target" in one.opts for one in refusal.ctx.command.params):
+            said += ", and a model is named with --target"
+        terminal.error_line(OptionError(f"{said}; {command} --help lists the options"))
     except KeyboardInterrupt:
         return terminal.INTERRUPTED_EXIT_CODE
     except terminal.OutputError as error:

@@ -72,8 +72,8 @@ def make_app(service: Service, config: ServerConfig) -> App:
             path = "/" if file.name == "index.html" else f"/page/{file.name}"
             constants.append((path, file.read_text(encoding="utf-8"), _PAGE[file.suffix]))
     constants.append(("/page/constants.js", _page_constants(), _PAGE[".js"]))
-    for path, content, media_type in constants:
-        app.add_api_route(path, _constant(content, media_type), methods=["GET"], response_model=None)
+    for path, content, media_type in constants:  # the command of ollama asks for the head of / first
+        app.add_api_route(path, _constant(content, media_type), methods=["GET", "HEAD"], response_model=None)
 
     async def respond(request: Request, error: Exception) -> Response:
         return service.respond_to(request, error)

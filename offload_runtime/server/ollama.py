@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, AliasChoices, Field
 
 from offload_runtime.server.failures import Failure
 from offload_runtime.server.parsers import arguments_of
@@ -272,8 +272,8 @@ def now(seconds: float | None = None) -> str:
 class ShowRequest(Body):
     """`/api/show`."""
 
-    harmless: ClassVar[Harmless] = {"verbose": ANY}
-    model: _Name
+    harmless: ClassVar[Harmless] = {"verbose": ANY, "options": ANY, "system": ("",), "template": ("",), "name": ("",)}
+    model: _Name = Field(validation_alias=AliasChoices("model", "name"))  # the latter is older, and litellm's
 
 
 def tag(model: OfferedModel, name: str, begun_s: float) -> dict[str, Any]:
