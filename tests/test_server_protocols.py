@@ -144,7 +144,8 @@ def test_a_response_is_the_answer_of_a_chat(spoken: Spoken) -> None:
     assert [one["logprob"] for one in said] == pytest.approx(
         [one["logprob"] for one in expected["choices"][0]["logprobs"]["content"]], abs=1e-4
     )
-    events = list(spoken.openai.responses.create(**asked, stream=True))
+    of_codex = {"client_metadata": {"session_id": "x"}}
+    events = list(spoken.openai.responses.create(**asked, stream=True, extra_body=of_codex))
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
     assert events[-1].type == "response.incomplete"
 

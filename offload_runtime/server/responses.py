@@ -147,7 +147,7 @@ class ResponsesBody(Body):
     harmless: ClassVar[Harmless] = {
         **dict.fromkeys((
             "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "stream_options",
-            "prompt_cache_retention", "prompt_cache_options", "max_tool_calls",
+            "prompt_cache_retention", "prompt_cache_options", "max_tool_calls", "client_metadata",
         ), ANY),
         "background": (False,), "truncation": ("disabled",), "context_management": ([],), "prompt": (None,),
     }  # fmt: skip
