@@ -17,6 +17,7 @@ from offload_runtime.core import Batch, TokenTree
 from offload_runtime.engine import Runtime
 from offload_runtime.errors import BudgetError, OptionError
 from offload_runtime.models.registry import model_config_from_json
+from offload_runtime.params import GenerationParams
 from offload_runtime.plan.cost import prefill_time
 from offload_runtime.plan.report import forecast
 from offload_runtime.plan.search import plan_run
@@ -29,7 +30,7 @@ from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, load, raising, refuse_weights
-from tests.helpers.families import family_config, family_model, write_family
+from tests.helpers.families import NO_TOKENS, family_config, family_model, write_family
 from tests.helpers.heads import add_random_mtp
 from tests.helpers.planning import made_up_machine
 
@@ -335,6 +336,32 @@ def test_experts_are_kept_and_multiplied_as_a_file_stores_them(kind: str, tmp_pa
         rows = [prefill(made.runner, 0, PROMPTS[2]), verify(made.runner, {0: TokenTree((7, 8, 9))})]
         found.append(torch.cat(rows))
         made.close()
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda:0", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
+def test_stored_experts_have_the_same_bits_wherever_they_are(family: str, device: str, tmp_path: Path) -> None:
+    """Read to the card, fetched by prompts a layer at a time, and by tokens on demand."""
+    sizes = {"gpt_oss": {"num_experts_per_tok": CHOSEN, "num_local_experts": COUNT}, "qwen3_moe": SPARSE}[family]
+    model = family_model(family, 1, hidden_size=160, max_position_embeddings=1024, **sizes)
+    kind = GGMLQuantizationType.MXFP4 if family == "gpt_oss" else GGMLQuantizationType.Q8_0
+    tokenizer = byte_level_tokenizer()
+    words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    tokens = [*words, *NO_TOKENS[len(words) :]]
+    source = open_checkpoint(write_family(tmp_path / "m.gguf", family, model, kind=kind, tokens=tokens))
+    tokenizer.save_pretrained(tmp_path)
+    one = source.layout(torch.bfloat16).experts[0]
+    options: dict[str, Any] = {"device": device, "dtype": "bf16", "context": 300, "draft": "none", "weights": "stored"}
+    found, params = list[torch.Tensor](), GenerationParams(8, ignore_eos=True)
+    for buffers in (None, COUNT + 1, CHOSEN):
+        pool = buffers and buffers * one.block.total_bytes
+        with Runtime.load(source, expert_pool=pool, **options) as runtime:
+            rows = [runtime.replay(prompt, params, drafter=None)[1] for prompt in PROMPTS]
+        found.append(torch.cat(rows))
+    assert found[0].isfinite().all() and len(found[0].unique()) > 100
     assert all(torch.equal(one, found[0]) for one in found)
 
 
