@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 from offload_runtime.core import DraftBudget
@@ -332,8 +332,8 @@ class Controller:
     def __init__(self, modes: Collection[str], cost: Cost | None = None, *, streamed: bool = False) -> None:
         self._cost = cost or (lambda choice, *_: guessed_cost(choice, streamed=streamed))
         self._sure = cost is not None
-        self._modes = modes
-        self._accounts: dict[SamplingParams, _Account] = {}  # by how tokens are chosen, but for the noise
+        # By how tokens are chosen, but for the noise.
+        self._accounts = lru_cache(_MOST_ACCOUNTS)(lambda _: _Account(modes))
         self._latencies: dict[tuple[int, int], LatencyModel] = {}
 
     def begin(self, sampling: SamplingParams) -> None:
@@ -482,12 +482,7 @@ class Controller:
 
     def _account(self, sampling: SamplingParams) -> _Account:
         """Return the account of requests that choose their tokens so."""
-        key = sampling.without_noise
-        account = self._accounts.pop(key) if key in self._accounts else _Account(self._modes)
-        self._accounts[key] = account
-        if len(self._accounts) > _MOST_ACCOUNTS:
-            del self._accounts[next(iter(self._accounts))]  # that was not used for longest
-        return account
+        return self._accounts(sampling.without_noise)
 
     def _latency(self, num_sequences: int, context_tokens: int) -> LatencyModel:
         """Return the times of steps about so many sequences, the longest of which has so many tokens; it begins with
