@@ -208,10 +208,9 @@ class DraftRunner:
             if self._has_states:  # steps that go beyond a chunk, as behind whole blocks, are others
                 lengths |= {max(1, length - 1) for length in lengths}
             self.graphs.warm_up(self._take_steps, batch=self._batch, lengths=sorted(lengths))
-        with self.graphs.eager():
-            longest = self._capacity_tokens - 2 * CATCH_UP_TOKENS - self._first_rows + 1
-            for length in (0, *graphs.warm_up_lengths(longest)):
-                self._catch_up_behind(length)
+        longest = self._capacity_tokens - 2 * CATCH_UP_TOKENS - self._first_rows + 1
+        for length in (0, *graphs.warm_up_lengths(longest)):
+            self._catch_up_behind(length)
         self.texts.warm_up()
         if self._choosing is not None:
             self._choosing.warm_up()
@@ -293,9 +292,9 @@ class DraftRunner:
 
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
         """Take the target's hidden states of committed tokens, as a `Drafter` does."""
-        if self.hidden is not None and self.draft_state is not None:
-            with self.graphs.span("observe", tokens=len(tokens)):
-                self.draft_state.observe(slot, position, tokens, hidden)
+        assert self.draft_state is not None, "a copy reads no hidden states"
+        with self.graphs.span("observe", tokens=len(tokens)):
+            self.draft_state.observe(slot, position, tokens, hidden)
 
     def room(self, length: int) -> int:
         """Return the most tokens that can be proposed in a row behind `length` tokens, of which the last needs no keys:

@@ -345,7 +345,7 @@ class ModelDrafter(Drafter):
             self.runner.prepare(slot, tokens)
 
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
-        if slot in self._joined and self.runner.hidden is not None:
+        if slot in self._joined:  # else another text is decoded plainly there
             self._follow_target()
             for stream in self._streams[:1]:
                 hidden.record_stream(stream)
