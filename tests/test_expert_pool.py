@@ -259,6 +259,11 @@ def test_a_share_of_a_cpu_without_a_compiler_is_refused(mixture: Path, monkeypat
         Runtime.load(mixture, device="cpu", expert_pool=COUNT * EXPERT_BYTES, cpu_share=0.5)
 
 
+def test_a_share_of_experts_that_are_all_there_is_said_to_do_nothing(mixture: Path) -> None:
+    with load(mixture, context=300, draft="none", cpu_share=0.5) as runtime:
+        assert "--cpu-share does nothing, as no expert is missing" in runtime.placement
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_the_link_brings_all_where_there_is_no_compiler(
     mixture: Path, monkeypatch: pytest.MonkeyPatch

@@ -432,7 +432,7 @@ def _start_cpu(plan: ModelPlan, share: float | None, undo: ExitStack) -> CpuThre
     """Start the CPU's threads where a card has not all experts. Raises `OptionError` where a share was asked for that
     the CPU cannot take."""
     if share == 0 or not plan.host_experts:
-        return NO_CPU
+        return CpuThreads(0, why_not="--cpu-share does nothing, as no expert is missing") if share else NO_CPU
     kinds = {place.encoding for one in plan.host_experts.values() for place in one.places.values()}
     try:
         library = load_experts_library(user_directory("cache", holds="compiled code") / "experts", plan.dtype, kinds)
