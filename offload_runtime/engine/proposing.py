@@ -313,7 +313,7 @@ def make_drafter(
         draft: The draft model; None where none was loaded.
         budgets: Of the cards; who proposes is on the first.
         trees: Whether the target verifies trees, too.
-        recorder: Of a trace that steps are told; None: none.
+        recorder: Of a trace that has steps; None: none.
         free_s: Behind a pass, in which drafting delays nothing.
         free_rows: Of a window, up to which no pass takes longer.
     """

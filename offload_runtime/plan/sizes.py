@@ -23,7 +23,7 @@ from offload_runtime.runners.draft_kv import REWRITTEN_TOKENS
 from offload_runtime.runners.head_kv import HEAD_CATCH_UP_TOKENS, hidden_store_rows
 from offload_runtime.runners.model_runner import EXPERT_CHUNK_TOKENS, PREFILL_CHUNK_TOKENS
 from offload_runtime.sizes import counted, format_bytes, format_bytes_up
-from offload_runtime.speculation.ngram import MOST_UNTOLD_TOKENS
+from offload_runtime.speculation.ngram import MOST_PENDING_TOKENS
 from offload_runtime.speculation.triforce import most_guess_rows, verifier_step_bytes
 from offload_runtime.speculation.window import MOST_LEVELS
 from offload_runtime.stream.device import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
@@ -346,14 +346,14 @@ class RunPlan:
     @property
     def hidden_bytes(self) -> int:
         """Return what the target's passes keep for a head, of all rows of prompts and windows unless it takes the place
-        of their residual streams, of what was accepted and of rows of graphs, what a head is told of together, which is
+        of their residual streams, of what was accepted and of rows of graphs, what a head observes together, which is
         joined for that, and what of it steps read."""
         draft, target = self.draft, self.target
         if draft is None or draft.head is None:  # twice, as they are joined
             streams_bytes = target.config.num_streams * target.config.hidden_size * target.dtype.itemsize
             return 2 * target.most_rows * streams_bytes
         rows = target.batch * target.window_tokens + graphs.CAPTURED_PARTS * graphs.CAPTURED_ROWS
-        rows += hidden_store_rows(target.batch, draft.tree_positions) + (target.batch + 1) * MOST_UNTOLD_TOKENS
+        rows += hidden_store_rows(target.batch, draft.tree_positions) + (target.batch + 1) * MOST_PENDING_TOKENS
         rows += 0 if draft.head.taps_in_place else target.most_rows
         return rows * draft.head.width * target.dtype.itemsize
 

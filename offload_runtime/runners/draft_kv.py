@@ -54,7 +54,7 @@ class DraftKVState:
         """Compile the kernels, with every way to cut a product, that only read prompts. Leaves the cache empty."""
 
     def text_to_warm_up(self, slot: int, length: int) -> list[int]:
-        """Return a text of so many tokens, of which a slot has been told all that there is to know."""
+        """Return a text of so many tokens, of which a slot knows all that there is to know."""
         return [0] * length
 
     def join(self, slot: int) -> None:

@@ -31,8 +31,8 @@ _MATCHED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 _RATES_AT_FIRST = (0.2, 0.42, 0.5, 0.6, 0.7, 0.77, 0.84, 0.88, 0.92, 0.96, 0.98, 0.99)
 _TRUST = 20
 LONGEST_MATCH = _MATCHED[-1]  # longer ones are worth no more
-# Tokens of plain steps that a head is told of together: its pass over them takes the host 1 ms, however many they are.
-MOST_UNTOLD_TOKENS = 256
+# Tokens of plain steps that a head observes together: its pass over them takes the host 1 ms, however many they are.
+MOST_PENDING_TOKENS = 256
 # Observations that a running mean looks back on: texts change their nature.
 _MEMORY = 200
 
@@ -285,8 +285,8 @@ class NgramDrafter(Drafter):
 
 class WithNgrams(Drafter):
     """Leaves budgets of the modes `ngram` and `copy` to n-grams, which cost nothing, and all others to a draft; n-grams
-    take the room that its chains leave. What passes keep for a head it is told when it is asked next, or of many tokens
-    at a time: telling takes the host 50 us and more, in which the device is idle, and most steps may be plain ones.
+    take the room that its chains leave. What passes keep for a head it observes when it is asked next, or of many
+    tokens at a time: that takes the host 50 us and more, in which the device is idle, and most steps may be plain ones.
 
     Args:
         draft: Proposes unless n-grams are asked for.
@@ -299,9 +299,9 @@ class WithNgrams(Drafter):
         self.draft, self.ngrams, self._alone = draft, ngrams, alone
         self.name, self.draft_state = draft.name, draft.draft_state
         self._drafted = False  # in the last step, or to be next
-        self._prompt_tokens: dict[int, int] = {}  # by slot, of which the head is told at once: their memory is large
-        # By slot what was observed in a row, and the head has not been told of.
-        self._untold: dict[int, list[tuple[int, Sequence[int], torch.Tensor]]] = {}
+        self._prompt_tokens: dict[int, int] = {}  # by slot, observed at once: their memory is large
+        # By slot what passes have kept of tokens in a row, which the head has not observed yet.
+        self._pending: dict[int, list[tuple[int, Sequence[int], torch.Tensor]]] = {}
 
     def modes(self, texts: Texts) -> Sequence[str]:
         drafts = self.draft.modes(texts)
@@ -311,12 +311,12 @@ class WithNgrams(Drafter):
         return (*(mode for mode in self.ngrams.modes(texts) if mode in (NGRAM, COPY)), *drafts)
 
     def join(self, slot: int, params: SamplingParams) -> None:
-        self._tell(slot)
+        self._flush(slot)
         self.draft.join(slot, params)
         self.ngrams.join(slot, params)
 
     def leave(self, slot: int) -> None:
-        self._tell(slot)
+        self._flush(slot)
         self.draft.leave(slot)
         self.ngrams.leave(slot)
 
@@ -326,31 +326,31 @@ class WithNgrams(Drafter):
 
     def prepare(self, slot: int, tokens: Sequence[int]) -> None:
         self._drafted, self._prompt_tokens[slot] = True, len(tokens)
-        self._tell(slot)
+        self._flush(slot)
         self.draft.prepare(slot, tokens)
         self.ngrams.prepare(slot, tokens)
 
     def observe(self, slot: int, position: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
-        if (before := self._untold.get(slot)) and position != before[-1][0] + len(before[-1][1]):
-            self._tell(slot)
-        untold = self._untold.setdefault(slot, [])
-        untold.append((position, tokens, hidden))
-        if position < self._prompt_tokens.get(slot, 0) or position + len(tokens) - untold[0][0] >= MOST_UNTOLD_TOKENS:
-            self._tell(slot)
+        if (before := self._pending.get(slot)) and position != before[-1][0] + len(before[-1][1]):
+            self._flush(slot)
+        pending = self._pending.setdefault(slot, [])
+        pending.append((position, tokens, hidden))
+        if position < self._prompt_tokens.get(slot, 0) or position + len(tokens) - pending[0][0] >= MOST_PENDING_TOKENS:
+            self._flush(slot)
 
-    def _tell(self, slot: int) -> None:
-        """Let a head observe what it has not been told of a slot."""
-        if untold := self._untold.pop(slot, None):
-            tokens = [token for _, some, _ in untold for token in some]
-            hidden = torch.cat([some for _, _, some in untold]) if len(untold) > 1 else untold[0][2]
-            self.draft.observe(slot, untold[0][0], tokens, hidden)
+    def _flush(self, slot: int) -> None:
+        """Let a head observe what is pending of a slot."""
+        if pending := self._pending.pop(slot, None):
+            tokens = [token for _, some, _ in pending for token in some]
+            hidden = torch.cat([some for _, _, some in pending]) if len(pending) > 1 else pending[0][2]
+            self.draft.observe(slot, pending[0][0], tokens, hidden)
 
     def propose(self, texts: Texts, budgets: Budgets) -> dict[int, TokenTree]:
         looked_up = {slot: budget for slot, budget in budgets.items() if budget.mode in (NGRAM, COPY)}
         drafted = {slot: budget for slot, budget in budgets.items() if slot not in looked_up}
         self._drafted, found = bool(drafted), dict[int, TokenTree]()
         for slot in drafted:
-            self._tell(slot)
+            self._flush(slot)
         for drafter, asked in ((self.draft, drafted), (self.ngrams, looked_up)):
             if asked:
                 found |= drafter.propose(texts, asked)
