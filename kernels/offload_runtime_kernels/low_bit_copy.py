@@ -232,7 +232,7 @@ def quantise(values: torch.Tensor, out: ScaledRows, importance: torch.Tensor | N
         values: [M, K] of any float dtype, contiguous; the last group is shorter where 64 does not divide K. Of
             infinities and NaN the copy has zeros.
         out: What a copy [M, K] is stored in, of the form `COPY`, on the same device; written.
-        importance: [K]: mean squares of what columns are multiplied with; None: all alike.
+        importance: [K]: squares of what columns are multiplied with, added up or their means; None: all alike.
     """
     assert values.is_contiguous()
     columns, device = values.shape[1], values.device

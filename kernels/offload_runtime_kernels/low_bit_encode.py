@@ -255,10 +255,6 @@ def _encode_all(
     return True
 
 
-def _rows_of(copy: ScaledRows, rows: slice) -> ScaledRows:
-    return ScaledRows(copy.numbers[rows], copy.scales[rows], copy.zeros[rows], copy.groups)
-
-
 def encode_rest(values: torch.Tensor, copy: ScaledRows, out: torch.Tensor) -> bool:
     """Code what is left of a matrix in bf16, some rows at a time; the device is waited for.
 
@@ -274,7 +270,7 @@ def encode_rest(values: torch.Tensor, copy: ScaledRows, out: torch.Tensor) -> bo
     bits, nothing = values.view(torch.int16), values.new_empty(0, 0)
 
     def coded(rows: slice) -> CodedRows:
-        return CodedRows(BF16, bits[rows], _rows_of(copy, rows), nothing, 0, _ALONE)
+        return CodedRows(BF16, bits[rows], copy.some(rows), nothing, 0, _ALONE)
 
     return _encode_all(coded, bits.shape, values.device, out)
 
@@ -288,7 +284,7 @@ def encode_q8_rest(stored: torch.Tensor, columns: int, copy: ScaledRows, out: to
         blocks = unpack_rows(stored[rows], form, columns).view(-1, columns // Q8_BLOCK, form.nbytes)
         scales = blocks[:, :, :2].contiguous().view(torch.float16).flatten(1)
         numbers = blocks[:, :, 2:].contiguous().view(torch.int8).flatten(1)
-        return CodedRows(Q8_0, numbers, _rows_of(copy, rows), scales, 0, _ALONE)
+        return CodedRows(Q8_0, numbers, copy.some(rows), scales, 0, _ALONE)
 
     return _encode_all(coded, (len(stored), columns), stored.device, out)
 
@@ -300,6 +296,6 @@ def encode_fp8_rest(whole: ScaledRows, form: ScaledFormat, columns: int, copy: S
 
     def coded(rows: slice) -> CodedRows:
         numbers = unpack_numbers(whole.numbers[rows], form, columns)
-        return CodedRows(FP8, numbers, _rows_of(copy, rows), whole.scales, rows.start, form)
+        return CodedRows(FP8, numbers, copy.some(rows), whole.scales, rows.start, form)
 
     return _encode_all(coded, (height, columns), whole.numbers.device, out)

@@ -106,6 +106,10 @@ class ScaledRows(NamedTuple):
     zeros: torch.Tensor
     groups: torch.Tensor
 
+    def some(self, rows: slice) -> "ScaledRows":
+        """Return some rows of a matrix each of whose rows has scales of its own, without copying."""
+        return ScaledRows(self.numbers[rows], self.scales[rows], self.zeros[rows], self.groups)
+
 
 def columns_of_scale(form: ScaledFormat, columns: int) -> int | None:
     """How many columns of a tile have one scale, 0 where a whole row has; None if groups do not divide tiles so, or

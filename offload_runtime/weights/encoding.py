@@ -680,8 +680,7 @@ class RestOfCopy(Format):
 
 def rows_of_copy(copy: torch.Tensor, shape: tuple[int, ...], start: int, end: int) -> ScaledRows:
     """Return some rows of a matrix' copy, whose bytes are uint8, without copying."""
-    numbers, scales, centres, groups = scaled_rows(copy, COPY, *shape)
-    return ScaledRows(numbers[start:end], scales[start:end], centres[start:end], groups)
+    return scaled_rows(copy, COPY, *shape).some(slice(start, end))
 
 
 def format_of(kind: str | ScaledFormat) -> Format:
