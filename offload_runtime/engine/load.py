@@ -309,8 +309,7 @@ def _load(
             undo=undo,
         )  # fmt: skip
         if plan.draft is not None and plan.draft.is_copy:
-            target, copies = load_copies(target_source, target, plan.draft, open_cards, on_progress=on_progress)
-            target = replace(target, copies=copies)
+            target = load_copies(target_source, target, open_cards, on_progress=on_progress)
         free_s, free_rows, batch = 0.0, 0, plan.target.batch
         if target.link_peak_gbps is not None:  # of what is streamed, or of experts
             pairs = zip(plan.cards, target.cards, strict=True)

@@ -22,12 +22,11 @@ import torch
 from offload_runtime.core import Batch
 from offload_runtime.engine.load_model import LoadedModel, LoadProgress, OpenCard, through_scratch
 from offload_runtime.models.layers import LayerWeights
-from offload_runtime.plan.model import ModelPlan
 from offload_runtime.runners.model_runner import Decoder, ModelRunner
 from offload_runtime.stream.device import LayerPartition
 from offload_runtime.stream.queue import CardRing, LayerStreamer
 from offload_runtime.weights.checkpoint import CheckpointSource
-from offload_runtime.weights.copies import make_copy, observed, store_left
+from offload_runtime.weights.copies import make_copy, observed, store_rest
 from offload_runtime.weights.layout import ModelLayout
 from offload_runtime.weights.loader import LayerReader, MatricesNotCodable
 
@@ -36,18 +35,16 @@ _READ_TOKENS = 256
 
 
 def load_copies(
-    source: CheckpointSource, target: LoadedModel, plan: ModelPlan, cards: Sequence[OpenCard], *,
-    on_progress: LoadProgress | None,
-) -> tuple[LoadedModel, ModelRunner]:  # fmt: skip
-    """Make the copies of a target's streamed layers and return the target, as it streams from now on, and what runs
+    source: CheckpointSource, target: LoadedModel, cards: Sequence[OpenCard], *, on_progress: LoadProgress | None
+) -> LoadedModel:
+    """Make the copies of a target's streamed layers and return the target, as it streams from now on, with what runs
     the copies, over the target's own KV cache. Each card has copies of its own layers.
 
     Args:
         source: The target's opened checkpoint.
-        target: Loaded, nothing in its cache, which is empty afterwards. Where its plan has what is `left` of layers
-            these have not been read.
-        plan: Of the copy.
-        cards: That both are on.
+        target: Loaded, nothing in its cache, which is empty afterwards. Where its plan streams the `rest` of
+            layers these have not been read.
+        cards: That it is on.
         on_progress: As of `Runtime.load`.
 
     Raises:
@@ -69,12 +66,12 @@ def load_copies(
         if on_progress is not None:
             on_progress("copies of layers", done_bytes, sum_bytes)
 
-    if target.plan.left is None:
+    if target.plan.rest is None:
         _make(runner, runner.streamer.layers, layout, blocks, report)
     else:
-        target = _load_left(source, target, layout, blocks, report)
+        target = _load_rest(source, target, layout, blocks, report)
     for card, own in zip(cards, target.plan.cards, strict=True):
-        scratch_bytes = own.copy_scratch_bytes(card.device.type, plan.step_rows or 0)
+        scratch_bytes = own.copy_scratch_bytes(card.device.type)
         # It drafts while the target's passes use theirs.
         scratches.append(card.budget.allocate("draft: decoded matrix", scratch_bytes) if scratch_bytes else None)
     of_layer = [scratches[owner] for owner in partition.owners]
@@ -92,8 +89,8 @@ def load_copies(
     partition = LayerPartition(partition.cards, partition.owners)
     decoder = Decoder(target.config, through_scratch(runner.decoder.shared, scratches[0]), partition)
     budgets = [card.budget for card in cards]
-    cache = runner.cache.for_copy(target.config, plan.dtype, budgets=budgets, name="draft: states")
-    return target, ModelRunner(decoder, streamer, cache, runner.rope, runner.chunk_tokens)
+    cache = runner.cache.for_copy(target.config, target.plan.dtype, budgets=budgets, name="draft: states")
+    return replace(target, copy_runner=ModelRunner(decoder, streamer, cache, runner.rope, runner.chunk_tokens))
 
 
 @torch.inference_mode()
@@ -111,7 +108,7 @@ def _make(
             if layer not in blocks:
                 yield layer, weights
                 continue
-            seen = LayerWeights(observed(weights, layout.layers[layer]))
+            seen = observed(weights, layout.layers[layer])
             yield layer, seen
             make_copy(seen, layout.layers[layer], blocks[layer])
             made(layer)
@@ -123,7 +120,7 @@ def _make(
         torch.cuda.empty_cache()  # of what passed through
 
 
-def _load_left(
+def _load_rest(
     source: CheckpointSource, target: LoadedModel, layout: ModelLayout, blocks: Mapping[int, torch.Tensor],
     report: Callable[[int], None],
 ) -> LoadedModel:  # fmt: skip
@@ -131,11 +128,11 @@ def _load_left(
     Other arguments and errors as of `load_copies`."""
     started = time.perf_counter()
     runner, plan, host, owners = target.runner, target.plan, target.weights, target.runner.decoder.partition.owners
-    assert plan.left is not None and plan.whole is not None
-    whole, left, resident = plan.whole, plan.left, runner.streamer.resident
+    assert plan.rest is not None and plan.whole is not None
+    whole, rest, resident = plan.whole, plan.rest, runner.streamer.resident
     copies = {layer: layout.layers[layer].stored(block) for layer, block in blocks.items()}
     scratches = [card.scratch for card in target.cards]
-    found, refused, readers, rings = list(left.layers), set[str](), list[LayerReader](), list[torch.Tensor]()
+    found, refused, readers, rings = list(rest.layers), set[str](), list[LayerReader](), list[torch.Tensor]()
     with ExitStack() as undo:
         for card in target.cards:
             card.engine.drain()  # nothing but memory has crossed it yet, ahead of the first pass
@@ -153,7 +150,7 @@ def _load_left(
 
         def made(layer: int) -> None:
             reader, ring, memory = readers[owners[layer]], rings[owners[layer]], host.layers[layer].buffer
-            found[layer], none = store_left(whole.layers[layer], ring, copies[layer], left.layers[layer], memory)
+            found[layer], none = store_rest(whole.layers[layer], ring, copies[layer], rest.layers[layer], memory)
             report(layer)
             refused.update(*(reader.packed_in(layer, packed) for packed in none))
 
@@ -161,8 +158,8 @@ def _load_left(
     if refused:
         raise MatricesNotCodable(frozenset(refused))
     host.load_seconds += time.perf_counter() - started
-    stored_left = replace(left, layers=tuple(found))
-    plan, host.layout = replace(plan, stored_left=stored_left), plan.layout.with_layers(stored_left, blocks)
+    stored_rest = replace(rest, layers=tuple(found))
+    plan, host.layout = replace(plan, stored_rest=stored_rest), plan.layout.with_layers(stored_rest, blocks)
     nothing = torch.empty(0, dtype=torch.uint8)
 
     def make_views(layer: int, buffer: torch.Tensor) -> LayerWeights:

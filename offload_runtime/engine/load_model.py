@@ -280,7 +280,7 @@ class LoadedModel:
     plan: ModelPlan  # as it turned out
     cpu: CpuThreads
     shared: SharedVocabulary | None = None  # of a draft, with its target; None where that was not compared
-    copies: ModelRunner | None = None  # of a target that drafts with copies of its own layers
+    copy_runner: ModelRunner | None = None  # of a target that drafts with copies of its own layers
 
     @property
     def config(self) -> ModelConfig:
@@ -386,7 +386,7 @@ def load_model(
     weights = load_weights(
         source, plan.placed_layout, onto=held, experts_onto=experts, pin=pin, registrar=registrar,
         pinned_bytes=pinned_bytes, on_progress=report, coding_device=device,
-        later=() if plan.left is None else plan.placement.streamed_layers,
+        later=() if plan.rest is None else plan.placement.streamed_layers,
     )  # fmt: skip
     undo.callback(weights.close)
     if device.type == "cuda":

@@ -327,7 +327,7 @@ def make_drafter(
     if retrieved is not None:
         hierarchy = _make_triforce(plan, target, draft, retrieved, budget, recorder)
         return WithNgrams(hierarchy, NgramDrafter(), alone=False) if free_rows > 1 else hierarchy
-    ngrams, runner = NgramDrafter(), target.copies if draft is None else draft.runner
+    ngrams, runner = NgramDrafter(), target.copy_runner if draft is None else draft.runner
     if runner is None:
         return Drafter() if plan.drafter == "none" else ngrams
     drafter: DFlashDrafter | ModelDrafter

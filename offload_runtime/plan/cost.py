@@ -351,7 +351,7 @@ def _matrix_stages(
 def _bases_s(target: ModelPlan, machine: MachineProfile) -> tuple[float, float]:
     """Seconds of HBM and of arithmetic in which a pass decodes what is left of streamed layers, besides those of what
     is streamed and of what comes of it: their copies are read, too."""
-    if target.left is None:
+    if target.rest is None:
         return 0.0, 0.0
     streamed = target.placement.streamed_layers
     weights = sum(target.layout.layers[layer].matrix_elements for layer in streamed)

@@ -127,9 +127,9 @@ class ModelPlan:
     head_experts: tuple[ExpertBlocks, ...] = ()
     most_expert_tokens: int = 0  # of prompts that go through experts together; 0: experts are not decoded first
     copies: ModelLayout | None = None  # of all layers of a target that drafts by itself
-    whole: ModelLayout | None = None  # as layers are read of which copies are made that others are streamed beside
-    left: ModelLayout | None = None  # of all layers given their copies; None: they are streamed as they are
-    stored_left: ModelLayout | None = None  # in no more room than that has come to take
+    rest: ModelLayout | None = None  # of all layers given their copies; None: they are streamed as they are
+    whole: ModelLayout | None = None  # as layers are read of which the rest is streamed
+    stored_rest: ModelLayout | None = None  # in no more room than it has turned out to take
 
     @property
     def dtype(self) -> torch.dtype:
@@ -225,16 +225,16 @@ class ModelPlan:
     @property
     def _streamed(self) -> ModelLayout:
         """How layers lie in memory that cross the link, in all the room that they have there."""
-        return self.layout if self.left is None else self.left
+        return self.layout if self.rest is None else self.rest
 
     @cached_property
     def placed_layout(self) -> ModelLayout:
         """Return how all lies in memory where layers are placed so, in all the room that there is for it."""
-        return self.layout if self.left is None else self.layout.with_layers(self.left, self.placement.streamed_layers)
+        return self.layout if self.rest is None else self.layout.with_layers(self.rest, self.placement.streamed_layers)
 
     def ring_bytes(self, placement: Placement) -> int:
-        """Return what the buffers take that layers cross: of what is left of layers a whole one has room in all of
-        them, while its copy is made."""
+        """Return what the buffers take that layers cross: where the rest of layers crosses a whole one has room in
+        all of them, while its copy is made."""
         count, whole_bytes = placement.num_buffers, 0
         if self.whole is not None:
             whole_bytes = max((self.whole.layer_bytes[layer] for layer in placement.streamed_layers), default=0)
@@ -260,7 +260,7 @@ class ModelPlan:
 
     def bytes_over_link(self, layers: Iterable[int]) -> int:
         """Add up some layers as they cross the link."""
-        return sum(map((self.stored_left or self._streamed).layer_bytes.__getitem__, layers))
+        return sum(map((self.stored_rest or self._streamed).layer_bytes.__getitem__, layers))
 
     def host_bytes_of_layers(self, layers: Iterable[int]) -> int:
         """Add up some layers that cross the link in host memory, which is given out in whole pages."""
@@ -282,17 +282,17 @@ class ModelPlan:
     def scratch_bytes(self, device_type: str) -> int:
         """Return the bytes of the largest matrix that is decoded before a product, or a slice of it where most of the
         card is taken by copies, or the experts that are decoded together."""
-        layouts = [self.layout] if self.left is None else [self.layout, self.left]
+        layouts = [self.layout] if self.rest is None else [self.layout, self.rest]
         found = max(one.scratch_bytes(device_type, self.layers, head=self.has_head) for one in layouts)
-        if self.left is not None and device_type == "cuda":
+        if self.rest is not None and device_type == "cuda":
             found = min(found, _SLICE_BYTES)
         return max(self.expert_scratch_bytes, found)
 
-    def copy_scratch_bytes(self, device_type: str, rows: int) -> int:
-        """Return the same of a copy that drafts in steps of so many rows, whichever layers it is of."""
+    def copy_scratch_bytes(self, device_type: str) -> int:
+        """Return the same of a copy that drafts, whichever layers it is of."""
         assert self.copies is not None
         layouts = [self.layout, self.copies]
-        if device_type == "cuda" and rows <= MOST_ROWS:
+        if device_type == "cuda" and self.batch <= MOST_ROWS:
             layouts = [one.without_register_reads for one in layouts]
         return max(one.scratch_bytes(device_type, self.layers, head=self.has_head) for one in layouts)
 

@@ -404,7 +404,7 @@ def plan_fastest_draft(
             plan = planned(asked)
             fits = plan.target.context_tokens >= room[0] and plan.target.batch >= room[1]
             gain, fewer = best_tok_per_s(plan, machine) / before, plan.streamed_bytes < plain.streamed_bytes
-            if fits and plan.target.left is not None and gain >= _LEAST_GAIN and (known or fewer):
+            if fits and plan.target.rest is not None and gain >= _LEAST_GAIN and (known or fewer):
                 taken = f"drafting with {plan.drafter_in_words}"
                 taken += f", predicted to be {gain:.1f} times as fast if as much is accepted as is assumed" * known
                 best = replace(plan, draft_note=f"{taken} (--draft ngram goes without)")

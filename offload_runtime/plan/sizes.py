@@ -28,7 +28,7 @@ from offload_runtime.speculation.triforce import most_guess_rows, verifier_step_
 from offload_runtime.speculation.window import MOST_LEVELS
 from offload_runtime.stream.device import LAZY_MODULE_BYTES, TYPICAL_CONTEXT_BYTES, within
 from offload_runtime.weights.checkpoint import DescribedModel, share_vocabulary
-from offload_runtime.weights.copies import COPY_BITS, MAKING_BYTES, copied, left_of
+from offload_runtime.weights.copies import COPY_BITS, MAKING_BYTES, copy_layout, rest_layout
 from offload_runtime.weights.expert_hits import PUBLISHED_EXPONENT
 from offload_runtime.weights.layout import ModelLayout
 from offload_runtime.weights.loader import passing_bytes
@@ -319,7 +319,7 @@ class RunPlan:
         """Return what matrices are decoded into, of both models, which work side by side."""
         draft, device_type = self.draft, self.request.device_type
         if draft is not None and draft.is_copy:
-            own_bytes = self.target.copy_scratch_bytes(device_type, draft.step_rows or 0)
+            own_bytes = self.target.copy_scratch_bytes(device_type)
         else:
             own_bytes = 0 if draft is None else draft.scratch_bytes(device_type)
         return self.target.scratch_bytes(device_type) + own_bytes
@@ -538,8 +538,8 @@ def make_plan(request: RuntimeConfig, limits: MemoryLimits, *, tree_nodes: int) 
     draft = None
     if request.drafts_itself:
         whole = _layout(request, request.target, dtype)
-        left = left_of(whole, config, request.target.uncoded)
-        target = replace(target, copies=copied(whole), left=left, whole=left and whole, tree_nodes=tree_nodes)
+        rest = rest_layout(whole, config, request.target.uncoded)
+        target = replace(target, copies=copy_layout(whole), rest=rest, whole=rest and whole, tree_nodes=tree_nodes)
         draft = _plan_copy(request, target)
     elif request.proposed_by == "the draft":
         draft = _plan_draft(request, target, tree_nodes)
@@ -603,7 +603,7 @@ def _plan_copy(request: RuntimeConfig, target: ModelPlan) -> ModelPlan:
     ):  # fmt: skip
         require(fine, f"{named}: {why}: {remedy}")
     rows = max(graphs.COPY_STEP_ROWS, target.batch)
-    draft = replace(target, cache="target", copies=None, left=None, whole=None, most_expert_tokens=0, step_rows=rows)
+    draft = replace(target, cache="target", copies=None, rest=None, whole=None, most_expert_tokens=0, step_rows=rows)
     return draft.copying(target)
 
 

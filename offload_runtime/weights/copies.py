@@ -17,7 +17,7 @@ from offload_runtime_kernels.low_bit_copy import COPY, quantise
 from offload_runtime_kernels.scaled_rows import BITS
 
 from offload_runtime.models.config import ModelConfig
-from offload_runtime.models.layers import Weight
+from offload_runtime.models.layers import LayerWeights, Weight
 from offload_runtime.weights.encoding import (
     Encoding,
     Format,
@@ -35,7 +35,7 @@ COPY_BITS = BITS[COPY.number]
 MAKING_BYTES = 64 << 20
 
 
-def copied(layout: ModelLayout) -> ModelLayout:
+def copy_layout(layout: ModelLayout) -> ModelLayout:
     """Return how copies of all layers lie in memory. What lies around the layers is not copied."""
 
     @cache  # layers that are alike are one
@@ -49,9 +49,9 @@ def copied(layout: ModelLayout) -> ModelLayout:
     return replace(layout, layers=tuple(map(copy, layout.layers)))
 
 
-def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] = ()) -> ModelLayout | None:
-    """Return how layers lie in memory of which there are copies: what is left of matrices in bf16, Q8_0 or FP8, all
-    else as it is.
+def rest_layout(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str]) -> ModelLayout | None:
+    """Return how the rest of layers lies in memory, given their copies: what is left of matrices in bf16, Q8_0 or FP8,
+    all else as it is.
 
     Args:
         layout: How they lie as they are.
@@ -67,7 +67,7 @@ def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] =
             whole.setdefault(to.layer, set()).add(to.packed)
 
     @cache  # layers that are alike are one
-    def left(block: PackedLayout, kept: frozenset[str]) -> PackedLayout:
+    def of_block(block: PackedLayout, kept: frozenset[str]) -> PackedLayout:
         return PackedLayout.packed(
             spec if spec.name in kept or len(spec.shape) != 2 else rest(spec) for spec in block.tensors
         )
@@ -81,7 +81,7 @@ def left_of(layout: ModelLayout, config: ModelConfig, uncoded: Collection[str] =
         return min(spec, replace(spec, encoding=Encoding.of(layout.dtype, rests)), key=lambda one: one.nbytes)
 
     pairs = enumerate(layout.layers)
-    layers = tuple(left(block, frozenset(whole.get(number, ()))) for number, block in pairs)
+    layers = tuple(of_block(block, frozenset(whole.get(number, ()))) for number, block in pairs)
     return None if layers == layout.layers else replace(layout, layers=layers)
 
 
@@ -94,7 +94,7 @@ class ObservedWeight:
 
     def __init__(self, weight: Weight) -> None:
         self._weight = weight
-        self._squares, self._rows = torch.zeros(()), 0  # the former [K], once there are rows
+        self._squares = torch.zeros(())  # [K], once there are rows
 
     @property
     def dense(self) -> torch.Tensor:
@@ -114,69 +114,66 @@ class ObservedWeight:
     ) -> torch.Tensor:
         """Return the product, as a `Weight` does."""
         squares = x.float().square().sum(0)
-        self._squares, self._rows = squares + self._squares.to(squares), self._rows + len(x)
+        self._squares = squares + self._squares.to(squares)
         return self._weight.linear(x, residual=residual, gated=gated)
 
     @property
     def importance(self) -> torch.Tensor | None:
-        """Mean squares of what its columns were multiplied with, fp32 [K]; None where they were zeros or not
-        finite, or there were none."""
-        mean = self._squares / max(1, self._rows)
-        return mean if self._rows and bool((mean.isfinite()).all() & (mean > 0).any()) else None
+        """Sums of squares of what its columns were multiplied with, fp32 [K]; None where they are zeros or not finite,
+        or there are none."""
+        return self._squares if bool(self._squares.isfinite().all() & (self._squares > 0).any()) else None
 
 
-def observed(weights: Mapping[str, Weight], copy: PackedLayout) -> dict[str, Weight]:
+def observed(weights: Mapping[str, Weight], copy: PackedLayout) -> LayerWeights:
     """Return the weights of a layer, of which a copy will be made, with matrices that note what they are multiplied
     with."""
     matrices = {spec.name for spec in copy.tensors if spec.encoding.parts}
-    return {name: ObservedWeight(one) if name in matrices else one for name, one in weights.items()}
+    return LayerWeights((name, ObservedWeight(one) if name in matrices else one) for name, one in weights.items())
 
 
 def make_copy(weights: Mapping[str, Weight], copy: PackedLayout, out: torch.Tensor) -> None:
     """Make the copy of a layer, enqueued on the current stream.
 
     Args:
-        weights: Of the layer, on the copy's device; those of `observed` weigh errors by what they have noted.
+        weights: Of the layer, `observed`, on the copy's device; errors are weighed by what they have noted.
         copy: How it lies in memory.
         out: Its block, uint8 [total_bytes], device; written.
     """
     views = copy.views(out)
     for spec in copy.tensors:
         weight = weights[spec.name]
-        if not spec.encoding.parts:
+        if not isinstance(weight, ObservedWeight):
             views[spec.name].dense.copy_(weight.dense)
             continue
-        stored, importance = out[spec.offset_bytes :][: spec.nbytes], None
-        if isinstance(weight, ObservedWeight):
-            importance = weight.importance
+        stored, importance = out[spec.offset_bytes :][: spec.nbytes], weight.importance
         for start, rows in weight.slices():
             quantise(rows, rows_of_copy(stored, spec.shape, start, start + len(rows)), importance)
 
 
-def store_left(
-    whole: PackedLayout, memory: torch.Tensor, copies: Mapping[str, torch.Tensor], left: PackedLayout, out: torch.Tensor
+def store_rest(
+    whole: PackedLayout, memory: torch.Tensor, copies: Mapping[str, torch.Tensor], rest: PackedLayout, out: torch.Tensor
 ) -> tuple[PackedLayout, set[str]]:
-    """Store what is left of a layer given its copy, each tensor behind the one before it.
+    """Store the rest of a layer given its copy, each tensor behind the one before it.
 
     Args:
         whole: How the layer lies in memory as it is.
         memory: Where, uint8 on the copy's device.
         copies: The bytes of the copy by packed name, uint8.
-        left: How what is left lies in memory at most.
+        rest: How the rest lies in memory at most.
         out: uint8 [total_bytes of that], host; written.
 
     Returns:
         How it has come to lie there, and the packed matrices for which there was no room, which are not stored.
     """
     specs, refused, offset_bytes, stored = list[TensorSpec](), set[str](), 0, whole.stored(memory)
-    for was, spec in zip(whole.tensors, left.tensors, strict=True):
+    for was, spec in zip(whole.tensors, rest.tensors, strict=True):
         found, room = replace(spec, offset_bytes=offset_bytes), out[offset_bytes:][: spec.nbytes]
         if was.encoding == spec.encoding:
             room.copy_(stored[spec.name])
         else:
             parts = was.encoding.split(stored[spec.name], was.shape)
             try:
-                found = replace(found, encoding=_store_rests(spec, parts, copies[spec.name], room))
+                found = replace(found, encoding=_store_parts(spec, parts, copies[spec.name], room))
             except NotCodable:
                 refused.add(spec.name)
         specs.append(found)
@@ -184,7 +181,7 @@ def store_left(
     return PackedLayout(tuple(specs), offset_bytes), refused
 
 
-def _store_rests(spec: TensorSpec, parts: list[Part], copy: torch.Tensor, out: torch.Tensor) -> Encoding:
+def _store_parts(spec: TensorSpec, parts: list[Part], copy: torch.Tensor, out: torch.Tensor) -> Encoding:
     """Store what is left of a matrix' parts and return how; raises `NotCodable` where there is no room for it."""
     (_, columns), hows, at = spec.shape, list[tuple[int, Format]](), 0
     for (rows, how), part in zip(spec.encoding.parts, parts, strict=True):
