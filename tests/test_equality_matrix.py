@@ -32,16 +32,19 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "first and newest tokens": {"gamma": 6, "speculation": SpeculationOptions("chain", "streaming", **SMALL)},
     "retrieved chunks": {"gamma": 4, "speculation": SpeculationOptions("chain", "retrieval", **SMALL)},
     "TriForce": {"gamma": 8, "speculation": SpeculationOptions("triforce", gamma_draft=2, **SMALL)},
+    "a copy": {"draft": "self", "gamma": 3, "tree_nodes": 24},
 }  # fmt: skip
 SAMPLING = {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "seed": 2**63, "presence_penalty": 0.5}
 
 
 def _rows(cards: tuple[int, ...], resident: tuple[int | str, ...]) -> list[tuple[int, str, str, str, int | str]]:
     """All combinations of devices, places of keys and values, windows and layers that stay, with what drafts in turn;
-    TriForce, which needs all layers on the devices and full attention, with each number of devices."""
-    turn = cycle(name for name in DRAFTS if name != "TriForce")
+    TriForce, which needs all layers on the devices and full attention, and a copy of layers that are streamed, which
+    needs keys and values on the devices, with each number of devices."""
+    turn = cycle(name for name in DRAFTS if name not in ("TriForce", "a copy"))
     rows = [(*row, next(turn), stay) for *row, stay in product(cards, ("gpu", "host"), WINDOWS, resident)]
-    return rows + [(number, kv, "full attention", "TriForce", "auto") for number, kv in product(cards, ("gpu", "host"))]
+    rows += [(number, kv, "full attention", "TriForce", "auto") for number, kv in product(cards, ("gpu", "host"))]
+    return rows + [(number, "gpu", "some layers slide", "a copy", 0) for number in cards]
 
 
 NEAR, FAR = _rows((1, 2), ("auto", 0)), _rows((3,), ("auto", 2))

@@ -129,10 +129,8 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Q8_0", "bf16", "12 bits", "sliding windows", "gemma2"])
-def test_whatever_the_target_is(
-    exact_target: Path, two_layers: Path, windowed_target: Path, kind: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", ["Q8_0", "bf16", "12 bits", "gemma2"])
+def test_whatever_the_target_is(exact_target: Path, two_layers: Path, kind: str, tmp_path: Path) -> None:
     path, options = exact_target, {"dtype": "bf16" if kind in ("bf16", "12 bits") else "fp32"}
     if kind == "Q8_0":
         model = transformers.LlamaForCausalLM.from_pretrained(two_layers)
@@ -140,8 +138,6 @@ def test_whatever_the_target_is(
         byte_level_tokenizer().save_pretrained(tmp_path)
     elif kind == "12 bits":
         path, options["encode"] = two_layers, "always"
-    elif kind == "sliding windows":
-        path = windowed_target
     elif kind != "bf16":
         family_model(kind, 1, hidden_size=256, intermediate_size=256).save_pretrained(tmp_path)
         byte_level_tokenizer().save_pretrained(tmp_path)
