@@ -307,12 +307,13 @@ def test_agreement_of_copies(small: Path, book: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.slow
-def test_the_rest_given_copies(small: Path, book: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("rest", "--source", small, "--text", book, "--code", book, "--random-rows", 16)
-    assert call("bench_copy", *given, "--bits", "4", "--groups", 32, "--methods", "rounded") == 0  # every bit came back
+def test_the_rest_given_copies(book: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = write_checkpoint(tmp_path / "model", hidden_size=64, num_layers=1)
+    given = ("rest", "--source", target, "--text", book, "--code", book, "--random-rows", 16, "--symmetric", "no")
+    assert call("bench_copy", *given, "--bits", 4, "--groups", 64, "--methods", "rounded", "fitted") == 0
     rows = printed(capsys)["rest"]
-    assert {row["stored"] for row in rows} == {"bf16", "FP8", "Q8_0"} and len(rows) == 24
-    assert all(code["round_trip"] for row in rows for code in row["codes"])
+    assert {row["stored"] for row in rows} == {"bf16", "FP8", "Q8_0"} and len(rows) == 18
+    assert [row["runtime"]["round_trip"] for row in rows if "runtime" in row] == 6 * [True]
     assert all(row["entropy_bits_by_level"] <= row["entropy_bits"] + 1e-9 for row in rows)
 
 

@@ -12,7 +12,8 @@ activations in a short piece of both texts. `own` keys and values are what the c
 blocks of 16 they are the target's below the block, as they are where a pass has just committed them.
 
 `rest` is another run: bits a weight of bf16, FP8 and Q8_0 given a copy, of the target's matrices, of random ones, and
-of some that a code may stumble over; all bits are decoded again and compared. Says figures as they come, then prints
+of some that a code may stumble over; what the runtime keeps beside fitted or weighted copies of 4 bits in groups of 64
+is decoded again, and all bits compared. Says figures as they come, then prints
 one JSON line; exit code 1 when a bit was not what it had been.
 """
 
@@ -31,7 +32,7 @@ import texts
 import torch
 from copies.agreement import Answers, Keys, agreement_of
 from copies.quantise import METHODS, ROUNDED, WEIGHTED, CopyFormat, Variant, copy_of, quantise
-from copies.rest_sizes import fp8_rest, q8_rest, random_matrices, rest_of
+from copies.rest import fp8_rest, q8_rest, random_matrices, rest_of
 from harness import check_out, emit, provenance, say, write_unfinished
 from torch import Tensor
 from training.target import Target, held_out
@@ -194,8 +195,8 @@ def measure_stored(options: argparse.Namespace, target: Sequence[Tensor]) -> Ite
     sets = {"target": target, "Gaussian": [made["Gaussian"]], "Student t": [made["Student t"]]}
     for (name, matrices), variant in product(sets.items(), variants_of(options)):
         if variant.method == ROUNDED:
-            yield from fp8_rest(name, variant, matrices)
-            yield from q8_rest(name, variant, matrices)
+            yield fp8_rest(name, variant, matrices)
+            yield q8_rest(name, variant, matrices)
 
 
 def yes_or_no(text: str) -> tuple[bool, ...]:
@@ -261,8 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.what == REST:
         report |= {"rest": list(bench.measure_rest(importance))}
         emit(report, options.out)
-        codes = [code for row in report["rest"] for code in (*row["codes"], *filter(None, [row.get("runtime")]))]
-        return 0 if all(code["round_trip"] for code in codes) else 1
+        return 0 if all(row["runtime"]["round_trip"] for row in report["rest"] if "runtime" in row) else 1
     report |= {"agreement": bench.agreement}
     bench.answer()
     bench.measure_others()
