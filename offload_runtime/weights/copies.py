@@ -8,31 +8,124 @@ then what is left given the copy.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import ClassVar
 
 import torch
 from offload_runtime_kernels.linear import Activation
 from offload_runtime_kernels.low_bit_copy import COPY, quantise
-from offload_runtime_kernels.scaled_rows import BITS
+from offload_runtime_kernels.low_bit_encode import encode_fp8_rest, encode_q8_rest, encode_rest
+from offload_runtime_kernels.low_bit_rest import (
+    BF16,
+    FP8,
+    LEAST_OWN_COLUMNS,
+    Q8_0,
+    decode_rest,
+    rest_bytes,
+    used_bytes,
+)
+from offload_runtime_kernels.scaled_rows import BITS, ScaledFormat, ScaledRows
 
 from offload_runtime.models.config import ModelConfig
 from offload_runtime.models.layers import LayerWeights, Weight
 from offload_runtime.weights.encoding import (
     Encoding,
     Format,
+    GgufBlocks,
     NotCodable,
     Part,
-    RestOfCopy,
     Scaled,
     aligned,
-    rows_of_copy,
+    scale_tensors,
+    scaled_bytes,
+    scaled_rows,
 )
 from offload_runtime.weights.layout import ModelLayout, PackedLayout, TensorSpec, checkpoint_tensors
 
 COPY_BITS = BITS[COPY.number]
-# What it takes to code a piece of a matrix: 8 million weights, in Q8_0 about six times as bytes.
+# Of the device, to code a piece of a matrix: 8 million weights, in Q8_0 about six bytes for each.
 MAKING_BYTES = 64 << 20
+
+
+def rows_of_copy(copy: torch.Tensor, shape: tuple[int, ...], start: int, end: int) -> ScaledRows:
+    """Return some rows of a matrix' copy, whose bytes are uint8, without copying."""
+    return scaled_rows(copy, COPY, *shape).some(slice(start, end))
+
+
+@dataclass(frozen=True)
+class RestOfCopy(Format):
+    """Has what is left of rows of a matrix given their copy, the `base`: of such in bf16, in Q8_0 or, by its `form`, in
+    FP8, whose scales come first; in the room that a plan has for it, or in the `stored_bytes` that it has turned out to
+    take."""
+
+    kind: str = field(init=False)
+    of_kind: str
+    form: ScaledFormat | None = None
+    stored_bytes: int | None = None
+    base: ScaledRows | None = field(default=None, compare=False, repr=False)
+    has_rows: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", f"{self.of_kind} given copies")
+
+    @classmethod
+    def of(cls, how: Format) -> RestOfCopy | None:
+        """Return what is left of what is stored so; None where it is in no such format."""
+        if isinstance(how, Scaled):
+            fp8 = how.form.number == FP8 and how.form.columns % LEAST_OWN_COLUMNS == 0 and not how.form.ordered
+            return cls(FP8, how.form) if fp8 else None
+        if isinstance(how, GgufBlocks):
+            return cls(Q8_0) if how.kind == Q8_0 else None
+        return cls(BF16) if how == Format(BF16) else None
+
+    def nbytes(self, rows: int, columns: int) -> int:
+        if self.stored_bytes is not None:
+            return self.stored_bytes
+        return self._scale_bytes(rows, columns) + rest_bytes(rows, columns, self.of_kind)
+
+    def given(self, base: torch.Tensor, shape: tuple[int, ...], start: int, end: int) -> RestOfCopy:
+        return replace(self, base=rows_of_copy(base, shape, start, end))
+
+    def decode(self, stored: torch.Tensor, rows: int, start: int, out: torch.Tensor) -> None:
+        assert self.base is not None, "it is seen with its copy"
+        ahead, scales = self._scale_bytes(rows, out.shape[1]), None
+        if self.form is not None:
+            scales = scale_tensors(stored, self.form, rows, out.shape[1]).scales
+        decode_rest(stored[ahead:], self.base, start, out, self.of_kind, scales, self.form)
+
+    def store(self, whole: torch.Tensor, shape: tuple[int, int], copy: ScaledRows, out: torch.Tensor) -> RestOfCopy:
+        """Write what is left of rows.
+
+        Args:
+            whole: How they are stored without their copy, uint8.
+            shape: Their number, and columns.
+            copy: Of these rows, on the same device.
+            out: uint8 [nbytes], on any device; written.
+
+        Returns:
+            How it is stored. Raises `NotCodable` where there is no room for it.
+        """
+        rows, columns = shape
+        ahead = self._scale_bytes(*shape)
+        room = out[ahead:]
+        if self.form is not None:
+            out[:ahead].copy_(whole[scaled_bytes(self.form, *shape) - ahead :][:ahead])
+            fits = encode_fp8_rest(scaled_rows(whole, self.form, *shape), self.form, columns, copy, room)
+        elif self.of_kind == Q8_0:
+            row_bytes = GgufBlocks(Q8_0).row_bytes(columns)
+            fits = encode_q8_rest(whole[: rows * row_bytes].view(rows, row_bytes), columns, copy, room)
+        else:
+            fits = encode_rest(whole[: 2 * rows * columns].view(torch.bfloat16).view(shape), copy, room)
+        if not fits:
+            raise NotCodable
+        return replace(self, stored_bytes=ahead + used_bytes(room, rows))
+
+    def _scale_bytes(self, rows: int, columns: int) -> int:
+        """Return those in front: what a matrix of FP8 has behind its numbers."""
+        if self.form is None:
+            return 0
+        return scaled_bytes(self.form, rows, columns) - aligned(rows * self.form.row_bytes(columns))
 
 
 def copy_layout(layout: ModelLayout) -> ModelLayout:

@@ -11,8 +11,8 @@ scales. bf16 is coded in 12 bits an element without loss when it is loaded: all 
 bytes, whatever their values are, so that a plan knows them without reading the weights; that a matrix cannot be coded
 is found when it is read. A GPU's product of a few rows decodes all of these in registers, one of many into a scratch.
 
-One encoding has a base, another tensor that it is decoded with: what is left of bf16, Q8_0 or FP8 given a copy in few
-bits, which lies elsewhere on the device.
+A format may have a base, another tensor that it is decoded with, which lies elsewhere on the device: what is left of
+bf16, Q8_0 or FP8 given a copy in few bits has (`weights.copies`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -40,17 +40,6 @@ from offload_runtime_kernels.gguf_blocks import (
 )
 from offload_runtime_kernels.gguf_linear import gguf_linear_triton
 from offload_runtime_kernels.linear import Activation, gated_product, linear
-from offload_runtime_kernels.low_bit_copy import COPY
-from offload_runtime_kernels.low_bit_encode import encode_fp8_rest, encode_q8_rest, encode_rest
-from offload_runtime_kernels.low_bit_rest import (
-    BF16,
-    FP8,
-    LEAST_OWN_COLUMNS,
-    Q8_0,
-    decode_rest,
-    rest_bytes,
-    used_bytes,
-)
 from offload_runtime_kernels.scaled_linear import scaled_linear_triton
 from offload_runtime_kernels.scaled_rows import (
     LARGEST_SCALE,
@@ -173,6 +162,11 @@ class Format:
         """Decode some of all `rows`, from `start` on, into `out` [N, columns], contiguous, of the dtype that the model
         computes in."""
         self.decode_rows(stored.view(rows, -1)[start : start + len(out)], out)
+
+    def given(self, base: torch.Tensor, shape: tuple[int, ...], start: int, end: int) -> Format:
+        """Return that of the rows `[start, end)` of a matrix whose base has these bytes; itself, if it is decoded
+        without one."""
+        return self
 
     def file_bytes(self, columns: int) -> int:
         """Return the bytes of a row in a GGUF file."""
@@ -373,11 +367,7 @@ class Encoding:
             return Weight(stored.view(self.dtype).view(shape), bias)
         found = self.split(stored, shape)
         if base is not None:
-            found = [
-                part._replace(format=replace(part.format, base=rows_of_copy(base, shape, part.start, part.end)))
-                if isinstance(part.format, RestOfCopy) else part
-                for part in found
-            ]  # fmt: skip
+            found = [part._replace(format=part.format.given(base, shape, part.start, part.end)) for part in found]
         return StackedWeight(stored, bias, shape=shape, dtype=self.dtype, parts=tuple(found), scratch=scratch)
 
     def _part_bytes(self, shape: tuple[int, ...]) -> list[int]:
@@ -601,86 +591,6 @@ class ScaledApart(Format):
 
     def decode_rows(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         decode_scaled_reference(rows_apart(stored, self.form, out.shape[1]), self.form, 0, out)
-
-
-# --- what is left given a copy
-
-
-@dataclass(frozen=True)
-class RestOfCopy(Format):
-    """Has what is left of rows of a matrix given their copy of the form `COPY`, the `base`: of such in bf16, in Q8_0
-    or, by its `form`, in FP8, whose scales come first; in the room that a plan has for it, or in the `stored_bytes`
-    that it has turned out to take."""
-
-    kind: str = field(init=False)
-    of_kind: str
-    form: ScaledFormat | None = None
-    stored_bytes: int | None = None
-    base: ScaledRows | None = field(default=None, compare=False, repr=False)
-    has_rows: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", f"{self.of_kind} given copies")
-
-    @classmethod
-    def of(cls, how: Format) -> RestOfCopy | None:
-        """Return what is left of what is stored so; None where it is in no such format."""
-        if isinstance(how, Scaled):
-            fp8 = how.form.number == FP8 and how.form.columns % LEAST_OWN_COLUMNS == 0 and not how.form.ordered
-            return cls(FP8, how.form) if fp8 else None
-        if isinstance(how, GgufBlocks):
-            return cls(Q8_0) if how.kind == Q8_0 else None
-        return cls(BF16) if how == Format(BF16) else None
-
-    def nbytes(self, rows: int, columns: int) -> int:
-        if self.stored_bytes is not None:
-            return self.stored_bytes
-        return self._scale_bytes(rows, columns) + rest_bytes(rows, columns, self.of_kind)
-
-    def decode(self, stored: torch.Tensor, rows: int, start: int, out: torch.Tensor) -> None:
-        assert self.base is not None, "it is seen with its copy"
-        ahead, scales = self._scale_bytes(rows, out.shape[1]), None
-        if self.form is not None:
-            scales = scale_tensors(stored, self.form, rows, out.shape[1]).scales
-        decode_rest(stored[ahead:], self.base, start, out, self.of_kind, scales, self.form)
-
-    def store(self, whole: torch.Tensor, shape: tuple[int, int], copy: ScaledRows, out: torch.Tensor) -> RestOfCopy:
-        """Write what is left of rows.
-
-        Args:
-            whole: How they are stored without their copy, uint8.
-            shape: Their number, and columns.
-            copy: Of these rows, on the same device.
-            out: uint8 [nbytes], on any device; written.
-
-        Returns:
-            How it is stored. Raises `NotCodable` where there is no room for it.
-        """
-        rows, columns = shape
-        ahead = self._scale_bytes(*shape)
-        room = out[ahead:]
-        if self.form is not None:
-            out[:ahead].copy_(whole[scaled_bytes(self.form, *shape) - ahead :][:ahead])
-            fits = encode_fp8_rest(scaled_rows(whole, self.form, *shape), self.form, columns, copy, room)
-        elif self.of_kind == Q8_0:
-            row_bytes = GgufBlocks(Q8_0).row_bytes(columns)
-            fits = encode_q8_rest(whole[: rows * row_bytes].view(rows, row_bytes), columns, copy, room)
-        else:
-            fits = encode_rest(whole[: 2 * rows * columns].view(torch.bfloat16).view(shape), copy, room)
-        if not fits:
-            raise NotCodable
-        return replace(self, stored_bytes=ahead + used_bytes(room, rows))
-
-    def _scale_bytes(self, rows: int, columns: int) -> int:
-        """Return those in front: what a matrix of FP8 has behind its numbers."""
-        if self.form is None:
-            return 0
-        return scaled_bytes(self.form, rows, columns) - aligned(rows * self.form.row_bytes(columns))
-
-
-def rows_of_copy(copy: torch.Tensor, shape: tuple[int, ...], start: int, end: int) -> ScaledRows:
-    """Return some rows of a matrix' copy, whose bytes are uint8, without copying."""
-    return scaled_rows(copy, COPY, *shape).some(slice(start, end))
 
 
 def format_of(kind: str | ScaledFormat) -> Format:

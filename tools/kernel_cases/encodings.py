@@ -31,7 +31,8 @@ from offload_runtime_kernels.scaled_rows import (
     pack_numbers,
 )
 
-from offload_runtime.weights.encoding import Format, RestOfCopy, Scaled, format_of, scaled_bytes, scaled_rows
+from offload_runtime.weights.copies import RestOfCopy
+from offload_runtime.weights.encoding import Format, Scaled, format_of, scaled_bytes, scaled_rows
 
 # Of down, and of gate and up together.
 _SHAPES = ((4096, 11008), (57344, 8192))
