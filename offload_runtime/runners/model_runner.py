@@ -625,21 +625,6 @@ def device_rows(
     return Rows(tokens, query, RopeRows(cos, sin, positions, cache_positions, owners))
 
 
-def window_pass(
-    decoder: Decoder, layers: Layers, cache: LayerCache, rows: Rows, hidden: KeptRows | None = None
-) -> torch.Tensor:
-    """Run one decoding pass over prepared rows; arguments as of `window_residual`.
-
-    Returns:
-        Logits [B * T, V].
-    """
-    residual = window_residual(decoder, layers, cache, rows, hidden)
-    logits = decoder.head(residual)
-    if hidden is not None:
-        hidden.behind([residual])
-    return logits
-
-
 def window_residual(
     decoder: Decoder, layers: Layers, cache: LayerCache, rows: Rows, hidden: KeptRows | None = None
 ) -> torch.Tensor:
@@ -882,8 +867,10 @@ class CapturedPasses:
         rows = device_rows(shape, self.graphs.inputs, self._rope, self._frequencies.tensor[:count])
         taps, hidden = self._taps, self._hidden[part, :count]
         kept = None if taps is None else KeptRows(taps, self._decoder.partition, [hidden])
-        run = window_residual if self._is_part else window_pass
-        logits = run(self._decoder, self._layers, self._cache, rows, kept)
+        residual = window_residual(self._decoder, self._layers, self._cache, rows, kept)
+        logits = residual if self._is_part else self._decoder.head(residual)
+        if kept is not None:
+            kept.behind([residual])
         self._logits[:count].copy_(logits)
         if sampling is not None:
             found = sample(logits, sampling, rows.query.positions.view(-1) + 1, rows.rope.slots)

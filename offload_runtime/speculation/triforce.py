@@ -25,7 +25,7 @@ from offload_runtime.models.layers import LayerWeights, Rows
 from offload_runtime.models.rope import RopeTable, RowFrequencies
 from offload_runtime.params import SamplingParams
 from offload_runtime.runners.graphs import StepGraphs, step_activation_bytes
-from offload_runtime.runners.model_runner import Decoder, window_pass
+from offload_runtime.runners.model_runner import Decoder, window_residual
 from offload_runtime.sampling import SlotSampling, sample
 from offload_runtime.speculation.draft import DraftRunner
 from offload_runtime.speculation.step import Acceptance, Budgets, Drafter, Texts, chains_where
@@ -132,7 +132,8 @@ class RetrievalVerifier:
             window.rows, window.end, tree.verified, self._rotation, last_token=self._last_token, skip_committed=True
         )
         rows = Rows.of_step(step, self._slots[: window.num_rows], max_length=self._max_tokens_with_draft)
-        logits = window_pass(self._decoder, self._layers, self.cache, rows)  # [B*T, V]
+        residual = window_residual(self._decoder, self._layers, self.cache, rows)
+        logits = self._decoder.head(residual)  # [B*T, V]
         samples = sample(logits, self._sampling, step.following, step.slots)
         # Where the target says something else it mostly is what comes next here.
         without_samples = logits.scatter_(1, samples.clamp_min(0)[:, None], -torch.inf)
