@@ -320,7 +320,7 @@ class RuntimeConfig:
     @property
     def drafts_itself(self) -> bool:
         """Return whether copies of the target's own layers draft."""
-        return isinstance(self.draft, str) and self.draft == "self"
+        return self.draft == "self"
 
     @property
     def drafter(self) -> str:

@@ -168,11 +168,12 @@ BUDGETS = [CHAIN, CHAIN, TREE, TREE, TREE, *OTHERS]
 
 
 def was_wrong(output: StepOutput) -> bool:
-    """Whether the copy has proposed something else behind what was accepted."""
+    """Whether the copy has proposed something else behind what was accepted. At the end of a gated delta chunk what is
+    right may not be, as one path alone leads over it."""
     last, proposal = output.path[-1] if output.path else -1, output.proposal
-    return any(
-        parent == last and source == "self" for parent, source in zip(proposal.parents, proposal.sources, strict=True)
-    )
+    nodes = zip(proposal.tokens, proposal.parents, proposal.sources, strict=True)
+    behind = [token for token, parent, source in nodes if parent == last and source == "self"]
+    return bool(behind) and output.tokens[-1] not in behind
 
 
 def test_a_copy_that_is_exact_is_never_wrong(exact: Runtime) -> None:
@@ -187,7 +188,7 @@ def test_a_copy_that_is_exact_is_never_wrong(exact: Runtime) -> None:
     expected = {slot: natives.plainly(target, prompt, 24, params) for slot, prompt in prompts.items()}
     slow = natives.SlowRunner(target, drafter, draw.choice((0, 1, 5)))
     decoding, accepted = natives.Decoding.of(slow, drafter, {}, params), 0
-    for _ in range(10):
+    for _ in range(30):
         for slot in {0, 1} - {*decoding.texts}:
             if draw.random() < 0.7:
                 start = draw.randint(len(prompts[slot]), len(prompts[slot]) + 20)
