@@ -202,7 +202,6 @@ def hold(runtime: Runtime, requests: Requests, width: int, seconds: float) -> di
         scheduler.close()
         answers = [answer for found in clients for answer in found.result()]
     return {"at_once": width, **figures(answers, started_s, seconds), "passes": passes, "answers": answers,
-            **unlike_plain(runtime, requests, answers),
             "mb_per_minute": mb_per_minute(memory.samples), "memory": memory.samples}  # fmt: skip
 
 
@@ -304,6 +303,7 @@ def measure(options: argparse.Namespace, own: OurOptions) -> dict[str, Any]:
     for width in [1] if options.second_question else sorted({*options.requests}):
         with load(options, own, source, width=width) as runtime:
             placed = {"placement": runtime.placement, "emulated": own.emulate}
+            origin = {"settings": harness.settings_of(options), **provenance(*runtime.devices, commit=options.commit)}
             requests = Requests(
                 text_tokens(options, runtime, longest + _QUESTION_TOKENS), options.prompt_tokens, options.new_tokens,
                 options.temperature, options.seed, options.disconnects,
@@ -313,10 +313,12 @@ def measure(options: argparse.Namespace, own: OurOptions) -> dict[str, Any]:
                 report |= {"second_question": second_question(runtime, requests, longest), **placed}
             else:
                 rows.append({**hold(runtime, requests, width, 60 * options.minutes), **placed})
-            origin = provenance(*runtime.devices, commit=options.commit)
+                there = [{name: value for name, value in row.items() if name != "answers"} for row in rows]
+                harness.write_unfinished({"benchmark": "serving", "rows": there, **origin}, options.out)
+                rows[-1] |= unlike_plain(runtime, requests, rows[-1]["answers"])
     if rows:
         add_comparisons(rows)
-    return {"benchmark": "serving", **report, "rows": rows, "settings": harness.settings_of(options), **origin}
+    return {"benchmark": "serving", **report, "rows": rows, **origin}
 
 
 def checks(report: dict[str, Any], *, plain: bool) -> list[Check]:
