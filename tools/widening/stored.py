@@ -64,7 +64,8 @@ def random_blocks(kind: str, count: int, generator: torch.Generator) -> torch.Te
 
     def put(at: int, numbers: torch.Tensor) -> None:
         if form.e2m1:
-            blocks[: len(numbers), at] = (127 + numbers.log2().round()).byte()
+            mantissas, powers = numbers.frexp()  # exact, as a logarithm is not
+            blocks[: len(numbers), at] = (127 + powers - (mantissas < math.sqrt(0.5)).int()).byte()
         else:
             blocks[: len(numbers), at : at + 2] = numbers.half().view(-1, 1).view(torch.uint8)
 
