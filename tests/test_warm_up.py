@@ -16,14 +16,14 @@ from offload_runtime import Runtime
 from offload_runtime.config import SpeculationOptions
 from offload_runtime.engine.load_model import warm_up
 from offload_runtime.params import SamplingParams
-from offload_runtime.runners.graphs import graph_reach, warm_up_batches, warm_up_lengths
+from offload_runtime.runners.graphs import StepGraphs, graph_reach, warm_up_batches, warm_up_lengths
 from offload_runtime.speculation.dflash import DFlashDrafter
 from offload_runtime.speculation.draft import DraftRunner
 from offload_runtime.speculation.ngram import drafting
 from offload_runtime.speculation.tree import ModelDrafter
 from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers import native_drafts as natives
-from tests.helpers.assembly import make_runner
+from tests.helpers.assembly import CPU, make_runner
 from tests.helpers.dflash import config_of, random_tensors, settings, write_dflash
 from tests.helpers.engine import byte_level_tokenizer, load
 from tests.helpers.families import family_model
@@ -231,6 +231,13 @@ def test_chains_about_any_slot_have_the_rows_of_a_warm_up() -> None:
         runner.join(slot, SamplingParams())
         assert slot < runner.window.num_rows and runner.window.num_rows in warm_up_batches(6)
         runner.leave(slot)
+
+
+def test_loading_captures_steps_about_one_text_last() -> None:
+    """Where there are more graphs than are held, those of many texts are dropped first."""
+    counts = list[int]()
+    StepGraphs(CPU).warm_up(lambda slots, _: counts.append(len(slots)), batch=6, lengths=(1, 257))
+    assert counts[-8:] == [6, 6, 4, 4, 2, 2, 1, 1]
 
 
 @pytest.mark.gpu

@@ -214,7 +214,7 @@ class DraftKVState:
 
 class TargetKVState:
     """Knows texts by the KV cache of the target, which a drafter of the same layers shares: there is nothing to catch
-    up with. It is a `DraftTexts`.
+    up with. It has what steps ask of a `DraftKVState`.
 
     A text's last token, the root, has no keys there before a pass has read it, which writes them while the drafter goes
     on. So trees have all of theirs in spare positions, and committed keys are only read. The rows of a chain are behind

@@ -184,8 +184,8 @@ class StepGraphs:
         with self.eager():
             for params in WARM_UP_SAMPLINGS[1:]:
                 take_steps([params], lengths[0])
-        for length in lengths:
-            for count in reversed(warm_up_batches(batch)):  # if anything is dropped it is what is rare
+        for count in reversed(warm_up_batches(batch)):  # if anything is dropped it is what is rare
+            for length in lengths:
                 for _ in range(2 if self._replays else 1):  # compiles, then captures
                     take_steps(WARM_UP_SAMPLINGS[:1] * count, length)
 
