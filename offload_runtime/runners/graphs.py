@@ -50,8 +50,8 @@ CAPTURED_PARTS = 3
 MOST_GREEDY_STEPS = 7
 # Children of a node: the target's token is among a draft's best four 0.97 of the time in code, 0.80 in prose (T = 0.6).
 CHILDREN = 8
-# A draft's chains need two graphs a power of two of blocks and way of sampling, its trees three, and those that it
-# proposes to a retrieval verifier one a level, for each number of sequences.
+# A draft's chains need two graphs a power of two of blocks and way of sampling, or four where layers have states, its
+# trees up to four, and those that it proposes to a retrieval verifier one a level, for each number of sequences.
 MOST_GRAPHS = 24
 # Of a target's passes, and the reaches of those that are captured at load: of chains and trees, 11 widths of each.
 CAPTURED_GRAPHS, _CAPTURED_REACHES = 3 * MOST_GRAPHS, 2
