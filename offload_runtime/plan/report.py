@@ -74,15 +74,17 @@ def forecast(plan: RunPlan, machine: MachineProfile) -> RunForecast:
     """Predict a planned run."""
     length, proposed, nodes = plan.target.context_tokens, cost.gamma(plan), cost.tree_nodes(plan)
     plain, batch = cost.full_pass(plan, machine), plan.target.batch
-    missing_s = plain.demand_s / (1 - plan.target.expected_hits) if plain.demand_s else 0.0  # where none are found
-    by_hits = {hits: batch / (plain.seconds - plain.demand_s + missing_s * (1 - hits)) for hits in _HITS}
+    by_hits = dict[float, float]()
+    if plain.demand_s:
+        missing_s = plain.demand_s / (1 - plan.target.expected_hits)  # where none are found
+        by_hits = {hits: batch / (plain.seconds - plain.demand_s + missing_s * (1 - hits)) for hits in _HITS}
     return RunForecast(
         length, proposed, nodes, plain, cost.full_pass(plan, machine, rows=(nodes or proposed) + 1),
         cost.prefill_time(plan, machine, length), cost.draft_step_s(plan, machine),
         cost.verifier_step_s(plan, machine) if plan.has_verifier else None, batch / plain.seconds,
         cost.predict_step(plan, machine),
         tuple(cost.predict_step(plan, machine, acceptance) for acceptance in (_ACCEPTANCES if proposed else ())),
-        by_hits if plain.demand_s else {},
+        by_hits,
     )  # fmt: skip
 
 
