@@ -30,7 +30,7 @@ from offload_runtime.weights.layout import ModelLayout, checkpoint_tensors
 from offload_runtime.weights.sources import open_checkpoint
 from tests.helpers.assembly import make_runner, prefill, verify
 from tests.helpers.engine import byte_level_tokenizer, load, raising, refuse_weights
-from tests.helpers.families import NO_TOKENS, family_config, family_model, write_family
+from tests.helpers.families import family_config, family_model, write_family, write_stored
 from tests.helpers.heads import add_random_mtp
 from tests.helpers.planning import made_up_machine
 
@@ -344,26 +344,19 @@ def test_experts_are_kept_and_multiplied_as_a_file_stores_them(kind: str, tmp_pa
     assert all(torch.equal(one, found[0]) for one in found)
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=pytest.mark.slow), pytest.param("cuda:0", marks=pytest.mark.gpu)]
-)
+@pytest.mark.gpu
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])
-def test_stored_experts_have_the_same_bits_wherever_they_are(family: str, device: str, tmp_path: Path) -> None:
+def test_on_a_gpu_stored_experts_have_the_same_bits_wherever_they_are(family: str, tmp_path: Path) -> None:
     """Read to the card, fetched by prompts a layer at a time, and by tokens on demand."""
     sizes = {"gpt_oss": {"num_experts_per_tok": CHOSEN, "num_local_experts": COUNT}, "qwen3_moe": SPARSE}[family]
     model = family_model(family, 1, hidden_size=160, max_position_embeddings=1024, **sizes)
-    kind = GGMLQuantizationType.MXFP4 if family == "gpt_oss" else GGMLQuantizationType.Q8_0
-    tokenizer = byte_level_tokenizer()
-    words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
-    tokens = [*words, *NO_TOKENS[len(words) :]]
-    source = open_checkpoint(write_family(tmp_path / "m.gguf", family, model, kind=kind, tokens=tokens))
-    tokenizer.save_pretrained(tmp_path)
+    source = open_checkpoint(write_stored(tmp_path, family, model))
     one = source.layout(torch.bfloat16).experts[0]
-    options: dict[str, Any] = {"device": device, "dtype": "bf16", "context": 300, "draft": "none", "weights": "stored"}
+    card: dict[str, Any] = {"device": "cuda:0", "dtype": "bf16", "vram": "8GB", "context": 300, "draft": "none"}
     found, params = list[torch.Tensor](), GenerationParams(8, ignore_eos=True)
     for buffers in (None, COUNT + 1, CHOSEN):
         pool = buffers and buffers * one.block.total_bytes
-        with Runtime.load(source, expert_pool=pool, **options) as runtime:
+        with Runtime.load(source, weights="stored", expert_pool=pool, **card) as runtime:
             rows = [runtime.replay(prompt, params, drafter=None)[1] for prompt in PROMPTS]
         found.append(torch.cat(rows))
     assert found[0].isfinite().all() and len(found[0].unique()) > 100

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 import transformers as hf
 
+from tests.helpers.engine import byte_level_tokenizer
+
 VOCABULARY = 320
 NO_TOKENS = [f"t{index}" for index in range(VOCABULARY)]  # of no kind of tokenizer
 F32 = gguf.GGMLQuantizationType.F32
@@ -525,3 +527,12 @@ def write_family(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def write_stored(directory: Path, family: str, model: Any) -> Path:
+    """The same in blocks that suit the family, with a tokenizer beside the file."""
+    tokenizer = byte_level_tokenizer()
+    words = sorted(tokenizer.get_vocab(), key=tokenizer.get_vocab().get)
+    kind = gguf.GGMLQuantizationType.MXFP4 if family == "gpt_oss" else gguf.GGMLQuantizationType.Q8_0
+    tokenizer.save_pretrained(directory)
+    return write_family(directory / "m.gguf", family, model, kind=kind, tokens=[*words, *NO_TOKENS[len(words) :]])
